@@ -1,0 +1,55 @@
+"""Every error that flysurgery raises on purpose: one clear sentence, and the exit code of the command line."""
+
+
+class FlysurgeryError(Exception):
+    """Base of all errors raised on purpose. The message says what was expected, what came, and what to do."""
+
+    exit_code = 1
+
+
+class PatternError(FlysurgeryError, ValueError):
+    """Sizes that do not fit: a pattern, an architecture, or a tensor held against one."""
+
+
+class BackendError(FlysurgeryError, RuntimeError):
+    """No backend, or not the named one, can run a multiplication; the message gives each reason."""
+
+
+class ProjectionError(FlysurgeryError, ValueError):
+    """A matrix that cannot be projected: NaN or infinite entries, or an architecture without an algorithm."""
+
+
+class WalkError(FlysurgeryError, RuntimeError):
+    """A model whose graph cannot be exported, with the reason that the exporter gave."""
+
+
+class SelectionError(FlysurgeryError, ValueError):
+    """A selector that matched nothing; the message lists the nearest names."""
+
+    exit_code = 2
+
+
+class OptionError(FlysurgeryError, ValueError):
+    """An option outside its range or one that contradicts another."""
+
+    exit_code = 2
+
+
+class PlanError(FlysurgeryError, ValueError):
+    """A plan that contradicts itself, or the model that it is applied to. The model is unchanged."""
+
+
+class SurgeryError(FlysurgeryError, RuntimeError):
+    """Surgery that could not be completed. The model is unchanged."""
+
+
+class ModelError(FlysurgeryError, ValueError):
+    """A model that cannot be named, built or given its weights."""
+
+
+class CheckpointError(FlysurgeryError, ValueError):
+    """A folder or file that cannot be read or written as a checkpoint. Nothing half-written is left."""
+
+
+class DataError(FlysurgeryError, ValueError):
+    """A data set that cannot be found or read, or that does not fit the model."""

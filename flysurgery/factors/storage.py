@@ -1,0 +1,41 @@
+"""The canonical storage: a tensor of shape (a, b, c, d) holds a factor of pattern (a, b, c, d)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from flysurgery.errors import PatternError
+from flysurgery.patterns import Architecture, Pattern
+
+_known: dict[tuple[tuple[int, ...], ...], Architecture] = {}  # a layer asks for the same one at every call
+
+
+def pattern_of(
+    factor: Tensor,  # shape: (a, b, c, d)
+) -> Pattern:
+    """Read the pattern of a factor off its shape.
+
+    Raises:
+        PatternError: ``factor`` has not four dimensions, or one of them is zero.
+    """
+    return architecture_of((factor,)).patterns[0]
+
+
+def architecture_of(
+    factors: Iterable[Tensor],  # shapes: (a, b, c, d), left to right as in W = K_1 K_2
+) -> Architecture:
+    """Read the architecture of a product off its factors' shapes.
+
+    Raises:
+        PatternError: there is no factor, one has not four dimensions, or two neighbours disagree about the
+            size between them.
+    """
+    shapes = tuple(tuple(factor.shape) for factor in factors)
+    if shapes not in _known:
+        for shape in shapes:
+            if len(shape) != 4:
+                raise PatternError(f"a factor is stored as (a, b, c, d), four dimensions; got a tensor of shape {shape}")
+        _known[shapes] = Architecture(tuple(Pattern(*shape) for shape in shapes))
+    return _known[shapes]

@@ -1,0 +1,73 @@
+"""From a dense matrix to the nearest product of Kronecker-sparse factors."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import PatternError, ProjectionError
+from flysurgery.factors import dense_to_factor
+from flysurgery.patterns import Architecture, check_fits
+from flysurgery.projection.hierarchical import hierarchical
+from flysurgery.projection.report import Projection, relative_and_block_errors
+from flysurgery.projection.two_factor import two_factor
+
+
+@torch.no_grad()
+def project(
+    weight: Tensor,  # shape: (out_features, in_features)
+    architecture: Architecture,
+) -> Projection:
+    """Find factors of ``architecture`` whose product is near ``weight`` in the Frobenius norm, and measure how near.
+
+    One factor: the entries on its support, exactly. Two factors, whatever their patterns: the optimum, by block SVDs. More:
+    within ``sqrt(L-1)`` of the optimum if the architecture is chainable. ``weight`` may have any floating dtype and lie on any
+    device, and is not changed; the work is done in float64 on the CPU, and the factors are rounded once to the dtype of
+    ``weight`` and put on its device.
+
+    Raises:
+        PatternError: ``weight`` is no matrix of the architecture's shape; the message gives both shapes.
+        ProjectionError: ``weight`` holds NaN or infinite entries (the message says how many and where the first is), holds no
+            real floating values, or the architecture has more than two factors and is not chainable.
+    """
+    started = perf_counter()
+    matrix = _checked(weight, architecture)
+    factors = tuple(factor.to(device=weight.device, dtype=weight.dtype) for factor in _nearest(matrix, architecture))
+    relative_error, block_errors = relative_and_block_errors(matrix, factors)
+    return Projection(
+        architecture=architecture,
+        factors=factors,
+        relative_error=relative_error,
+        energy_kept=1.0 - relative_error**2,
+        block_errors=block_errors,
+        seconds=perf_counter() - started,
+    )
+
+
+def _nearest(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
+    if len(architecture) == 1:
+        return (dense_to_factor(matrix, architecture.patterns[0]).clone(),)  # a full block would be a view of the weight
+    if len(architecture) == 2:
+        return two_factor(matrix, architecture)
+    return hierarchical(matrix, architecture)
+
+
+def _checked(weight: Tensor, architecture: Architecture) -> Tensor:
+    if weight.dim() != 2:
+        raise PatternError(f"expected a matrix of shape {architecture.shape}, got a tensor of shape {tuple(weight.shape)}")
+    check_fits(architecture, *weight.shape)
+    if not weight.is_floating_point():
+        raise ProjectionError(f"expected a weight of real floating-point numbers, got {weight.dtype}; convert it first")
+    if weight.is_meta:
+        raise ProjectionError("the weight is on the meta device and has no values; load the model's weights first")
+    matrix = weight.detach().cpu().to(torch.float64)
+    bad = (~matrix.isfinite()).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise ProjectionError(
+            f"the weight has {len(bad)} NaN or infinite entries of {matrix.numel()}, the first {matrix[row, column].item()} "
+            f"at row {row}, column {column}; only finite weights can be projected"
+        )
+    return matrix

@@ -1,0 +1,62 @@
+"""The best product of two factors by other means: numpy SVDs over equal supports, and alternating least squares."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.patterns import Architecture
+from tests.patterns.brute_force import blocks, support
+
+EXACT = 1e-10
+"""A matrix that is a product of the architecture must be recovered to this relative error in float64."""
+
+
+def dense_factor(factor: Tensor) -> np.ndarray:
+    """Write K out entry by entry from its definition, in float64."""
+    a, b, c, d = factor.shape
+    values = factor.detach().cpu().to(torch.float64).numpy()
+    dense = np.zeros((a * b * d, a * c * d))
+    i, p, q, j = np.indices(values.shape)
+    dense[(i * b + p) * d + j, (i * c + q) * d + j] = values
+    return dense
+
+
+def dense_product(factors: tuple[Tensor, ...]) -> np.ndarray:
+    """``K_1 K_2 ... K_L`` in float64."""
+    return reduce(np.matmul, map(dense_factor, factors))
+
+
+def random_matrix(architecture: Architecture, seed: int = 0) -> Tensor:
+    """A standard normal matrix of the architecture's shape, in float64."""
+    return torch.randn(architecture.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_product(architecture: Architecture, seed: int = 0) -> Tensor:
+    """The product of standard normal factors, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = tuple(torch.randn(pattern.factor_shape, generator=generator, dtype=torch.float64) for pattern in architecture)
+    return torch.from_numpy(dense_product(factors))
+
+
+def best_error(matrix: Tensor, architecture: Architecture) -> float:
+    """The smallest Frobenius error that two factors can reach: the tails of the singular values of all blocks."""
+    dense = matrix.to(torch.float64).numpy()
+    tails = [np.linalg.svd(dense[np.ix_(rows, columns)], compute_uv=False)[rank:] for rows, columns, rank in blocks(architecture)]
+    return float(np.linalg.norm(np.concatenate(tails)))
+
+
+def error_by_alternating(matrix: Tensor, architecture: Architecture, seed: int, sweeps: int = 300) -> float:
+    """The error that alternating least squares over the two supports reaches from one random start."""
+    dense, (left, right) = matrix.numpy(), map(support, architecture)
+    k1 = np.zeros(left.shape)
+    k2 = np.random.default_rng(seed).standard_normal(right.shape) * right
+    for _ in range(sweeps):
+        for row, used in enumerate(left.astype(bool)):
+            k1[row, used] = np.linalg.lstsq(k2[used].T, dense[row], rcond=None)[0]
+        for column, used in enumerate(right.T.astype(bool)):
+            k2[used, column] = np.linalg.lstsq(k1[:, used], dense[:, column], rcond=None)[0]
+    return float(np.linalg.norm(dense - k1 @ k2))
