@@ -29,7 +29,7 @@ def factor_to_dense(
 def dense_to_factor(
     matrix: Tensor,  # shape: (a*b*d, a*c*d)
     pattern: Pattern,
-) -> Tensor:  # shape: (a, b, c, d), contiguous
+) -> Tensor:  # shape: (a, b, c, d), contiguous, a fresh tensor
     """Gather the entries on the support of ``pattern``; entries off the support are left out.
 
     The inverse of ``factor_to_dense``: exact, no arithmetic.
@@ -41,7 +41,7 @@ def dense_to_factor(
         raise PatternError(f"pattern {pattern} describes a matrix of shape {pattern.shape}, got {tuple(matrix.shape)}")
     a, b, c, d = pattern.factor_shape
     blocks = matrix.reshape(a, b, d, a, c, d).diagonal(dim1=0, dim2=3)  # shape: (b, d, c, d, a)
-    return blocks.diagonal(dim1=1, dim2=3).permute(2, 0, 1, 3).contiguous()
+    return blocks.diagonal(dim1=1, dim2=3).permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format)
 
 
 def factors_to_dense(

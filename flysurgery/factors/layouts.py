@@ -27,7 +27,7 @@ def from_blocks(
     blocks: Tensor,  # shape: (a*d, b, c)
     pattern: Pattern,
 ) -> Tensor:  # shape: (a, b, c, d), contiguous
-    """Give the canonical storage back: the inverse of ``to_blocks``.
+    """Give the canonical storage back: the inverse of ``to_blocks``, and a view where that is one.
 
     Raises:
         PatternError: ``blocks`` has not the shape ``(a*d, b, c)``; the message gives both shapes.

@@ -1,0 +1,12 @@
+"""Replace the linear layers of a pretrained Vision Transformer by products of two Kronecker-sparse factors."""
+
+# Importing the checkpoint room also registers timm's entry point, by which timm opens converted folders.
+from flysurgery.checkpoint import load as load
+from flysurgery.checkpoint import save as save
+from flysurgery.evaluation import evaluate as evaluate
+from flysurgery.surgery import apply as apply
+from flysurgery.surgery import convert as convert
+from flysurgery.surgery import densify as densify
+from flysurgery.surgery import plan as plan
+
+__version__ = "0.1.0"

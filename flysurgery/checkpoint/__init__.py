@@ -1,0 +1,10 @@
+"""Converted models on disk: self-describing safetensors folders, and the timm entry point that opens them."""
+
+from flysurgery.checkpoint.base import build_base as build_base
+from flysurgery.checkpoint.dense import load_dense as load_dense
+from flysurgery.checkpoint.load import load as load
+from flysurgery.checkpoint.reader import is_converted as is_converted
+from flysurgery.checkpoint.save import check_folder as check_folder
+from flysurgery.checkpoint.save import save as save
+from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured
+from flysurgery.checkpoint.weights import load_weights as load_weights

@@ -1,0 +1,107 @@
+"""The dense model, built from a name and plain arguments: code of timm and vit-pytorch runs, and no other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from flysurgery.errors import ModelError
+from flysurgery.patterns import MAX_FEATURES
+
+ENTRY_POINT = "flysurgery_structured"
+"""The name under which converted models are registered with timm. It is never a base."""
+
+REFUSED_ARGUMENTS = frozenset(
+    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "checkpoint_path", "cache_dir", "device", "dtype"}
+)
+"""Arguments of ``timm.create_model`` that would read a file, reach for the network, or decide where the model lives."""
+
+
+def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device: torch.device | str | None = None) -> nn.Module:
+    """Build the dense model with its own random start, without any weights from elsewhere.
+
+    ``base`` is a timm name, with or without a weights' tag, or ``"vit_pytorch:ViT"`` or
+    ``"vit_pytorch.simple_vit:SimpleViT"``. ``base_args`` are its keyword arguments, JSON values only; lists become
+    tuples. On the meta device only shapes are made, in well under a second for most models.
+
+    Raises:
+        ModelError: no such model, an argument that is no plain value or is refused, or the constructor's own complaint.
+    """
+    factory = _timm_factory(base) if ":" not in base else _vit_pytorch_factory(base)
+    arguments = plain_arguments(base_args or {})
+    on_meta = device is not None and torch.device(device).type == "meta"
+    try:
+        with torch.device("meta") if on_meta else nullcontext():
+            model = factory(**arguments)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a constructor makes of arguments that it does not like
+        raise ModelError(f"{base} cannot be built with {_shown(arguments)}: {first_line(error)}") from error
+    return model if device is None or on_meta else model.to(device)
+
+
+def plain_arguments(base_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with lists as tuples, as constructors take them.
+
+    Raises:
+        ModelError: not a mapping of names, a refused name, or a value that is no JSON or beyond all sizes.
+    """
+    if not isinstance(base_args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in base_args):
+        raise ModelError(f"base_args must map argument names to values, got {_shown(base_args)}")
+    refused = sorted(REFUSED_ARGUMENTS & set(base_args))
+    if refused:
+        raise ModelError(f"base_args may not set {', '.join(refused)}: a base is built from its name and sizes alone")
+    return {name: _plain(value, name) for name, value in base_args.items()}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error from elsewhere, to end a sentence with."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _plain(value: Any, name: str) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each, name) for each in value)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(each, name) for key, each in value.items()}
+    if isinstance(value, int | float) and not abs(value) <= MAX_FEATURES:  # NaN fails it too
+        raise ModelError(f"base_args: {name} must be a number of at most {MAX_FEATURES}, got {_shown(value)}")
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ModelError(f"base_args: {name} must be a value that JSON has (text, number, list, ...), got {_shown(value)}")
+
+
+def _timm_factory(base: str) -> Callable[..., nn.Module]:
+    architecture, _, tag = base.partition(".")
+    if not re.fullmatch(r"\w+", architecture) or not timm.is_model(architecture) or architecture == ENTRY_POINT:
+        raise ModelError(f"timm {timm.__version__} has no model '{architecture}', and bases are timm names or vit_pytorch:CLASS")
+    if tag and base not in timm.list_models(f"{architecture}.*", include_tags=True):
+        raise ModelError(f"timm {timm.__version__} knows no weights '{tag}' of {architecture}; name the base without them")
+    return lambda **arguments: timm.create_model(base, pretrained=False, **arguments)
+
+
+def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
+    parts = re.fullmatch(r"(vit_pytorch(?:\.[A-Za-z]\w*)?):([A-Za-z]\w*)", base)
+    if parts is None:
+        raise ModelError(f"a base outside timm is written vit_pytorch:CLASS or vit_pytorch.MODULE:CLASS, got '{base}'")
+    module_name, class_name = parts.groups()
+    try:
+        found = getattr(importlib.import_module(module_name), class_name, None)
+    except ImportError as error:
+        raise ModelError(f"{module_name} cannot be imported: {first_line(error)}") from error
+    # The class must be vit-pytorch's own: what its modules import from elsewhere is not to be called by name.
+    if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.partition(".")[0] == "vit_pytorch"):
+        raise ModelError(f"{module_name} has no model class '{class_name}'")
+    return found
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else shown[:117] + "..."

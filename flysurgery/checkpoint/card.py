@@ -1,0 +1,74 @@
+"""The model card of a converted model: facts that its plan and its report hold, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flysurgery.surgery import Plan
+
+CARD = """---
+library_name: timm
+pipeline_tag: image-classification
+tags:
+- image-classification
+- timm
+- flysurgery
+---
+# {name}
+
+{base}, with {replaced} of its {layers} linear layers replaced by products of Kronecker-sparse factors.
+
+- Base arguments: `{base_args}`
+- Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
+- Weights stored in: {dtypes}
+{errors}
+## Load
+
+```python
+import flysurgery, timm
+
+model = flysurgery.load("DIR")                                    # in eval mode
+model = timm.create_model("local-dir:DIR", pretrained=True)       # the same weights, by way of timm
+```
+
+No network, pickle or original weights are needed; `DIR` is the folder that holds this file.
+
+## Plan
+
+```text
+{plan}
+```
+"""
+
+
+def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str) -> str:
+    """The text of ``README.md``."""
+    before, after = (sum(getattr(layer, attribute) for layer in plan.replaced) for attribute in ("params_before", "params_after"))
+    return CARD.format(
+        name=name,
+        base=plan.base,
+        base_args=json.dumps(dict(plan.base_args)),
+        replaced=len(plan.replaced),
+        layers=len(plan.layers),
+        before=before,
+        after=after,
+        share=after / before,
+        dtypes=dtypes,
+        errors=_errors(report),
+        plan=plan,
+    )
+
+
+def _errors(report: Mapping[str, Any]) -> str:
+    """One line on the projections' errors, where the report has any."""
+    errors = sorted((row["relative_error"], row["fqn"]) for row in report["rows"] if row.get("relative_error") is not None)
+    if not errors:
+        return ""
+    mean = sum(error for error, _ in errors) / len(errors)
+    (least, best), (most, worst) = errors[0], errors[-1]
+    return (
+        f"- Relative error of the projected weights, `norm(W - W') / norm(W)`, before any fine-tuning: mean {mean:.3f}, "
+        f"least {least:.3f} (`{best}`), most {most:.3f} (`{worst}`); all are in `report.json`\n"
+    )

@@ -1,0 +1,107 @@
+"""The folder's ``config.json``, in the shape that timm reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from timm.models import PretrainedCfg, filter_pretrained_cfg
+from torch import nn
+
+from flysurgery.checkpoint.base import ENTRY_POINT
+from flysurgery.checkpoint.header import parse_json
+from flysurgery.errors import CheckpointError
+from flysurgery.surgery import Plan
+
+WEIGHT_SOURCES = frozenset({"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"})
+"""Entries of a ``pretrained_cfg`` that say where weights come from; a folder's own weights are the only ones."""
+
+ABOUT_WEIGHTS = WEIGHT_SOURCES | {
+    *("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"),
+    *("label_names", "label_descriptions", "label_offset"),
+}
+"""Entries that are true of certain weights, not of their architecture."""
+
+
+def config_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """What ``config.json`` holds for a converted model.
+
+    The architecture is the registered entry point, never the dense name: under that one timm would fill a model of
+    another number of classes with random dense layers, and only warn.
+    """
+    data = _data_config(model, plan)
+    config = {
+        "architecture": ENTRY_POINT,
+        "num_classes": data.get("num_classes"),
+        "num_features": getattr(model, "num_features", None),
+        "model_args": {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()},
+        "pretrained_cfg": data,
+    }
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Parse ``config.json``.
+
+    Raises:
+        CheckpointError: it is missing, no JSON, or not a timm-shaped object.
+    """
+    file = folder / "config.json"
+    try:
+        config = parse_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
+        raise CheckpointError(f"{file} is no timm configuration: it names no architecture")
+    for name in ("model_args", "pretrained_cfg"):
+        if not isinstance(config.setdefault(name, {}), dict):
+            raise CheckpointError(f"{file}: '{name}' must be an object")
+    return config
+
+
+def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+    """Hold ``config.json`` against the header's plan. timm builds from the one, the weights were saved with the other.
+
+    Raises:
+        CheckpointError: they disagree; the message names what differs.
+    """
+    if config["architecture"] != ENTRY_POINT:
+        raise CheckpointError(f"{folder / 'config.json'} names architecture '{config['architecture']}', expected '{ENTRY_POINT}'")
+    expected = {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()}
+    differing = [name for name, value in expected.items() if config["model_args"].get(name) != json.loads(json.dumps(value))]
+    if differing:
+        raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: {', '.join(differing)} differ; one was changed")
+
+
+def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
+    """Tell a timm model what its weights were trained on, as ``timm.data`` reads it: mean, std, crop, labels, ...
+
+    What the model's architecture says of the weights that timm publishes for it (source, tag, licence) is taken away.
+    """
+    if not hasattr(model, "pretrained_cfg"):
+        return
+    known = {each.name for each in fields(PretrainedCfg)} - WEIGHT_SOURCES - {"architecture"}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in pretrained_cfg.items() if name in known}
+    described: Any = model  # timm's models keep plain dicts under these names, which nn.Module does not declare
+    kept = {name: value for name, value in described.pretrained_cfg.items() if name not in ABOUT_WEIGHTS}
+    described.pretrained_cfg = described.default_cfg = {**kept, **found}
+
+
+def _data_config(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    own = getattr(model, "pretrained_cfg", None)
+    if own is None:
+        sizes = {"num_classes": plan.base_args.get("num_classes")}
+        return {name: value for name, value in sizes.items() if value is not None}
+    found = filter_pretrained_cfg(dict(own), remove_source=True, remove_null=True)
+    found = {name: value for name, value in found.items() if name not in WEIGHT_SOURCES | {"architecture"}}
+    classes = getattr(model, "num_classes", found.get("num_classes"))
+    if classes != found.get("num_classes"):
+        found = {name: value for name, value in found.items() if name not in ("label_names", "label_descriptions", "label_offset")}
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or found["input_size"][1:]
+    channels = getattr(model, "in_chans", found["input_size"][0])
+    return found | {"num_classes": classes, "input_size": [channels, *size]}

@@ -1,0 +1,106 @@
+"""What a checkpoint's safetensors file says of itself, in its header."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flysurgery.errors import CheckpointError, PlanError
+from flysurgery.surgery import Plan
+
+SCHEMA = "1"
+"""The number that checkpoints carry; other numbers are refused."""
+
+SCHEMA_KEY = "flysurgery.schema"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The plan, and the names of tensors that are another tensor's second name (``alias -> stored name``)."""
+
+    plan: Plan
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def to_metadata(self, version: str) -> dict[str, str]:
+        """The header's entries, texts only.
+
+        ``base_sha256`` is the SHA-256 of the base's description, the canonical JSON of ``{"base", "base_args"}``;
+        ``plan_sha256`` is that of the entry ``plan``.
+        """
+        plan = canonical(self.plan.to_json())
+        metadata = {
+            "format": "pt",
+            SCHEMA_KEY: SCHEMA,
+            "version": version,
+            "base": self.plan.base or "",
+            "base_sha256": _base_sha256(self.plan),
+            "plan": plan,
+            "plan_sha256": _sha256(plan),
+        }
+        return metadata | ({"aliases": canonical(dict(self.aliases))} if self.aliases else {})
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str] | None, where: str) -> Header:
+        """Read what ``to_metadata`` wrote. It may come from anywhere: all of it is checked.
+
+        Raises:
+            CheckpointError: no checkpoint of this project, another schema, a hash that does not match, a damaged plan.
+        """
+        metadata = metadata or {}
+        if SCHEMA_KEY not in metadata:
+            raise CheckpointError(f"{where} is no flysurgery checkpoint: its header has no {SCHEMA_KEY}; dense models are loaded with timm")
+        if metadata[SCHEMA_KEY] != SCHEMA:
+            raise CheckpointError(
+                f"{where} has schema {metadata[SCHEMA_KEY]}, this version reads schema {SCHEMA}; "
+                f"use flysurgery {metadata.get('version', 'of the version that wrote it')}"
+            )
+        lacking = [key for key in ("base", "base_sha256", "plan", "plan_sha256") if key not in metadata]
+        if lacking:
+            raise CheckpointError(f"{where} is damaged: its header has no {', '.join(lacking)}")
+        if _sha256(metadata["plan"]) != metadata["plan_sha256"]:
+            raise CheckpointError(f"{where} is damaged or was changed: plan_sha256 does not match its plan")
+        try:
+            plan = Plan.from_json(parse_json(metadata["plan"]))
+        except (PlanError, ValueError) as error:
+            raise CheckpointError(f"{where} holds a plan that cannot be used: {error}") from error
+        if plan.base != metadata["base"] or _base_sha256(plan) != metadata["base_sha256"]:
+            raise CheckpointError(f"{where} is damaged or was changed: base or base_sha256 does not match the base of its plan")
+        return cls(plan, _read_aliases(metadata.get("aliases", "{}"), where))
+
+
+def canonical(value: Any) -> str:
+    """JSON in one way only: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON from anywhere. Raises ValueError, also where it is nested without end or holds NaN."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _read_aliases(text: str, where: str) -> dict[str, str]:
+    try:
+        aliases = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where} is damaged: its aliases are no JSON") from error
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        raise CheckpointError(f"{where} is damaged: its aliases do not map names to names")
+    return aliases
+
+
+def _base_sha256(plan: Plan) -> str:
+    return _sha256(canonical({"base": plan.base, "base_args": dict(plan.base_args)}))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,113 @@
+"""The registered timm model ``flysurgery_structured``, so that ``timm.create_model("local-dir:DIR")`` opens a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from timm.models import register_model
+from timm.models._features import FeatureGetterNet
+from torch import nn
+
+from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
+from flysurgery.checkpoint.config import describe_data
+from flysurgery.checkpoint.folder import FILES
+from flysurgery.checkpoint.load import read_model
+from flysurgery.checkpoint.shell import build_random
+from flysurgery.checkpoint.tensors import single_float_dtype
+from flysurgery.errors import CheckpointError, ModelError, PlanError
+from flysurgery.surgery import Plan, plan_of
+
+FEATURE_ARGUMENTS = ("out_indices", "feature_cls", "output_fmt")
+"""What timm's models take besides ``features_only``."""
+
+
+@register_model
+def flysurgery_structured(
+    pretrained: bool = False,
+    *,
+    base: str | None = None,
+    base_args: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    pretrained_cfg: Mapping[str, Any] | None = None,
+    pretrained_cfg_overlay: Mapping[str, Any] | None = None,
+    cache_dir: str | Path | None = None,
+    **arguments: Any,
+) -> nn.Module:
+    """Build a converted model as timm builds its own: from its ``config.json``, with its weights or with random ones.
+
+    ``num_classes`` gives it a new, random head where it differs, ``img_size`` resizes its position embedding, and
+    ``features_only`` wraps it. Other arguments go to the base's constructor, over ``base_args``, and may not change the
+    shape of any tensor. As with timm's own models, the result is in training mode.
+
+    Raises:
+        CheckpointError: no folder was named, it is damaged, or an argument does not go with the model.
+    """
+    if base is None or plan is None:
+        raise CheckpointError(f"{ENTRY_POINT} is built from a checkpoint's folder: timm.create_model('local-dir:DIR', pretrained=True)")
+    # timm passes on the saved arguments a second time, for filters of dense checkpoints; there is none here.
+    arguments.pop("pretrained_model_args", None)
+    wants_features = arguments.pop("features_only", False)
+    features = {name: arguments.pop(name) for name in FEATURE_ARGUMENTS if name in arguments}
+    num_classes, img_size = arguments.pop("num_classes", None), arguments.pop("img_size", None)
+    config = {**(pretrained_cfg or {}), **(pretrained_cfg_overlay or {})}
+    try:
+        overrides = plain_arguments(arguments)
+        model = read_model(_folder(config, cache_dir), overrides) if pretrained else build_random(Plan.from_json(plan), overrides)
+        if img_size is not None:
+            _resize(model, img_size)
+        if num_classes is not None:
+            _change_head(model, base_args or {}, num_classes)
+        describe_data(model, config)
+        described: Any = getattr(model, "pretrained_cfg", {})
+        # So that timm's own saving writes the name under which the model can be built again.
+        described["architecture"] = ENTRY_POINT
+        return _wrap(model, features) if wants_features else model
+    except (ModelError, PlanError) as error:
+        raise CheckpointError(f"the converted {base} cannot be built: {error}") from error
+
+
+def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
+    if config.get("source") == "hf-hub" and config.get("hf_hub_id"):
+        from huggingface_hub import snapshot_download  # only where the user named a repository of the hub
+
+        repository, _, revision = str(config["hf_hub_id"]).partition("@")
+        return Path(snapshot_download(repository, revision=revision or None, cache_dir=cache_dir, allow_patterns=list(FILES)))
+    if not config.get("file"):
+        raise CheckpointError(
+            f"{ENTRY_POINT} has no weights of its own; name a folder, as in timm.create_model('local-dir:DIR', pretrained=True)"
+        )
+    return Path(config["file"])
+
+
+def _resize(model: nn.Module, img_size: int | Sequence[int]) -> None:
+    wanted = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    current = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if current is not None and tuple(current) == wanted:
+        return
+    if not hasattr(model, "set_input_size"):
+        raise CheckpointError(f"img_size={img_size} cannot be given: a {type(model).__name__} keeps the input size that it was saved with")
+    model.set_input_size(img_size=wanted)  # pyright: ignore[reportCallIssue]
+
+
+def _change_head(model: nn.Module, base_args: Mapping[str, Any], num_classes: int) -> None:
+    if num_classes == getattr(model, "num_classes", base_args.get("num_classes")):
+        return
+    if not hasattr(model, "reset_classifier"):
+        raise CheckpointError(f"num_classes={num_classes} cannot be given: a {type(model).__name__} keeps the head that it was saved with")
+    dtype = single_float_dtype({name: parameter.dtype for name, parameter in model.named_parameters()})
+    model.reset_classifier(num_classes)  # pyright: ignore[reportCallIssue]
+    if dtype is not None:
+        model.to(dtype)
+
+
+def _wrap(model: nn.Module, features: Mapping[str, Any]) -> nn.Module:
+    """The model as timm's ``features_only`` gives it: the same levels and layout as those of the dense base."""
+    plan = plan_of(model)
+    if plan is None or plan.base is None or not hasattr(model, "forward_intermediates"):
+        raise CheckpointError(f"features_only cannot be given: a {type(model).__name__} has no forward_intermediates")
+    dense: Any = build_base(plan.base, {**plan.base_args, **features, "features_only": True}, device="meta")
+    wrapped = FeatureGetterNet(model, out_indices=tuple(dense.feature_info.out_indices), output_fmt=getattr(dense, "output_fmt", "NCHW"))
+    wrapped.pretrained_cfg = wrapped.default_cfg = model.pretrained_cfg
+    return wrapped

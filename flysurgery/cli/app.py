@@ -1,0 +1,81 @@
+"""The entry point: the verbs, and the one place where an error becomes a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from flysurgery import __version__
+from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, inspect
+from flysurgery.errors import FlysurgeryError
+
+# The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
+UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="flysurgery",
+    help="Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("inspect")(inspect.inspect)
+app.command("convert")(convert.convert)
+app.command("evaluate")(evaluate.evaluate)
+app.command("densify")(densify.densify)
+app.command("doctor")(doctor.doctor)
+app.command("autotune")(autotune.autotune)
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Print help or the version where no verb was given."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0 done; 1 failed, also when the reader of the output went away; 2 usage, a selector that matched nothing
+    included; 130 interrupted. Errors raised on purpose and errors of the file system become one line on stderr;
+    anything else is a bug and keeps its traceback.
+    """
+    try:
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False, prog_name="flysurgery")
+        sys.stdout.flush()
+    except UsageError as error:
+        return _fail(error.format_message(), 2)
+    except FlysurgeryError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(_file_system_error(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    typer.echo(f"flysurgery: {line}", err=True)
+    return code
+
+
+def _file_system_error(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return f"{reason}: {error.filename}" if error.filename else reason

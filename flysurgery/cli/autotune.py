@@ -1,0 +1,110 @@
+"""``flysurgery autotune``: time the kernels' configurations for a model on this device, and remember the fastest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flysurgery.cli import options
+from flysurgery.cli.tables import print_json, print_table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flysurgery.ops.cuda.autotune import Tuning
+
+ARITHMETICS = ("float16", "bfloat16", "tf32", "float32")
+Batch = Annotated[int, typer.Option("--batch", help="Images a call.", min=1)]
+Arithmetic = Annotated[str, typer.Option("--dtype", help=f"Arithmetics to tune for, out of {', '.join(ARITHMETICS)}.", metavar="NAMES")]
+Train = Annotated[bool, typer.Option("--train/--no-train", help="Tune the backward pass as well.")]
+
+
+def autotune(
+    model: options.Model,
+    batch: Batch = 128,
+    dtype: Arithmetic = "float16,bfloat16,tf32,float32",
+    train: Train = False,
+    arch: options.Arch = options.Family.monarch,
+    nblocks: options.Nblocks = 4,
+    rank: options.Rank = None,
+    patterns: options.Patterns = None,
+    roles: options.Roles = "ffn,qkv",
+    model_args: options.ModelArgs = None,
+    base: options.Base = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Time the kernels' configurations for a model on this device, and use the fastest from now on.
+
+    A dense MODEL is converted in memory first, with arbitrary weights; nothing is saved but the choices.
+    """
+    from flysurgery import surgery
+    from flysurgery.cli.progress import progress
+    from flysurgery.cli.source import ConvertedFolder, find
+    from flysurgery.errors import BackendError, OptionError
+    from flysurgery.ops.cuda.autotune import autotune as tune
+    from flysurgery.ops.cuda.table import user_table
+
+    arithmetics = options.names(dtype, "--dtype")
+    unknown = [name for name in arithmetics if name not in ARITHMETICS]
+    if unknown:
+        raise OptionError(f"--dtype takes names out of {', '.join(ARITHMETICS)}, got '{unknown[0]}'")
+    target = options.device_of(device)
+    if target.type != "cuda":
+        raise BackendError(f"only CUDA kernels are autotuned, and the device is {target}")
+    source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=None)
+    if isinstance(source, ConvertedFolder):
+        network = source.build(pretrained=False, seed=0, device=target)
+    else:
+        network = source.skeleton().model
+        plan = surgery.plan(network, arch.value, roles=options.names(roles, "--roles"), nblocks=nblocks, rank=rank, patterns=patterns)
+        surgery.install(plan, network)
+        network = network.to_empty(device=target).eval()
+    with progress("autotuning") as step:
+        tunings = tune(lambda: [_step(network, batch, name, train) for name in arithmetics], progress=step)
+    _print(tunings, str(user_table()), as_json)
+
+
+def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
+    """One forward, and backward if asked for, in an arithmetic, with PyTorch's switches as they were afterwards."""
+    import torch
+
+    from flysurgery.walker import example_input
+
+    example = example_input(network)
+    images = example[:1].expand(batch, *example.shape[1:]).contiguous()
+    half = getattr(torch, arithmetic) if arithmetic in ("float16", "bfloat16") else None
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
+    try:
+        with torch.set_grad_enabled(train), torch.autocast("cuda", dtype=half, enabled=half is not None):
+            output = network(images)
+        if train:
+            output.float().sum().backward()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _print(tunings: list[Tuning], table: str, as_json: bool) -> None:
+    rows = [
+        {
+            **tuning.entry.to_json(),
+            "default_us": tuning.default_us,
+            "candidates": tuning.tried,
+            "failed": list(tuning.failures),
+        }
+        for tuning in tunings
+    ]
+    if as_json:
+        print_json({"table": table, "cases": rows})
+        return
+    columns = ("kernel", "architecture", "mode", "linears", "rows", "default us", "fastest us")
+    lines = []
+    for tuning in tunings:
+        case = tuning.entry.case
+        default = "" if tuning.default_us is None else f"{tuning.default_us:.1f}"
+        numbers = (str(case.linears), str(case.rows), default, f"{tuning.entry.median_us:.1f}")
+        lines.append((case.kernel, str(case.architecture), case.mode, *numbers))
+    print_table(columns, lines, right=columns[3:])
+    typer.echo(f"kept in {table}")

@@ -1,0 +1,87 @@
+"""``flysurgery convert``: plan, project, replace, save, and say what happened to each layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flysurgery.cli import options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flysurgery.surgery import Plan
+
+
+def convert(
+    model: options.Model,
+    arch: options.Arch = options.Family.monarch,
+    nblocks: options.Nblocks = 4,
+    rank: options.Rank = None,
+    patterns: options.Patterns = None,
+    budget: options.Budget = None,
+    roles: options.Roles = "ffn,qkv",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    model_args: options.ModelArgs = None,
+    base: options.Base = None,
+    checkpoint: options.Checkpoint = None,
+    pretrained: options.Pretrained = True,
+    evaluate: options.Evaluate = None,
+    batch_size: options.BatchSize = 64,
+    out: options.Out = None,
+    force: options.Force = False,
+    dtype: options.StorageDtype = None,
+    device: options.Device = None,
+    seed: options.Seed = 0,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+) -> None:
+    """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
+    from flysurgery import checkpoint as storage
+    from flysurgery import evaluation, surgery
+    from flysurgery.cli.output import check_space, check_writable
+    from flysurgery.cli.progress import progress
+    from flysurgery.cli.report import print_plan, print_report
+    from flysurgery.cli.source import find_dense
+
+    source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
+    folder = out or Path("checkpoints") / f"{source.name}.{arch.value}"
+    target = options.device_of(device)
+    if not dry_run:
+        storage.check_folder(folder, force=force)
+        check_writable(folder)
+        source.check_weights(pretrained=pretrained)
+    skeleton = source.skeleton()
+    plan = surgery.plan(
+        skeleton.model,
+        arch.value,
+        roles=options.names(roles, "--roles"),
+        include=include,
+        exclude=exclude,
+        nblocks=nblocks,
+        rank=rank,
+        patterns=patterns,
+        budget=budget,
+        base=skeleton.base,
+        base_args=skeleton.base_args,
+    )
+    if dry_run:
+        print_plan(plan, as_json=as_json)
+        return
+    check_space(folder, _bytes(skeleton.model, plan, dtype))
+    data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
+    network = source.build(pretrained=pretrained, seed=seed, device=target)
+    before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
+    with progress("projecting") as step:
+        report = surgery.apply(plan, network, progress=step)
+    after = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
+    storage.save(network, folder, dtype=None if dtype is None else dtype.value, force=force, report=report)
+    print_report(report, folder, before=before, after=after, as_json=as_json)
+
+
+def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:
+    """Size of the converted model's weights on disk."""
+    saved = sum(layer.params_before - layer.params_after for layer in plan.replaced)
+    size = 2 if dtype in (options.StorageType.float16, options.StorageType.bfloat16) else 4
+    return size * (sum(parameter.numel() for parameter in skeleton.parameters()) - saved)

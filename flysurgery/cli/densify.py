@@ -1,0 +1,37 @@
+"""``flysurgery densify``: a converted folder back to a dense one that timm loads by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flysurgery.cli import options
+from flysurgery.cli.tables import print_json
+from flysurgery.errors import CheckpointError
+
+
+def densify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted folder.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder.")],
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Multiply the factors out: a converted folder becomes a dense model folder."""
+    from flysurgery import checkpoint, surgery
+    from flysurgery.cli.dense_folder import check_dense_folder, save_dense
+    from flysurgery.cli.output import check_writable
+
+    check_dense_folder(out, force=force)
+    check_writable(out)
+    model = checkpoint.load(folder)
+    plan = surgery.plan_of(model)
+    if plan is None or plan.base is None:
+        raise CheckpointError(f"{folder} does not say which dense model it was made from")
+    layers = surgery.densify(model)
+    save_dense(model, out, plan.base, plan.base_args, force=force)
+    if as_json:
+        print_json({"folder": str(out), "layers": layers})
+        return
+    typer.echo(f"{layers} layers made dense, saved in {out}")

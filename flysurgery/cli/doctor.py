@@ -1,0 +1,88 @@
+"""``flysurgery doctor``: what this machine can run, and why not."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import typer
+
+from flysurgery.cli.options import Json
+from flysurgery.cli.tables import print_json, print_table
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
+PROBE_FEATURES, PROBE_ROWS = 384, 25216
+"""The backends are asked about a Monarch layer of ViT-S/16 at batch 128, with its class tokens."""
+
+FACTS = ("what", "here", "obstacle")
+BACKENDS = ("device", "dtype", "backend", "runs", "reason")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine can run, and why not: versions, devices, the kernels' compiler and cache, backends."""
+    from flysurgery.ops.cuda.device import cuda_facts
+
+    python = ("python", f"{platform.python_version()} on {platform.platform()}", None)
+    found = [python, *map(_package, PACKAGES), *_torch_facts(), *cuda_facts()]
+    facts = [dict(zip(FACTS, fact, strict=True)) for fact in found]
+    backends = _backends()
+    if as_json:
+        print_json({"facts": facts, "backends": backends})
+        return
+    print_table(FACTS, [[fact[name] or "" for name in FACTS] for fact in facts])
+    typer.echo("")
+    print_table(BACKENDS, [[row[name] for name in BACKENDS] for row in backends])
+
+
+def _package(name: str) -> tuple[str, str, str | None]:
+    try:
+        return (name, version(name), None)
+    except PackageNotFoundError:
+        return (name, "none", "it is not installed")
+
+
+def _torch_facts() -> list[tuple[str, str, str | None]]:
+    import torch
+
+    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return [("CPU", threads, None), ("CUDA in torch", torch.version.cuda or "none", None), ("driver", *_driver())]
+
+
+def _driver() -> tuple[str, str | None]:
+    from flysurgery.errors import BackendError
+    from flysurgery.ops.cuda.bindings import cuda_module
+
+    try:
+        _, number = cuda_module("bindings.driver").cuDriverGetVersion()
+    except BackendError as error:
+        return ("unknown", str(error))
+    except RuntimeError:  # cuda-bindings looked for the driver's library
+        number = 0
+    return (f"for CUDA {number // 1000}.{number % 1000 // 10}", None) if number else ("none", "no NVIDIA driver is installed")
+
+
+def _backends() -> list[dict[str, str]]:
+    import torch
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [row for device in devices for dtype in (torch.float32, torch.bfloat16, torch.float16) for row in _verdicts(device, dtype)]
+
+
+def _verdicts(device: str, dtype: torch.dtype) -> list[dict[str, str]]:
+    from flysurgery.ops import Problem, explain
+    from flysurgery.patterns import monarch
+
+    problem = Problem(monarch(PROBE_FEATURES, PROBE_FEATURES), PROBE_ROWS, dtype, device, bias=True)
+    explanation = explain(problem)
+    rows = []
+    for verdict in explanation.verdicts:
+        chosen = verdict.backend == explanation.choice
+        runs = "no" if verdict.obstacle is not None else "chosen" if chosen else "yes"
+        reason = verdict.obstacle or (explanation.why if chosen else verdict.advice) or ""
+        name = str(dtype).removeprefix("torch.")
+        rows.append({"device": device, "dtype": name, "backend": verdict.backend, "runs": runs, "reason": reason})
+    return rows

@@ -1,0 +1,132 @@
+"""Options that several verbs share, and the text forms that they accept."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flysurgery.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Family(str, Enum):
+    """The families of architectures."""
+
+    monarch = "monarch"
+    gonon = "gonon"
+    lowrank = "lowrank"
+
+
+class StorageType(str, Enum):
+    """The dtypes in which weights can be saved."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def _option(name: str, text: str, metavar: str | None = None, minimum: int | None = None) -> Any:
+    return typer.Option(name, help=text, metavar=metavar, min=minimum)
+
+
+# The model, and where its weights come from.
+MODEL_HELP = "A timm name, a local dense or converted folder, a checkpoint file with --base, or vit_pytorch:CLASS with --model-args."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ModelArgs = Annotated[list[str] | None, _option("--model-args", "Arguments of the model's constructor; repeatable.", "JSON|KEY=VALUE")]
+Base = Annotated[str | None, _option("--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
+Checkpoint = Annotated[Path | None, _option("--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]
+Pretrained = Annotated[bool, _option("--pretrained/--no-pretrained", "Download timm's weights, or start from random ones.")]
+Seed = Annotated[int, _option("--seed", "Seed of random weights.")]
+
+# Which layers are replaced, and by what.
+Arch = Annotated[Family, _option("--arch", "The family of architectures.")]
+Nblocks = Annotated[int, _option("--nblocks", "Number of blocks of Monarch architectures.", minimum=1)]
+Rank = Annotated[int | None, _option("--rank", "Rank of low-rank architectures.", minimum=1)]
+Patterns = Annotated[list[str] | None, _option("--patterns", "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size.", "TEXT")]
+Budget = Annotated[float | None, _option("--budget", "Share of the replaced weights to keep, above 0 and at most 1.")]
+Roles = Annotated[str, _option("--roles", "Roles to replace: qkv, attn_out, ffn, ffn_in, ffn_out.", "NAMES")]
+Include = Annotated[list[str] | None, _option("--include", "Only layers whose name matches; repeatable.", "REGEX")]
+Exclude = Annotated[list[str] | None, _option("--exclude", "No layer whose name matches; repeatable.", "REGEX")]
+DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights.")]
+
+# Measuring.
+DATA = "digits|FOLDER"
+Data = Annotated[str, _option("--data", "scikit-learn's digits, or a folder that holds one folder of images a class.", DATA)]
+Evaluate = Annotated[str | None, _option("--evaluate", "Measure the accuracy on this data before and after.", DATA)]
+BatchSize = Annotated[int, _option("--batch-size", "Images a step of the evaluation.", minimum=1)]
+Device = Annotated[str | None, _option("--device", "cpu, cuda, cuda:1, ...; by default cuda where there is one.", "DEVICE")]
+
+# What is written, and how results are shown.
+Out = Annotated[Path | None, _option("--out", "Output folder; by default checkpoints/<model>.<arch>.", "DIR")]
+Force = Annotated[bool, _option("--force", "Replace the output folder where it exists.")]
+StorageDtype = Annotated[StorageType | None, _option("--dtype", "Save the weights in this dtype.")]
+Json = Annotated[bool, _option("--json", "Print one JSON document on stdout, and nothing else.")]
+
+
+def model_arguments(texts: list[str] | None) -> dict[str, Any]:
+    """Read ``--model-args``: JSON objects and ``key=value`` pairs, the last one wins; values are JSON where they parse as such.
+
+    Raises:
+        OptionError: a text that is neither; the message quotes it.
+    """
+    arguments: dict[str, Any] = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if text.lstrip().startswith("{"):
+            arguments.update(_json_object(text))
+        elif equals and key.isidentifier():
+            arguments[key] = _json_value(value)
+        else:
+            raise OptionError(f"--model-args takes a JSON object or key=value, got '{text}'")
+    return arguments
+
+
+def names(text: str, option: str) -> tuple[str, ...]:
+    """Split ``ffn,qkv`` at its commas.
+
+    Raises:
+        OptionError: there is no name in it.
+    """
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise OptionError(f"{option} takes names separated by commas, got '{text}'")
+    return found
+
+
+def device_of(text: str | None) -> torch.device:
+    """The device that the user named, or the fastest one there is.
+
+    Raises:
+        OptionError: torch does not know the name, or this machine has no such device.
+    """
+    import torch
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise OptionError(f"device '{text}' cannot be used on this machine: {reason}") from error
+    return device
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionError(f"--model-args is no valid JSON ({error}): '{text}'") from error
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

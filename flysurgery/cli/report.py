@@ -1,0 +1,111 @@
+"""What convert prints: the layers that are alike in one row, the totals, the accuracy, and where the model was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import typer
+
+from flysurgery.cli.tables import print_json, print_table
+
+if TYPE_CHECKING:
+    from flysurgery.evaluation import Accuracy
+    from flysurgery.surgery import LayerPlan, Plan, Report, Row
+
+    Layers: TypeAlias = Sequence[LayerPlan | Row]
+
+PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "architecture")
+DONE = ("layer", "n", "role", "params", "FLOPs", "worst\nerror", "least\nenergy", "architecture")
+KEPT = ("kept dense", "n", "role", "out x in", "why")
+NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy")
+
+
+def print_plan(plan: Plan, *, as_json: bool) -> None:
+    """Print what convert would do. FLOPs are those of one sample's forward."""
+    if as_json:
+        print_json({"plan": plan.to_json()})
+        return
+    _print_layers(PLANNED, plan.layers)
+    _print_totals(_layer_totals(plan.layers))
+
+
+def print_report(report: Report, folder: Path, *, before: Accuracy | None, after: Accuracy | None, as_json: bool) -> None:
+    """Print what convert did.
+
+    A layer's error is ``norm(W - W') / norm(W)`` and its energy the share of ``norm(W)**2`` that is kept; of layers
+    that are alike, the worst is shown. The JSON document has every layer.
+    """
+    if as_json:
+        accuracy = {"before": asdict(before), "after": asdict(after)} if before and after else None
+        print_json({"folder": str(folder), "accuracy": accuracy} | report.to_json())
+        return
+    _print_layers(DONE, report.rows)
+    totals = [_total("parameters of the model", report.model_params_before, report.model_params_after), *_layer_totals(report.rows)]
+    if before is not None and after is not None:
+        totals += [_accuracy("top-1", before.top1, after.top1, before.samples), _accuracy("top-5", before.top5, after.top5, before.samples)]
+    _print_totals(totals)
+    typer.echo(f"\nsaved in {folder}")
+
+
+def _print_layers(columns: Sequence[str], layers: Layers) -> None:
+    from flysurgery.surgery.table import grouped
+
+    groups = grouped(layers, lambda layer: layer.fqn, lambda layer: (layer.role, layer.size, layer.architecture, layer.reason))
+    replaced = [_cells(name, members) for name, members in groups if members[0].status == "replace"]
+    kept = [_cells(name, members) for name, members in groups if members[0].status == "keep"]
+    print_table(columns, [[cells[column] for column in columns] for cells in replaced], right=NUMBERS)
+    if kept:
+        typer.echo("")
+        print_table(KEPT, [[cells[column] for column in KEPT] for cells in kept], right=NUMBERS)
+
+
+def _cells(name: str, members: Layers) -> dict[str, str]:
+    first = members[0]
+    worst = max(getattr(each, "relative_error", None) or 0.0 for each in members)
+    return {
+        "layer": name,
+        "kept dense": name,
+        "n": str(len(members)),
+        "role": first.role,
+        "out x in": first.size,
+        "params": _change(sum(each.params_before for each in members), sum(each.params_after for each in members)),
+        "FLOPs": _change(sum(each.flops_before for each in members), sum(each.flops_after for each in members)),
+        "worst\nerror": f"{worst:.3f}",
+        "least\nenergy": f"{1 - worst**2:.3f}",
+        "architecture": (first.architecture or "").replace(" ", "\n").replace("),(", "),\n("),
+        "why": f"{first.reason.code}: {first.reason.text}" if first.reason else "",
+    }
+
+
+def _print_totals(rows: Sequence[Sequence[str]]) -> None:
+    typer.echo("")
+    print_table(("total", "before", "after", "change"), rows, right=("before", "after", "change"))
+
+
+def _layer_totals(layers: Layers) -> list[tuple[str, ...]]:
+    replaced = [layer for layer in layers if layer.status == "replace"]
+    return [
+        _total(
+            "parameters of the replaced layers", sum(each.params_before for each in replaced), sum(each.params_after for each in replaced)
+        ),
+        _total("FLOPs of all linear layers", sum(each.flops_before for each in layers), sum(each.flops_after for each in layers)),
+    ]
+
+
+def _total(what: str, before: int, after: int) -> tuple[str, ...]:
+    from flysurgery.surgery.table import short_count
+
+    return (what, short_count(before), short_count(after), f"{after / before - 1:+.1%}")
+
+
+def _accuracy(what: str, before: float, after: float, samples: int) -> tuple[str, ...]:
+    return (f"{what} accuracy, {samples} samples", f"{before:.2%}", f"{after:.2%}", f"{100 * (after - before):+.2f} points")
+
+
+def _change(before: int, after: int) -> str:
+    from flysurgery.surgery.table import short_count
+
+    return f"{short_count(before)} ->\n{short_count(after)}"

@@ -1,0 +1,191 @@
+"""What a MODEL argument names, and where its weights come from. Nothing is built before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flysurgery.errors import CheckpointError, ModelError, OptionError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt"})
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A dense model of which only the shapes matter, and how it is built again."""
+
+    model: nn.Module
+    base: str
+    base_args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Constructor:
+    """A timm name or a vit-pytorch class; its weights are in a file, published, or random."""
+
+    name: str
+    base: str
+    base_args: dict[str, Any] = field(default_factory=dict)
+    weights: Path | None = None
+
+    def check_weights(self, *, pretrained: bool) -> None:
+        """Fail early where ``build`` would find no weights to download.
+
+        Raises:
+            ModelError: the message names ``--checkpoint FILE`` and ``--no-pretrained``.
+        """
+        from flysurgery.cli.pretrained import check_available
+
+        if pretrained and self.weights is None:
+            check_available(self.base)
+
+    def skeleton(self) -> Skeleton:
+        """The model on the meta device, in well under a second for most models."""
+        from flysurgery.checkpoint import build_base
+
+        return Skeleton(build_base(self.base, self.base_args, device="meta"), self.base, self.base_args)
+
+    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
+        """The model with its weights, in eval mode, on ``device``.
+
+        Raises:
+            ModelError: no weights can be had, or a file's tensors do not fit the model.
+            CheckpointError: a file that cannot be read.
+        """
+        import torch
+
+        from flysurgery.checkpoint import build_base, load_weights
+        from flysurgery.cli.pretrained import build_pretrained
+
+        if self.weights is None and pretrained:
+            return build_pretrained(self.base, self.base_args).to(device).eval()
+        torch.manual_seed(seed)
+        model = build_base(self.base, self.base_args)
+        if self.weights is not None:
+            load_weights(model, self.weights)
+        return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class DenseFolder:
+    """A folder in timm's own layout, with its weights."""
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def _opened(self) -> tuple[nn.Module, str, dict[str, Any]]:
+        from flysurgery.checkpoint import load_dense
+
+        return load_dense(self.folder)
+
+    def check_weights(self, *, pretrained: bool) -> None:
+        """Nothing to do: the weights are here."""
+
+    def skeleton(self) -> Skeleton:
+        """The model itself, which is on this disk anyway."""
+        return Skeleton(*self._opened)
+
+    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
+        """The model with its weights, in eval mode, on ``device``."""
+        return self._opened[0].to(device)
+
+
+@dataclass(frozen=True)
+class ConvertedFolder:
+    """A folder that ``convert`` wrote."""
+
+    name: str
+    folder: Path
+
+    def check_weights(self, *, pretrained: bool) -> None:
+        """Nothing to do: the weights are here."""
+
+    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
+        """The converted model, in eval mode, on ``device``."""
+        from flysurgery.checkpoint import load
+
+        return load(self.folder, device=device)
+
+
+Source = Constructor | DenseFolder | ConvertedFolder
+
+
+def find(text: str, *, base: str | None, model_args: dict[str, Any], checkpoint: Path | None) -> Source:
+    """Tell what MODEL names: a folder or file where one exists, else a constructor.
+
+    Raises:
+        ModelError: nothing has that name; the message lists the nearest ones.
+        CheckpointError: a weight file is missing.
+        OptionError: options that contradict what MODEL is.
+    """
+    path = Path(text)
+    if checkpoint is not None and not checkpoint.is_file():
+        raise CheckpointError(f"--checkpoint names no file: {checkpoint}")
+    if path.is_dir():
+        _refuse_options(path, {"--model-args": model_args, "--checkpoint": checkpoint, "--base": base})
+        return _folder(path)
+    if path.is_file():
+        if base is None:
+            raise OptionError(f"{text} holds weights only; say which model they belong to, as in --base vit_small_patch16_224")
+        _refuse_options(path, {"--checkpoint": checkpoint})
+        return _constructor(path.stem, base, model_args, path)
+    if base is not None:
+        raise OptionError(f"--base goes with a file of weights as MODEL, and there is no file {text}")
+    if path.parent != Path() or path.suffix in WEIGHT_SUFFIXES:
+        raise ModelError(f"there is no file or folder {text}")
+    return _constructor(text.replace(":", "."), text, model_args, checkpoint)
+
+
+def find_dense(text: str, *, base: str | None, model_args: dict[str, Any], checkpoint: Path | None) -> Constructor | DenseFolder:
+    """``find`` for what can be converted.
+
+    Raises:
+        ModelError: MODEL is converted already; besides the errors of ``find``.
+    """
+    source = find(text, base=base, model_args=model_args, checkpoint=checkpoint)
+    if isinstance(source, ConvertedFolder):
+        raise ModelError(f"{text} is converted already; make it dense first: flysurgery densify {text} --out DIR")
+    return source
+
+
+def _folder(path: Path) -> DenseFolder | ConvertedFolder:
+    from flysurgery.checkpoint import is_converted
+
+    name = path.resolve().name
+    return ConvertedFolder(name, path) if is_converted(path) else DenseFolder(name, path)
+
+
+def _refuse_options(path: Path, options: Mapping[str, object]) -> None:
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise OptionError(f"{path} has its own model or weights; {' and '.join(given)} cannot be given with it")
+
+
+def _constructor(name: str, base: str, base_args: dict[str, Any], weights: Path | None) -> Constructor:
+    if ":" not in base:
+        _check_timm_name(base)
+    return Constructor(name, base, base_args, weights)
+
+
+def _check_timm_name(name: str) -> None:
+    import difflib
+
+    import timm
+
+    architecture, _, tag = name.partition(".")
+    known = timm.list_models()
+    if architecture not in known:
+        near = [other for other in known if other.startswith(architecture)] or difflib.get_close_matches(architecture, known, cutoff=0.5)
+        hint = f"the nearest names are {', '.join(near[:3])}" if near else "timm.list_models() lists the names"
+        raise ModelError(f"timm has no model '{architecture}'; {hint}")
+    tags = timm.list_models(f"{architecture}.*", include_tags=True)
+    if tag and name not in tags:
+        raise ModelError(f"timm has no weights '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}")

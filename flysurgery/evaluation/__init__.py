@@ -1,0 +1,7 @@
+"""Accuracy of a model on images that are at hand."""
+
+from flysurgery.evaluation.data import ImageData as ImageData
+from flysurgery.evaluation.data import load_data as load_data
+from flysurgery.evaluation.digits import digits as digits
+from flysurgery.evaluation.evaluate import Accuracy as Accuracy
+from flysurgery.evaluation.evaluate import evaluate as evaluate

@@ -1,0 +1,4 @@
+"""The modules that surgery puts in the place of dense linear layers."""
+
+from flysurgery.layers.butterfly_linear import ButterflyLinear as ButterflyLinear
+from flysurgery.layers.split_linear import SplitLinear as SplitLinear

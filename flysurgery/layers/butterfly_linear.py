@@ -1,0 +1,72 @@
+"""A linear layer whose matrix is a product of Kronecker-sparse factors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.ops import ks_linear
+from flysurgery.patterns import Architecture
+
+
+class ButterflyLinear(nn.Module):
+    """``y = x (K_1 K_2 ... K_L)^T + bias``, in the place of an ``nn.Linear``.
+
+    ``factors`` holds one parameter of shape (a, b, c, d) for each pattern of ``architecture``, left to right; a row x
+    meets the last one first. There is no ``weight``: a parent that reads a weight instead of calling its child
+    must fail, not bypass the factors. ``backend`` names one way to multiply; None takes the fastest known.
+
+    Shapes: input ``(*batch, in_features)``, output ``(*batch, out_features)``, always a fresh tensor.
+
+    Raises:
+        PatternError, BackendError: when called, as ``ks_linear`` does.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        bias: bool = True,
+        *,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.backend = backend
+        self.in_features = architecture.in_features
+        self.out_features = architecture.out_features
+        self.factors = nn.ParameterList(
+            nn.Parameter(torch.empty(pattern.factor_shape, device=device, dtype=dtype)) for pattern in architecture
+        )
+        self.bias: nn.Parameter | None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new factors and bias, so that outputs have the variance that ``nn.Linear``'s own start gives.
+
+        ``nn.Linear`` draws its weights uniformly with variance ``1 / (3*in_features)``, which maps inputs of unit variance
+        to outputs of variance 1/3. An output of a factor sums c products, so factors of variance ``1 / c`` keep the
+        variance, and one of ``1 / (3*c)``, the leftmost, brings the third. The bias is drawn as ``nn.Linear`` draws it.
+        """
+        for index, (factor, pattern) in enumerate(zip(self.factors, self.architecture, strict=True)):
+            bound = math.sqrt((1 if index == 0 else 3) / pattern.c)
+            nn.init.uniform_(factor, -bound, bound)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,  # shape: (*batch, in_features)
+    ) -> Tensor:  # shape: (*batch, out_features)
+        return ks_linear(x, tuple(self.factors), self.bias, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"architecture={self.architecture}, density={self.architecture.density:.3f}, bias={self.bias is not None}"

@@ -1,0 +1,11 @@
+"""How a product of factors is multiplied: a problem, the backends, and the choice between them."""
+
+from flysurgery.ops.backend import Backend as Backend
+from flysurgery.ops.dispatch import Explanation as Explanation
+from flysurgery.ops.dispatch import Verdict as Verdict
+from flysurgery.ops.dispatch import explain as explain
+from flysurgery.ops.group import ks_linear_group as ks_linear_group
+from flysurgery.ops.multiply import ks_linear as ks_linear
+from flysurgery.ops.multiply import ks_multiply as ks_multiply
+from flysurgery.ops.problem import Problem as Problem
+from flysurgery.ops.registry import BACKENDS as BACKENDS

@@ -1,0 +1,82 @@
+"""What a backend is: a name, an honest answer to what it can run, and the multiplication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from flysurgery.factors import architecture_of
+from flysurgery.ops.problem import Problem
+from flysurgery.patterns import Pattern
+
+
+class Backend:
+    """One way to multiply. A new one gives ``name``, ``can_run`` and ``linear``, and takes its place in ``BACKENDS``.
+
+    Everywhere below, x has two dimensions, any number of rows, zero included, and any strides. Results are fresh
+    tensors and inputs stay as they are. Sizes, dtypes and devices have been checked.
+    """
+
+    name: str
+    rounds_weights = False
+    """Whether ``linear`` takes factors and a bias wider than x, as autocast leaves them, and rounds them itself."""
+
+    def can_run(self, problem: Problem) -> str | None:
+        """None when the result will be correct, gradients included where asked for; otherwise the reason why not."""
+        raise NotImplementedError
+
+    def advise_against(self, problem: Problem) -> str | None:
+        """Why a backend further down the list is known to be faster here; None when none is."""
+        return None
+
+    def remark(self, problem: Problem) -> str | None:
+        """What to know about how a problem that can run is run, such as a number of launches."""
+        return None
+
+    def linear(
+        self,
+        x: Tensor,  # shape: (rows, in_features)
+        factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right
+        bias: Tensor | None,  # shape: (out_features,)
+    ) -> Tensor:  # shape: (rows, out_features)
+        """Multiply by all factors, the last one first, and add the bias."""
+        raise NotImplementedError
+
+    def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """Give ``linear`` for fixed weights, brought into the backend's own storage once."""
+        return partial(self.linear, factors=factors, bias=bias)
+
+
+class FactorwiseBackend(Backend):
+    """A backend that multiplies by one factor at a time, each in a storage of the backend's own."""
+
+    def prepare(
+        self,
+        factor: Tensor,  # shape: (a, b, c, d)
+    ) -> Tensor:
+        """Bring a factor into the backend's storage; differentiable where ``can_run`` promises gradients."""
+        raise NotImplementedError
+
+    def multiply(
+        self,
+        x: Tensor,  # shape: (rows, a*c*d)
+        prepared: Tensor,
+        pattern: Pattern,
+    ) -> Tensor:  # shape: (rows, a*b*d)
+        """Multiply the rows of x by one prepared factor."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return self.bind(factors, bias)(x)
+
+    def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        steps = [(self.prepare(factor), pattern) for factor, pattern in zip(factors, architecture_of(factors), strict=True)]
+
+        def bound(x: Tensor) -> Tensor:
+            for prepared, pattern in reversed(steps):
+                x = self.multiply(x, prepared, pattern)
+            return x if bias is None else x + bias
+
+        return bound

@@ -1,0 +1,47 @@
+"""Block compressed sparse rows: a block-diagonal matrix between two permutations."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from flysurgery.factors import pattern_of, to_blocks
+from flysurgery.ops.backend import FactorwiseBackend
+from flysurgery.ops.backends.sparse_support import sparse_obstacle
+from flysurgery.ops.problem import Problem
+from flysurgery.patterns import Pattern
+
+
+class BsrBackend(FactorwiseBackend):
+    """``F.linear`` with the block-diagonal form of each factor in the BSR layout, cut into square tiles of gcd(b, c).
+
+    MKL and cuSPARSE want square tiles, and b x c blocks are cut into the largest that fit.
+    Source: Gonon et al. 2024, arXiv:2405.15013, Algorithm 2.
+    """
+
+    name = "bsr"
+
+    def can_run(self, problem: Problem) -> str | None:
+        if problem.requires_grad:
+            return "PyTorch gives no gradients through BSR matrices"
+        return sparse_obstacle(problem)
+
+    def prepare(self, factor: Tensor) -> Tensor:
+        a, b, c, d = pattern_of(factor).factor_shape
+        tile = math.gcd(b, c)
+        down, across = b // tile, c // tile
+        tiles = to_blocks(factor).view(a * d, down, tile, across, tile).transpose(2, 3).reshape(-1, tile, tile)
+        count = torch.arange(a * d * down + 1, device=factor.device) * across
+        columns = torch.arange(a * d * across, device=factor.device).view(a * d, 1, across).expand(-1, down, -1).flatten()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
+            return torch.sparse_bsr_tensor(count, columns, tiles, (a * d * b, a * d * c), check_invariants=False)
+
+    def multiply(self, x: Tensor, prepared: Tensor, pattern: Pattern) -> Tensor:
+        permuted = x.unflatten(-1, (pattern.a, pattern.c, pattern.d)).transpose(2, 3).reshape(x.shape)
+        product = linear(permuted, prepared)
+        return product.unflatten(-1, (pattern.a, pattern.d, pattern.b)).transpose(2, 3).flatten(1)

@@ -1,0 +1,131 @@
+"""Chunks of rows on the CPU: all factors are applied to one chunk before the next, while it lies in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from flysurgery.factors import architecture_of, to_blocks
+from flysurgery.ops.backend import Backend
+from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
+from flysurgery.ops.problem import Problem
+from flysurgery.patterns import Pattern
+
+FEW_ROWS = 512
+"""Below this the intermediates of bmm stay in the cache as well, and it has fewer steps."""
+
+
+class ChunkedBackend(Backend):
+    """Batched products on chunks of rows, with all that lies between two factors stored features first.
+
+    Stored as ``(features, rows)``, the residue class j of a factor is a matrix of unit stride whose leading dimension is d
+    times larger: BLAS reads it in place, and the permutation between two factors costs nothing. Intermediates stay
+    in the cache, and only the result is allocated at full size. The bias is one more term of the last product: a row of
+    ones below the intermediate.
+    """
+
+    name = "chunked"
+
+    def can_run(self, problem: Problem) -> str | None:
+        if problem.device_type != "cpu":
+            return f"it is written for the CPU, x is on {problem.device_type}"
+        if problem.tracing:
+            return "it writes into memory given out before, which a traced graph cannot hold"
+        if problem.requires_grad:
+            return "it gives no gradients"
+        return None
+
+    def advise_against(self, problem: Problem) -> str | None:
+        if problem.dtype not in (torch.float32, torch.float64):
+            return "oneDNN's products in 16 bits want rows first, and bmm has them so"
+        if problem.rows is not None and problem.rows < FEW_ROWS:
+            return f"below {FEW_ROWS} rows bmm is faster"
+        return None
+
+    def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return self.bind(factors, bias)(x)
+
+    def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        left, *others = architecture_of(factors)
+        bias_inside = bias is not None and bool(others) and left.a == 1
+        blocks = to_blocks(factors[0])
+        if bias is not None and bias_inside:
+            blocks = torch.cat((blocks, bias.view(left.b, 1, left.d).permute(2, 0, 1)), dim=2)  # shape: (d, b, c + 1)
+        inner = [(pattern, to_blocks(factor)) for pattern, factor in zip(others, factors[1:], strict=True)]
+        return partial(_multiply, left=left, left_blocks=blocks, inner=inner[::-1], bias=bias, bias_inside=bias_inside)
+
+
+def _multiply(
+    x: Tensor,
+    *,
+    left: Pattern,
+    left_blocks: Tensor,
+    inner: Sequence[tuple[Pattern, Tensor]],
+    bias: Tensor | None,
+    bias_inside: bool,
+) -> Tensor:
+    rows, widths = x.shape[0], [pattern.out_features + left.d for pattern, _ in inner] + [left.out_features]
+    chunk = _chunk_rows(rows, sum(widths) * x.element_size())
+    out = x.new_empty(rows, left.out_features)
+    scratch = scratch_memory(sum(widths) * chunk, x.dtype).split([width * chunk for width in widths])
+    for start in range(0, rows, chunk):
+        columns = x[start : start + chunk].mT  # shape: (features, n)
+        for (pattern, blocks), memory in zip(inner, scratch, strict=False):
+            columns = _multiply_columns(columns, blocks, pattern, memory)
+        if bias_inside:
+            columns = _with_ones(columns, left.d, scratch[-2])
+        result = out[start : start + chunk]
+        _write_rows(result, columns, left_blocks, left, scratch[-1])
+        if bias is not None and not bias_inside:
+            result += bias
+    return out
+
+
+def _chunk_rows(rows: int, row_bytes: int) -> int:
+    """As many rows as fit into the scratch memory, the same in each chunk, and not so few that BLAS has nothing to do."""
+    chunks = ceil(rows / max(64, SCRATCH_BYTES // row_bytes))
+    return ceil(rows / chunks) if chunks else 1
+
+
+def _classes(columns: Tensor, a: int, d: int) -> Tensor:  # shapes: (a*c*d, n) -> (a*d, c, n)
+    """Sort features by block and residue class; a view wherever BLAS can read it in place."""
+    classes = columns.unflatten(0, (a, -1, d)).movedim(2, 1).flatten(0, 1)
+    return classes if 1 in classes.stride()[1:] else classes.contiguous()
+
+
+def _multiply_columns(columns: Tensor, blocks: Tensor, pattern: Pattern, memory: Tensor) -> Tensor:
+    """Multiply by an inner factor; the product, of shape (a*b*d, n), starts at the head of ``memory``."""
+    a, b, d, n = pattern.a, pattern.b, pattern.d, columns.shape[1]
+    place = memory[: a * b * d * n]
+    if d == 1:
+        torch.bmm(blocks, _classes(columns, a, d), out=place.view(a, b, n))
+    else:
+        place.view(a, b, d, n).copy_(torch.bmm(blocks, _classes(columns, a, d)).view(a, d, b, n).movedim(1, 2))
+    return place.view(a * b * d, n)
+
+
+def _with_ones(columns: Tensor, d: int, memory: Tensor) -> Tensor:
+    """Append a row of ones to each of the d residue classes; the columns lie at the head of ``memory``."""
+    features, n = columns.shape
+    memory[features * n : (features + d) * n] = 1
+    return memory[: (features + d) * n].view(features + d, n)
+
+
+def _write_rows(out: Tensor, columns: Tensor, blocks: Tensor, left: Pattern, memory: Tensor) -> None:
+    a, b, d, n = left.a, left.b, left.d, out.shape[0]
+    classes = _classes(columns, a, d).mT  # shape: (a*d, n, c)
+    if a * d == 1:
+        torch.bmm(classes, blocks.mT, out=out.unsqueeze(0))
+        return
+    product = memory[: a * d * n * b].view(a, d, n, b)
+    torch.bmm(classes, blocks.mT, out=product.view(a * d, n, b))
+    interleaved = out.view(n, a, b, d)
+    if a == 1 and d == 2 and out.dtype in (torch.float32, torch.float64):
+        # the two classes are the real and imaginary parts of complex rows, and PyTorch interleaves those fastest
+        torch.complex(product[0, 0], product[0, 1], out=torch.view_as_complex(interleaved[:, 0]))
+    else:
+        interleaved.copy_(product.permute(2, 0, 3, 1))

@@ -1,0 +1,98 @@
+"""The backend ``cuda``: the fused kernels, for layers whose sizes and dtypes they know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
+from flysurgery.ops.backend import Backend
+from flysurgery.ops.cuda.autograd import EagerLinear
+from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.multiply import multiply
+from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
+from flysurgery.ops.problem import Problem, is_tracing
+from flysurgery.patterns import Architecture
+
+
+class CudaBackend(Backend):
+    """CUDA kernels compiled for the device at hand: one launch for two factors, one a factor for others.
+
+    ``exact`` multiplies float32 in float32 on the ordinary cores, several times slower than the tensor cores at the same
+    grade of error; it has to be asked for by name.
+    """
+
+    rounds_weights = True
+
+    def __init__(self, name: str = "cuda", *, exact: bool = False) -> None:
+        self.name = name
+        self.exact = exact
+
+    def can_run(self, problem: Problem) -> str | None:
+        return self.group_obstacle(problem, 1)
+
+    def advise_against(self, problem: Problem) -> str | None:
+        return "backend 'cuda' reaches the same grade of error on tensor cores" if self.exact else None
+
+    def remark(self, problem: Problem) -> str | None:
+        """How a problem that can run is run, where that is more than one launch."""
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
+        launches = len(problem.architecture)
+        if mode is None or launches == 1:
+            return None
+        fused = fused_obstacle(problem.architecture, mode, 1, shared_limit_of(torch.cuda.current_device()))
+        return None if fused is None else f"in {launches} launches, one a factor, as {fused}"
+
+    def group_obstacle(self, problem: Problem, linears: int) -> str | None:
+        """Why several linears like the problem's that share x cannot run in one launch; None when they can."""
+        if problem.device_type != "cuda":
+            return f"it needs tensors on a CUDA device, these are on {problem.device_type}"
+        if problem.tracing and is_exporting():
+            return "an exported graph holds only PyTorch's own operators"
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
+        if mode is None:
+            return f"it has kernels for {'float32' if self.exact else 'float32, float16 and bfloat16'}, not {problem.dtype}"
+        return _kernel_obstacle(tuple(pattern.factor_shape for pattern in problem.architecture), mode, linears, problem.requires_grad)
+
+    def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return self.linear_group(x, factors, () if bias is None else (bias,), 1)
+
+    def linear_group(
+        self,
+        x: Tensor,  # shape: (rows, in_features)
+        factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+        biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+        linears: int,
+    ) -> Tensor:  # shape: (rows, linears * out_features)
+        """Multiply x by several linears of one architecture in one launch; their outputs lie side by side."""
+        mode = mode_of(x.dtype, allow_tf32=tf32_allowed(), exact=self.exact)
+        assert mode is not None, "can_run has refused other dtypes"
+        if is_tracing(x) or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (*factors, *biases)):
+            return torch.ops.flysurgery.ks_linear(x, list(factors), list(biases), linears, mode)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *factors, *biases)):
+            return EagerLinear.apply(linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+        return multiply(x, factors, biases, linears, mode)
+
+
+def is_exporting() -> bool:
+    """Whether a graph is being made for use without this package: ``torch.export``, ONNX, TorchScript."""
+    scripting = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return scripting or torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
+
+
+@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
+def _kernel_obstacle(shapes: tuple[tuple[int, int, int, int], ...], mode: str, linears: int, requires_grad: bool) -> str | None:
+    return device_obstacle() or _size_obstacle(shapes, mode, linears, requires_grad, shared_limit_of(torch.cuda.current_device()))
+
+
+@lru_cache(maxsize=4096)
+def _size_obstacle(
+    shapes: tuple[tuple[int, int, int, int], ...], mode: str, linears: int, requires_grad: bool, shared_limit: int
+) -> str | None:
+    architecture = Architecture.of(*shapes)
+    obstacle = product_obstacle(architecture, mode, linears, shared_limit)
+    return obstacle or (gradient_obstacle(architecture, mode, shared_limit) if requires_grad else None)

@@ -1,0 +1,154 @@
+"""Tensors computed from parameters, such as packed weights, kept until the parameters change or die."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Stamp = tuple[object, ...]
+
+
+@dataclass
+class _Entry:
+    references: tuple[weakref.ref[Tensor], ...]
+    stamps: tuple[Stamp, ...]
+    tensors: tuple[Tensor, ...]
+    ready: torch.cuda.Event | None
+    streams: set[int] = field(default_factory=set)
+    captured: bool = False
+
+
+_Key = tuple[int, int, Hashable]
+_entries: dict[_Key, _Entry] = {}
+
+
+def derived(
+    token: Hashable,
+    sources: tuple[Tensor, ...],
+    make: Callable[[], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:
+    """``make()``, remembered for these sources until one of them is written to, moved, retyped or freed.
+
+    Nothing hangs on the sources themselves: state dicts, pickles and deep copies know nothing of it. What was made on
+    one stream is waited for on another. A write is noticed by the version that PyTorch counts and by the address, so
+    one through ``tensor.data`` is not, and calls for ``forget_derived``. Inference tensors count no versions: what
+    derives from them is made at each call.
+
+    While a CUDA graph is captured, what derives from tensors that require gradients is made inside the graph, because
+    replays must follow their training; what derives from frozen ones is taken as it is. Written to later, frozen
+    sources reach the graph at the next call outside of it.
+
+    Args:
+        token: what is derived, and how.
+        make: must not alias the sources.
+    """
+    capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing and any(source.requires_grad or source.is_inference() for source in sources):
+        return _make(make)
+    if any(source.is_inference() for source in sources):
+        return _make_to_keep(make, sources[0].device)
+    key = (id(sources[0]), len(sources), token)
+    stamps = tuple(map(_stamp, sources))
+    entry = _entries.get(key)
+    same = entry is not None and all(reference() is source for reference, source in zip(entry.references, sources, strict=True))
+    if entry is not None and same and entry.stamps == stamps:
+        _order(entry, capturing)
+        return entry.tensors
+    if capturing:
+        return _make(make)
+    tensors = _make_to_keep(make, sources[0].device)
+    if entry is not None and same and entry.captured:
+        tensors = _refresh(entry.tensors, tensors)
+    _entries[key] = _new_entry(key, sources, stamps, tensors, captured=entry is not None and same and entry.captured)
+    return tensors
+
+
+def forget_derived() -> None:
+    """Drop everything, after parameters were written to behind PyTorch's back, as through ``parameter.data``."""
+    _entries.clear()
+
+
+def _stamp(source: Tensor) -> Stamp:
+    return (source.data_ptr(), source._version, source.dtype, source.shape, source.stride())
+
+
+def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    with torch.inference_mode(False), torch.no_grad():
+        return make()
+
+
+def _make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    """Make what outlives the call, in PyTorch's general memory pool.
+
+    Graphs of ``torch.compile`` warm up in a pool of their own, which they roll back later, kept tensors or not. The
+    redirection holds for the thread alone, so another one makes them.
+    """
+    if device.type != "cuda" or "torch._inductor.cudagraph_trees" not in sys.modules:
+        return _make(make)
+    caller = torch.cuda.current_stream(device)
+    made: Future[tuple[Tensor, ...]] = Future()
+
+    def work() -> None:
+        try:
+            with torch.cuda.device(device):
+                stream = torch.cuda.current_stream()
+                stream.wait_stream(caller)
+                tensors = _make(make)
+                caller.wait_stream(stream)
+            made.set_result(tensors)
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    tensors = made.result()
+    for tensor in tensors:
+        tensor.record_stream(caller)
+    return tensors
+
+
+def _refresh(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Write new values where a captured graph reads the old ones."""
+    if any(a.shape != b.shape or a.dtype != b.dtype or a.device != b.device for a, b in zip(old, new, strict=True)):
+        return new
+    for a, b in zip(old, new, strict=True):
+        a.copy_(b)
+    return old
+
+
+def _new_entry(key: _Key, sources: tuple[Tensor, ...], stamps: tuple[Stamp, ...], tensors: tuple[Tensor, ...], *, captured: bool) -> _Entry:
+    def drop(reference: weakref.ref[Tensor]) -> None:
+        entry = _entries.get(key)
+        if entry is not None and any(reference is own for own in entry.references):
+            _entries.pop(key, None)
+
+    references = tuple(weakref.ref(source, drop) for source in sources)
+    if not sources[0].is_cuda:
+        return _Entry(references, stamps, tensors, None)
+    stream = torch.cuda.current_stream(sources[0].device)
+    ready = torch.cuda.Event()
+    ready.record(stream)
+    return _Entry(references, stamps, tensors, ready, {stream.cuda_stream}, captured)
+
+
+def _order(entry: _Entry, capturing: bool) -> None:
+    """Let the current stream wait for the one that made the entry. A capture begins with all streams at rest."""
+    if entry.ready is None:
+        return
+    entry.captured = entry.captured or capturing
+    device = entry.tensors[0].device
+    if capturing or torch._C._cuda_getCurrentRawStream(device.index) in entry.streams:
+        return
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(entry.ready)
+    for tensor in entry.tensors:
+        tensor.record_stream(stream)
+    entry.streams.add(stream.cuda_stream)

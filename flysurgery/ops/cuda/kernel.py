@@ -1,0 +1,169 @@
+"""A kernel on a device: loaded once a process, launched on the caller's stream."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.bindings import cuda_module
+from flysurgery.ops.cuda.cubins import find_cubin
+
+Scalar = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_float
+Argument = Tensor | int | None | Scalar
+
+_FREE_SHARED_BYTES = 48 * 1024
+_loaded: dict[tuple[object, ...], Kernel] = {}
+_lock = threading.Lock()
+
+
+def device_arch(device_index: int) -> str:
+    """The architecture to compile for: ``sm_90a`` on Hopper, for wgmma and bulk copies, plain ``sm_XY`` elsewhere."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
+    """Compile, or find compiled, and load one kernel; the same object for the same arguments.
+
+    Not for every launch: hold on to the result, which hashing the arguments costs more than.
+
+    Raises:
+        BackendError: the kernel does not compile, or the driver rejects it.
+    """
+    key = (source, name, device_index, tuple(sorted(defines.items())))
+    with _lock:
+        kernel = _loaded.get(key)
+        if kernel is None:
+            kernel = _loaded[key] = _load(source, defines, name, device_index)
+        return kernel
+
+
+def _load(source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> Kernel:
+    arch = device_arch(device_index)
+    rejected: Exception | None = None
+    with torch.cuda.device(device_index), _outside_capture():
+        _make_context_current(device_index)
+        for refresh in (False, True):  # a file damaged in the cache folder is replaced
+            cubin = find_cubin(source, defines, arch=arch, name=name, refresh=refresh)
+            try:
+                return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
+            except Exception as error:  # cuda-core's own error type is private
+                rejected = error
+    raise BackendError(f"the CUDA driver rejects kernel {source} for {arch}: {rejected}; update the driver") from rejected
+
+
+def _make_context_current(device_index: int) -> None:
+    """PyTorch's device guard leaves a thread that has not yet used the device without a driver context."""
+    cuda_module("core").Device(device_index).set_current()
+
+
+@contextlib.contextmanager
+def _outside_capture() -> Iterator[None]:
+    """Let this thread load code while it captures a graph, which the driver refuses by default although it is safe."""
+    driver = cuda_module("bindings.driver")
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+class Kernel:
+    """One ``__global__`` function on one device."""
+
+    def __init__(self, code: Any, name: str, device_index: int) -> None:
+        driver = cuda_module("bindings.driver")
+        kernel = code.get_kernel(name)
+        self.name = name
+        self.device_index = device_index
+        self._code = code
+        self._kernel = driver.CUkernel(int(kernel.handle))
+        self._function = driver.CUfunction(int(kernel.handle))
+        self._launch = driver.cuLaunchKernel
+        self._sizes = tuple(size for _, size in kernel.arguments_info)
+        self._known_types: set[tuple[type, ...]] = set()
+        self._shared_bytes = _FREE_SHARED_BYTES
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        *arguments: Argument,
+    ) -> None:
+        """Queue the kernel on a stream. The device must be the current one.
+
+        Args:
+            shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
+            stream: raw handle, ``current_stream(device_index)``.
+            arguments: tensors and None as pointers, Python integers as 64-bit ones, other sizes as ``ctypes``
+                scalars. Number and sizes are checked against the kernel's own, once a combination of types.
+
+        Raises:
+            BackendError: the arguments do not match the kernel's parameters, or the driver refuses the launch.
+        """
+        values, types = marshal(arguments)
+        if types not in self._known_types:
+            self._check(types)
+        if shared_bytes > self._shared_bytes:
+            self._allow_shared(shared_bytes)
+        result = self._launch(self._function, *grid, *block, shared_bytes, stream, (values, types), 0)[0]
+        if result == 0:
+            return
+        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+            _make_context_current(self.device_index)
+            result = self._launch(self._function, *grid, *block, shared_bytes, stream, (values, types), 0)[0]
+        if result != 0:
+            raise BackendError(
+                f"kernel {self.name} was not launched: {result.name} with grid {grid}, block {block}, {shared_bytes} bytes shared memory"
+            )
+
+    def _check(self, types: tuple[type, ...]) -> None:
+        sizes = tuple(ctypes.sizeof(kind) for kind in types)
+        if sizes != self._sizes:
+            raise BackendError(f"kernel {self.name} takes parameters of {self._sizes} bytes, got arguments of {sizes} bytes")
+        self._known_types.add(types)
+
+    def _allow_shared(self, shared_bytes: int) -> None:
+        driver = cuda_module("bindings.driver")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
+        if result != 0:
+            raise BackendError(
+                f"kernel {self.name} needs {shared_bytes} bytes of shared memory a block, this device has less: {result.name}"
+            )
+        self._shared_bytes = shared_bytes
+
+
+def marshal(arguments: tuple[Argument, ...]) -> tuple[tuple[int | float, ...], tuple[type, ...]]:
+    """Split launch arguments into plain values and their C types."""
+    values: list[int | float] = []
+    types: list[type] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            values.append(argument.data_ptr())
+            types.append(ctypes.c_void_p)
+        elif argument is None:
+            values.append(0)
+            types.append(ctypes.c_void_p)
+        elif isinstance(argument, int):
+            values.append(argument)
+            types.append(ctypes.c_int64)
+        else:
+            values.append(argument.value)
+            types.append(type(argument))
+    return tuple(values), tuple(types)
+
+
+def current_stream(device_index: int) -> int:
+    """Raw handle of PyTorch's current stream on a device."""
+    return torch._C._cuda_getCurrentRawStream(device_index)

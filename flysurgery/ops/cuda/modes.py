@@ -1,0 +1,46 @@
+"""Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches."""
+
+from __future__ import annotations
+
+import torch
+
+from flysurgery.errors import BackendError
+
+HALF_MODES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32, "exact": torch.float32}
+
+
+def mode_of(dtype: torch.dtype, *, allow_tf32: bool, exact: bool = False) -> str | None:
+    """The kernels' mode for inputs of a dtype, None where there is none.
+
+    ``fp16`` and ``bf16`` sum in float32. For float32 inputs: ``exact`` multiplies and adds in float32 on the ordinary
+    cores; ``fp32`` reaches the same grade of error on tensor cores, by pairs of fp16; ``tf32`` rounds inputs to 11 bits
+    where the user allows it.
+    """
+    if exact:
+        return "exact" if dtype == torch.float32 else None
+    if dtype == torch.float32:
+        return "tf32" if allow_tf32 else "fp32"
+    return HALF_MODES.get(dtype)
+
+
+def dtype_of(mode: str) -> torch.dtype:
+    """The dtype of x that a mode takes.
+
+    Raises:
+        BackendError: there is no such mode.
+    """
+    if mode not in MODES:
+        raise BackendError(f"the CUDA kernels have the modes {', '.join(MODES)}, got '{mode}'")
+    return MODES[mode]
+
+
+@torch.compiler.assume_constant_result  # compiled graphs are guarded on this switch by PyTorch
+def tf32_allowed() -> bool:
+    """Whether PyTorch's settings let float32 matrix products on CUDA round their inputs to TF32.
+
+    Newer PyTorch has ``fp32_precision`` beside ``allow_tf32``, and refuses to read the old name once the new one was set.
+    """
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

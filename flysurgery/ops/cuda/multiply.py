@@ -1,0 +1,69 @@
+"""Multiplication by factors as they stand in a model: finds the kernels and the packed weights, and runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flysurgery.ops.cuda.derived import derived
+from flysurgery.ops.cuda.met import meet
+from flysurgery.ops.cuda.product import Product, product_of
+from flysurgery.ops.cuda.table import rows_bucket
+from flysurgery.patterns import Architecture, Pattern
+
+ProductKey = tuple[tuple[torch.Size, ...], str, int, int, int, bool]
+_products: dict[ProductKey, Product] = {}
+
+
+def multiply(
+    x: Tensor,  # shape: (rows, in_features)
+    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+    linears: int,
+    mode: str,
+    *,
+    transposed: bool = False,
+) -> Tensor:  # shape: (rows, linears * out_features)
+    """``x @ W.T + bias`` for one linear, or for several of one architecture side by side; on the current stream.
+
+    ``transposed`` multiplies by W in place of its transpose: ``x @ W``, one linear, no bias. Any strides of x, any
+    number of rows. Factors and biases may be wider than x; they are rounded when they are packed.
+    """
+    factors, biases = tuple(factors), tuple(biases)
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return multiply(x, factors, biases, linears, mode, transposed=transposed)
+    product = product_for(factors, linears, mode, device_index, x.shape[0], transposed)
+    meet(product, x.shape[0])
+    if x.shape[0] == 0:
+        return x.new_empty((0, linears * product.architecture.out_features))
+    images = derived((product, transposed), factors, lambda: product.pack(factors, transposed))
+    return product.run(x, images, _bias(biases, x.dtype))
+
+
+def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int, transposed: bool) -> Product:
+    """The kernels for factors of these shapes, the same object as long as the autotuned choices stay."""
+    shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
+    key = (shapes, mode, linears, device_index, rows_bucket(rows), transposed)
+    product = _products.get(key)
+    if product is None:
+        architecture = Architecture(tuple(Pattern(*shape) for shape in shapes))
+        architecture = architecture.transpose if transposed else architecture
+        product = _products[key] = product_of(architecture, mode, linears, device_index, rows)
+    return product
+
+
+def forget_products() -> None:
+    """Choose kernels anew at the next call, after the table of configurations has changed."""
+    _products.clear()
+
+
+def _bias(biases: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | None:
+    if not biases:
+        return None
+    if len(biases) == 1 and biases[0].dtype == dtype:
+        return biases[0]
+    return derived(("bias", dtype), biases, lambda: (torch.cat([bias.to(dtype) for bias in biases]),))[0]

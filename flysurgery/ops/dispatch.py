@@ -1,0 +1,90 @@
+"""Which backend runs a problem, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.backend import Backend
+from flysurgery.ops.problem import Problem
+from flysurgery.ops.registry import BACKENDS
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one backend says about a problem: ``obstacle`` if it cannot run it, ``advice`` if another one is faster, ``remark`` on how."""
+
+    backend: str
+    obstacle: str | None
+    advice: str | None
+    remark: str | None = None
+
+    def __str__(self) -> str:
+        if self.obstacle is not None:
+            return f"{self.backend}: no, {self.obstacle}"
+        how = "" if self.remark is None else f", {self.remark}"
+        return f"{self.backend}: yes{how}" if self.advice is None else f"{self.backend}: yes{how}, but {self.advice}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every backend's verdict in order of preference, the one chosen, and why."""
+
+    verdicts: tuple[Verdict, ...]
+    choice: str
+    why: str
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.verdicts), f"-> {self.choice}: {self.why}"])
+
+
+def choose(problem: Problem, backend: str | None = None) -> Backend:
+    """Give the named backend, or the first of ``BACKENDS`` that can run the problem and knows of none faster.
+
+    Raises:
+        BackendError: there is no backend of that name, or it cannot run the problem, or none can; with each reason.
+    """
+    if backend is not None:
+        return _named(problem, backend)
+    slower: Backend | None = None
+    for candidate in BACKENDS.values():
+        if candidate.can_run(problem) is None:
+            if candidate.advise_against(problem) is None:
+                return candidate
+            slower = slower or candidate
+    if slower is None:
+        reasons = "; ".join(str(verdict) for verdict in _verdicts(problem))
+        raise BackendError(f"no backend can multiply {problem.dtype} on {problem.device_type} with {problem.architecture}: {reasons}")
+    return slower
+
+
+def _named(problem: Problem, name: str) -> Backend:
+    if name not in BACKENDS:
+        raise BackendError(f"there is no backend '{name}'; choose one of {', '.join(BACKENDS)}")
+    obstacle = BACKENDS[name].can_run(problem)
+    if obstacle is not None:
+        raise BackendError(f"backend '{name}' cannot run this: {obstacle}; leave the backend open to have one chosen")
+    return BACKENDS[name]
+
+
+def explain(problem: Problem) -> Explanation:
+    """Say what each backend makes of a problem, and which one runs when none is named.
+
+    Raises:
+        BackendError: no backend can run it.
+    """
+    choice = choose(problem).name
+    advice = BACKENDS[choice].advise_against(problem)
+    why = "the fastest known here that can run it" if advice is None else f"the first that can run it, although {advice}"
+    return Explanation(_verdicts(problem), choice, why)
+
+
+def _verdicts(problem: Problem) -> tuple[Verdict, ...]:
+    verdicts = []
+    for backend in BACKENDS.values():
+        obstacle = backend.can_run(problem)
+        if obstacle is not None:
+            verdicts.append(Verdict(backend.name, obstacle, None))
+        else:
+            verdicts.append(Verdict(backend.name, None, backend.advise_against(problem), backend.remark(problem)))
+    return tuple(verdicts)

@@ -1,0 +1,102 @@
+"""The two multiplications: by one factor, and by all factors of a layer with its bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError, PatternError
+from flysurgery.factors import architecture_of
+from flysurgery.ops.backend import Backend
+from flysurgery.ops.dispatch import choose
+from flysurgery.ops.problem import problem_of
+from flysurgery.patterns import Architecture
+
+
+def ks_multiply(
+    x: Tensor,  # shape: (*batch, a*c*d)
+    factor: Tensor,  # shape: (a, b, c, d)
+    *,
+    backend: str | None = None,
+) -> Tensor:  # shape: (*batch, a*b*d)
+    """Multiply the rows of ``x`` by a Kronecker-sparse factor: ``x @ K.T``.
+
+    ``K[(i*b + p)*d + j, (i*c + q)*d + j] = factor[i, p, q, j]``; all other entries are zero.
+    Costs ``2*a*b*c*d`` flops per row. Rows are samples; any leading shape, zero rows included. Under autocast the
+    operands are cast as ``F.linear`` casts them.
+
+    Raises:
+        PatternError: ``x.shape[-1] != a*c*d``; the message gives both numbers.
+        BackendError: no backend, or not the named one, can run this; the message gives each reason.
+
+    Source: Gonon et al. 2024, arXiv:2405.15013, Algorithm 1.
+    """
+    return ks_linear(x, (factor,), backend=backend)
+
+
+def ks_linear(
+    x: Tensor,  # shape: (*batch, in_features)
+    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right as in W = K_1 K_2
+    bias: Tensor | None = None,  # shape: (out_features,)
+    *,
+    backend: str | None = None,
+) -> Tensor:  # shape: (*batch, out_features)
+    """Apply a linear layer whose matrix is a product of factors: ``x @ (K_1 K_2 ... K_L).T + bias``.
+
+    x meets the last factor first. Costs twice the factors' nonzeros in flops per row. What lies between two
+    factors is rounded to the dtype of x, unless the backend keeps it wider. Gradients with respect to x, the factors
+    and the bias. Under autocast the operands are cast as ``F.linear`` casts them. The result is a fresh tensor.
+
+    Raises:
+        PatternError: the factors do not chain, or x or the bias does not fit them; the message gives both numbers.
+        BackendError: dtypes or devices differ, or no backend, or not the named one, can run this, with each reason.
+    """
+    architecture = architecture_of(factors)
+    _check_sizes(x, architecture, bias)
+    device_type = x.device.type
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        _check_alike(x, factors, bias, None)
+        return _run(choose(problem_of(x, factors, bias), backend), x, factors, bias, architecture)
+    dtype = torch.get_autocast_dtype(device_type)
+    _check_alike(x, factors, bias, dtype)
+    x = x.to(_under_autocast(x, dtype))
+    chosen = choose(problem_of(x, factors, bias), backend)
+    if not chosen.rounds_weights:
+        factors = [factor.to(x.dtype) for factor in factors]
+        bias = None if bias is None else bias.to(x.dtype)
+    with torch.autocast(device_type, enabled=False):
+        return _run(chosen, x, factors, bias, architecture)
+
+
+def _run(backend: Backend, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, architecture: Architecture) -> Tensor:
+    product = backend.linear(x.reshape(-1, architecture.in_features), factors, bias)
+    return product.reshape(*x.shape[:-1], architecture.out_features)
+
+
+def _under_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that autocast to ``dtype`` gives to an operand of a matrix product: float64 stays as it is."""
+    return tensor.dtype if dtype is None or tensor.dtype == torch.float64 else dtype
+
+
+def _check_sizes(x: Tensor, architecture: Architecture, bias: Tensor | None) -> None:
+    if x.dim() == 0 or x.shape[-1] != architecture.in_features:
+        raise PatternError(f"factors {architecture} take rows of {architecture.in_features} features, got x of shape {tuple(x.shape)}")
+    if bias is not None and tuple(bias.shape) != (architecture.out_features,):
+        raise PatternError(f"factors {architecture} take a bias of {architecture.out_features} entries, got shape {tuple(bias.shape)}")
+
+
+def _check_alike(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, autocast: torch.dtype | None) -> None:
+    if not x.is_floating_point():
+        raise BackendError(f"expected x of a floating dtype, got {x.dtype}")
+    dtype, device = _under_autocast(x, autocast), x.device
+    for index, tensor in enumerate((*factors, bias)):
+        if tensor is None:
+            continue
+        if _under_autocast(tensor, autocast) != dtype or tensor.device != device:
+            name = "the bias" if index == len(factors) else f"factor {index}"
+            raise BackendError(
+                f"expected x and {name} to have the same dtype and device, but got {x.dtype} on {device} and "
+                f"{tensor.dtype} on {tensor.device}; convert one of them with .to()"
+            )

@@ -1,0 +1,70 @@
+"""What is to be multiplied, as plain data: all that a backend may base its answer on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from flysurgery.factors import architecture_of
+from flysurgery.ops.cuda.modes import tf32_allowed
+from flysurgery.patterns import Architecture
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One multiplication ``y = x W^T + bias`` with W a product of factors.
+
+    ``rows`` is the number of rows of x once all leading dimensions are flattened, and None while a graph is traced:
+    the choice must then hold for any number of rows. ``tracing`` asks for operators that a graph can hold: PyTorch's
+    own, or registered ones. ``requires_grad`` asks for gradients with respect to x, the factors and the bias.
+    ``allow_tf32`` says whether float32 products may round their inputs to TF32 (CUDA only).
+    """
+
+    architecture: Architecture
+    rows: int | None
+    dtype: torch.dtype
+    device_type: str
+    bias: bool = False
+    requires_grad: bool = False
+    tracing: bool = False
+    allow_tf32: bool = False
+
+
+def problem_of(
+    x: Tensor,  # shape: (*batch, in_features)
+    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right as in W = K_1 K_2
+    bias: Tensor | None = None,  # shape: (out_features,)
+) -> Problem:
+    """Describe the multiplication of these tensors under the present settings of PyTorch."""
+    tracing = is_tracing(x)
+    tensors = (x, *factors) if bias is None else (x, *factors, bias)
+    architecture = architecture_of(factors)
+    return Problem(
+        architecture=architecture,
+        rows=None if tracing else x.numel() // architecture.in_features,
+        dtype=x.dtype,
+        device_type=x.device.type,
+        bias=bias is not None,
+        requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+        tracing=tracing,
+        allow_tf32=x.device.type == "cuda" and tf32_allowed(),
+    )
+
+
+def is_tracing(x: Tensor) -> bool:
+    """Whether operations on ``x`` are recorded or transformed rather than just run.
+
+    So under compilation, export and TorchScript tracing, within ``torch.func`` transforms and dispatch modes (fake tensors,
+    operation counters), and for subclasses of Tensor: there, only operators that PyTorch knows about are safe.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or bool(torch._C._len_torch_dispatch_stack())
+        or peek_interpreter_stack() is not None
+    )

@@ -1,0 +1,16 @@
+"""From a model to a plan, from a plan to a converted model with its report, and back to dense."""
+
+from flysurgery.surgery.apply import apply as apply
+from flysurgery.surgery.apply import convert as convert
+from flysurgery.surgery.densify import densify as densify
+from flysurgery.surgery.install import install as install
+from flysurgery.surgery.layer_plan import LayerPlan as LayerPlan
+from flysurgery.surgery.layer_plan import Part as Part
+from flysurgery.surgery.layer_plan import Reason as Reason
+from flysurgery.surgery.mark import plan_of as plan_of
+from flysurgery.surgery.plan import ExampleInput as ExampleInput
+from flysurgery.surgery.plan import Plan as Plan
+from flysurgery.surgery.planning import plan as plan
+from flysurgery.surgery.report import PartRow as PartRow
+from flysurgery.surgery.report import Report as Report
+from flysurgery.surgery.report import Row as Row

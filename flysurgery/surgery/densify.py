@@ -1,0 +1,62 @@
+"""From factors back to dense layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.errors import SurgeryError
+from flysurgery.factors import factors_to_dense
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.surgery.change import Change
+from flysurgery.surgery.mark import SWITCHES_BEFORE, converted_layers
+
+
+def densify(model: nn.Module) -> int:
+    """Replace every converted layer of ``model``, in place, by the ``nn.Linear`` that its factors multiply out to.
+
+    Dtype, device, mode and ``requires_grad`` stay, a split layer becomes one matrix again, parents' switches are set back,
+    and the model carries no plan any more, so that it can be converted again. Products are summed in float64 and
+    rounded once to the factors' dtype. Returns the number of layers; a shared one counts once.
+
+    Raises:
+        SurgeryError: the model has no converted layer, or is itself one, which cannot be replaced in place.
+    """
+    layers = converted_layers(model)
+    if not layers:
+        raise SurgeryError("the model has no converted layer, so there is nothing to densify")
+    if "" in layers:
+        raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
+    dense = {layer: _dense_linear(layer) for layer in dict.fromkeys(layers.values())}
+    with Change(model) as change:
+        for fqn, layer in layers.items():
+            change.swap((fqn,), dense[layer])
+        change.switch(getattr(model, SWITCHES_BEFORE, ()))
+        change.unmark()
+    return len(dense)
+
+
+def _dense_linear(layer: ButterflyLinear | SplitLinear) -> nn.Linear:
+    parts = (
+        [part for part in layer.children() if isinstance(part, ButterflyLinear | nn.Linear)] if isinstance(layer, SplitLinear) else [layer]
+    )
+    biases = [part.bias for part in parts if part.bias is not None]
+    new = nn.Linear(layer.in_features, layer.out_features, bias=bool(biases), device="meta")
+    trains = any(parameter.requires_grad for part in parts for parameter in _weight_parameters(part))
+    new.weight = nn.Parameter(torch.cat([_weight(part) for part in parts]), requires_grad=trains)
+    if biases:
+        rows = [biases[0].new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+        new.bias = nn.Parameter(torch.cat(rows), requires_grad=any(bias.requires_grad for bias in biases))
+    return new.train(layer.training)
+
+
+def _weight(part: nn.Module) -> Tensor:
+    if isinstance(part, nn.Linear):
+        return part.weight.detach()
+    factors = [factor.detach() for factor in _weight_parameters(part)]
+    wide = torch.float32 if factors[0].device.type == "mps" else torch.float64
+    return factors_to_dense([factor.to(wide) for factor in factors]).to(factors[0].dtype)
+
+
+def _weight_parameters(part: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in part.named_parameters() if name != "bias"]

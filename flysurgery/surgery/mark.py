@@ -1,0 +1,35 @@
+"""What a converted model carries: the plan it was converted by, and how its parents' switches stood before."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flysurgery.errors import SurgeryError
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.surgery.plan import Plan
+
+PLAN = "_flysurgery_plan"
+SWITCHES_BEFORE = "_flysurgery_switches_before"
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that ``model`` was converted by, None for a model that is not converted. Copies and pickles keep it."""
+    return getattr(model, PLAN, None)
+
+
+def converted_layers(model: nn.Module) -> dict[str, ButterflyLinear | SplitLinear]:
+    """The converted layers by name, a shared one under each of its names; a split layer counts, its parts do not."""
+    parts = {part for module in model.modules() if isinstance(module, SplitLinear) for part in module.children()}
+    return {
+        fqn: module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ButterflyLinear | SplitLinear) and module not in parts
+    }
+
+
+def refuse_converted(model: nn.Module) -> None:
+    """Raise ``SurgeryError`` for a model that is converted already."""
+    layers = converted_layers(model)
+    if layers:
+        first = next(iter(layers)) or type(model).__name__
+        raise SurgeryError(f"the model is converted already ({len(layers)} layers, such as {first}); densify it first")

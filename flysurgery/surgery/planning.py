@@ -1,0 +1,153 @@
+"""From the walker's targets to a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from flysurgery.errors import PatternError, PlanError, SelectionError
+from flysurgery.patterns import Architecture
+from flysurgery.surgery.base import find_base
+from flysurgery.surgery.choose import DEFAULT_NBLOCKS, Rule, read_architectures
+from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
+from flysurgery.surgery.mark import refuse_converted
+from flysurgery.surgery.plan import ExampleInput, Plan
+from flysurgery.walker import Target, example_input, select, walk
+
+
+def plan(
+    model: nn.Module,
+    arch: str = "monarch",
+    *,
+    roles: Sequence[str] | None = ("ffn", "qkv"),
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    nblocks: int = DEFAULT_NBLOCKS,
+    rank: int | None = None,
+    patterns: str | Architecture | Sequence[object] | None = None,
+    budget: float | None = None,
+    base: str | None = None,
+    base_args: Mapping[str, Any] | None = None,
+    example: Tensor | tuple[Any, ...] | None = None,
+) -> Plan:
+    """Plan which linear layers of ``model`` are replaced and by what. The model stays as it is, and may live on meta.
+
+    Layers are selected by role and by regular expressions over their names (``include``, ``exclude``). A fused projection is
+    taken apart where the walk proves which rows are q, k and v, and then each part has its own architecture;
+    otherwise it is one matrix. A layer stays dense, with its reason, where it is not selected, where an obstacle
+    forbids it, or where no architecture has its size or fewer weights than it.
+
+    Args:
+        arch: family of architectures: "monarch" (with ``nblocks``), "gonon" or "lowrank" (with ``rank``).
+        patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
+            gets the first that has its size. With ``include``, every included layer must have such a one.
+        budget: share of the dense weights in (0, 1]: each matrix gets the family's densest architecture below it.
+        base, base_args: how the dense model is built again when a checkpoint is loaded; timm models say it themselves.
+        example: arguments of one forward; timm and vit-pytorch models need none.
+
+    Takes seconds: the walk runs on shapes, not on numbers.
+
+    Raises:
+        SelectionError: a selector matched nothing, or one of ``patterns`` has no selected layer's size.
+        OptionError: an option out of its range, or two that contradict each other.
+        PatternError: an included layer that none of ``patterns`` fits; the message gives both sizes.
+        PlanError: nothing would be replaced; the message says why.
+        WalkError: the model's graph cannot be read.
+    """
+    rule = Rule(arch, nblocks, rank, budget, read_architectures(patterns))
+    name, arguments = find_base(model, base, base_args)
+    refuse_converted(model)
+    inputs = example_input(model) if example is None else example
+    targets = walk(model, inputs)
+    chosen = {target.fqn for target in select(targets, roles=roles, include=include, exclude=exclude)}
+    samples = _samples(inputs)
+    layers = tuple(_plan_layer(target, rule, samples, selected=target.fqn in chosen) for target in targets)
+    selected = [layer for layer in layers if layer.fqn in chosen]
+    if include is not None and rule.architectures:
+        _check_patterns_fit(selected)
+    _check_patterns_match(rule, [target for target in targets if target.fqn in chosen])
+    _check_not_empty(selected)
+    replaced = {layer.fqn for layer in layers if layer.is_replaced}
+    switches = tuple(dict.fromkeys(switch for target in targets if target.fqn in replaced for switch in target.switches))
+    return Plan(layers, switches, name, arguments, _describe(inputs))
+
+
+def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool) -> LayerPlan:
+    obstacles = sorted(target.obstacles, key=lambda obstacle: not obstacle.blocking)
+    outcome: tuple[Part, ...] | Reason
+    if obstacles and (obstacles[0].blocking or not selected):
+        outcome = Reason(obstacles[0].code, obstacles[0].text)
+    elif not selected:
+        outcome = Reason("not-selected", "it is not among the selected roles and names")
+    else:
+        outcome = _parts(target, rule)
+    is_kept = isinstance(outcome, Reason)
+    return LayerPlan(
+        fqn=target.fqn,
+        role=target.role,
+        in_features=target.in_features,
+        out_features=target.out_features,
+        bias=target.bias,
+        calls=target.calls,
+        rows=target.rows // samples,
+        status="keep" if is_kept else "replace",
+        reason=outcome if is_kept else None,
+        aliases=target.aliases,
+        parts=() if is_kept else outcome,
+    )
+
+
+def _parts(target: Target, rule: Rule) -> tuple[Part, ...] | Reason:
+    slices = target.split or ()
+    choices = [rule.choose(each.stop - each.start, target.in_features) for each in slices]
+    if any(isinstance(choice, Architecture) for choice in choices):
+        return tuple(
+            Part(each.name, each.start, each.stop, choice if isinstance(choice, Architecture) else None)
+            for each, choice in zip(slices, choices, strict=True)
+        )
+    whole = rule.choose(target.out_features, target.in_features)
+    return (Part(None, 0, target.out_features, whole),) if isinstance(whole, Architecture) else whole
+
+
+def _check_patterns_fit(layers: Sequence[LayerPlan]) -> None:
+    for layer in layers:
+        if layer.reason is not None and layer.reason.code == "no-pattern":
+            raise PatternError(f"the given patterns do not fit the included layer {layer.fqn}: {layer.reason.text}")
+
+
+def _check_patterns_match(rule: Rule, targets: Sequence[Target]) -> None:
+    sizes = {(target.out_features, target.in_features) for target in targets}
+    sizes |= {(each.stop - each.start, target.in_features) for target in targets for each in target.split or ()}
+    for architecture in rule.architectures:
+        if architecture.shape not in sizes:
+            raise SelectionError(
+                f"the given patterns {architecture} describe a {architecture.out_features}x{architecture.in_features} matrix, "
+                f"and the selected layers and their parts are {', '.join(f'{rows}x{columns}' for rows, columns in sorted(sizes))}"
+            )
+
+
+def _check_not_empty(layers: Sequence[LayerPlan]) -> None:
+    if any(layer.is_replaced for layer in layers):
+        return
+    reasons = Counter(layer.reason for layer in layers if layer.reason is not None)
+    why = "; ".join(f"{reason.code} ({count} layers): {reason.text}" for reason, count in reasons.most_common(4))
+    raise PlanError(f"nothing would be replaced: {why}")
+
+
+def _samples(inputs: Tensor | tuple[Any, ...]) -> int:
+    first = next(iter(_arguments(inputs)), None)
+    return first.shape[0] if isinstance(first, Tensor) and first.dim() > 1 else 1
+
+
+def _describe(inputs: Tensor | tuple[Any, ...]) -> tuple[ExampleInput, ...] | None:
+    tensors = [argument for argument in _arguments(inputs) if isinstance(argument, Tensor)]
+    if len(tensors) < len(_arguments(inputs)):
+        return None
+    return tuple(ExampleInput(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors)
+
+
+def _arguments(inputs: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
+    return (inputs,) if isinstance(inputs, Tensor) else inputs

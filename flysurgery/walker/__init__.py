@@ -1,0 +1,13 @@
+"""Where: find the linears of a model by dataflow, with their roles and the obstacles to replacing them. Knows no butterflies."""
+
+from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
+from flysurgery.walker.example import example_input as example_input
+from flysurgery.walker.obstacles import CODES as CODES
+from flysurgery.walker.obstacles import Obstacle as Obstacle
+from flysurgery.walker.select import select as select
+from flysurgery.walker.target import ROLES as ROLES
+from flysurgery.walker.target import Role as Role
+from flysurgery.walker.target import Slice as Slice
+from flysurgery.walker.target import Switch as Switch
+from flysurgery.walker.target import Target as Target
+from flysurgery.walker.walk import walk as walk

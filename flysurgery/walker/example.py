@@ -1,0 +1,118 @@
+"""An input that a model accepts: timm's models say so themselves, vit-pytorch's show it in their patch embedding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.errors import WalkError
+from flysurgery.walker.export import run_fake
+from flysurgery.walker.shadow import device_of, shadow
+
+EXAMPLE_BATCH = 2
+_COMMON_SIZES = (224, 256, 384, 128, 64, 32)
+# Tokens that are no patches: none, a class token, or a class token and a distillation token.
+_PREFIX_TOKENS = (0, 1, 2)
+
+
+def example_input(model: nn.Module) -> Tensor:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
+    """Zeros that ``model`` accepts as its only input, in its dtype and on its device.
+
+    For a timm model: the size of its patch embedding, or else of its ``pretrained_cfg``. For others: the sizes that fit a patch embedding
+    of einops' ``Rearrange`` and a linear (vit-pytorch) and the position embedding; else the usual image sizes, of which the first is
+    taken that passes a forward on fake tensors.
+
+    Raises:
+        WalkError: none passes; an example must then be given.
+    """
+    size = _timm_size(model)
+    if size is not None:
+        return _zeros(model, size)
+    for candidate in itertools.chain(_patch_grid_sizes(model), _image_sizes(model)):
+        example = _zeros(model, candidate)
+        try:
+            run_fake(shadow(model), (example,))
+        except Exception:  # whatever the forward raises, it means that this size is not it
+            continue
+        return example
+    raise WalkError(f"No example input is known for {type(model).__name__}: pass one, a tensor of the shape that the model takes.")
+
+
+def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.zeros(EXAMPLE_BATCH, *size, dtype=dtype, device=device_of(model))
+
+
+def _timm_size(model: nn.Module) -> tuple[int, ...] | None:
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    size = config.get("input_size") if isinstance(config, dict) else getattr(config, "input_size", None)
+    if size is None:
+        return None
+    assert config is not None  # it gave the size
+    channels, height, width = size
+    sizes = (getattr(m, "img_size", None) for m in model.modules() if hasattr(m, "patch_size"))
+    built_for = next((size for size in sizes if size is not None), None)
+    if built_for is not None:
+        height, width = built_for if isinstance(built_for, (tuple, list)) else (built_for, built_for)
+    first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
+    name = first[0] if isinstance(first, (tuple, list)) else first
+    conv = dict(model.named_modules()).get(name) if name else None
+    return getattr(conv, "in_channels", channels), height, width
+
+
+def _patch_grid_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Sizes from a patch embedding: the first module with einops' pattern, the linear after it, and the position embedding."""
+    modules = list(model.modules())
+    position = next((i for i, m in enumerate(modules) if hasattr(m, "pattern") and hasattr(m, "axes_lengths")), None)
+    if position is None:
+        return
+    rearrange: Any = modules[position]
+    linear = next((m for m in modules[position:] if isinstance(m, nn.Linear)), None)
+    if linear is None:
+        return
+    known = dict(rearrange.axes_lengths)
+    axes = [group.split() for group in _axes(rearrange.pattern.split("->")[0])[1:]]  # without the batch axis
+    free = [axis for axis in itertools.chain(*axes) if axis not in known]
+    channels = linear.in_features // max(math.prod(known.values()), 1)
+    grid = [axis for axis in free if axis != "c"]
+    side = max((known[axis] for axis in known), default=16)
+    ways = [way for patches in _patch_counts(model, side) for way in _factorizations(patches, len(grid))]
+    for lengths in sorted(ways, key=_unevenness):
+        of = {**known, **dict(zip(grid, lengths, strict=True)), "c": channels}
+        yield tuple(math.prod(of[axis] for axis in group) for group in axes)
+
+
+def _axes(pattern: str) -> list[str]:
+    return [match.strip("()") for match in re.findall(r"\([^)]*\)|\S+", pattern)]
+
+
+def _patch_counts(model: nn.Module, side: int) -> list[int]:
+    """Numbers of patches that the position embedding allows, one less for each prefix token; without one, those of the usual images."""
+    tables = [getattr(model, name, None) for name in ("pos_embedding", "pos_embed")]
+    lengths = [math.prod(table.shape[:-1]) for table in tables if isinstance(table, Tensor)]
+    counts = [length - prefix for length in lengths for prefix in _PREFIX_TOKENS if length > prefix]
+    return counts or [(size // side) ** 2 for size in _COMMON_SIZES if size >= side]
+
+
+def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
+    """Ways to write ``number`` as a product of ``count`` factors."""
+    if count <= 1:
+        return [(number,)] if count else []
+    firsts = [first for first in range(1, number + 1) if number % first == 0]
+    return [(first, *rest) for first in firsts for rest in _factorizations(number // first, count - 1)]
+
+
+def _unevenness(lengths: tuple[int, ...]) -> float:
+    return max(lengths) / min(lengths)
+
+
+def _image_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    channels = [3] if conv is None or conv.in_channels == 3 else [conv.in_channels, 3]
+    return ((count, size, size) for count in channels for size in _COMMON_SIZES)

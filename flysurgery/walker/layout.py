@@ -1,0 +1,174 @@
+"""Proof of a fused projection's layout: which rows of its weight become query, key, value (or feed-forward) entries.
+
+Every entry of the linear's output carries the interval of the weight rows that it can depend on: at the linear itself, output
+feature r carries [r, r]. Operators that move entries move the intervals; elementwise ones take the hull over their operands; any
+other operator is taken to mix everything, so that each entry of its result carries the hull of all that entered. The hull at the
+query of attention therefore holds every row that can reach it. Where the hulls of query, key and value neither overlap nor leave a
+row out, each is exactly the range of its rows; where heads are interleaved the hulls overlap, and nothing is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from flysurgery.walker import operations as ops
+from flysurgery.walker.dataflow import Dataflow
+from flysurgery.walker.linears import Call
+from flysurgery.walker.target import Slice
+
+_NOTHING = (torch.iinfo(torch.int32).max, -1)  # the empty interval: lowest above highest
+
+
+class _Rows(NamedTuple):
+    """Intervals of weight rows: tensors (or tuples of tensors) of the value's shape."""
+
+    lowest: Any
+    highest: Any
+
+
+class Prover:
+    """Proves layouts; equal pieces of graph (one a block) are followed once."""
+
+    def __init__(self, dataflow: Dataflow):
+        self.dataflow = dataflow
+        self._proven: dict[Any, tuple[Slice, ...] | None] = {}
+
+    def split(self, call: Call, feed_forward: Iterable[Node] = ()) -> tuple[Slice, ...] | None:
+        """Row ranges of ``call`` in ascending order, or None where they are not proven or all rows serve alike.
+
+        ``feed_forward``: inputs of linears that make ``call`` the first linear of a feed-forward block as well (``"ffn"``).
+        """
+        sinks = [(name, node) for attention in self.dataflow.attentions for name, node in attention.operands]
+        sinks += [("ffn", node) for node in feed_forward]
+        sinks = [(name, node) for name, node in sinks if call.node in self.dataflow.flows[node]]
+        path = self._path(call.node, {node for _, node in sinks})
+        if path is None or len({name for name, _ in sinks}) < 2:
+            return None
+        key = _signature(call.node, path, sinks)
+        if key not in self._proven:
+            self._proven[key] = _prove(call, path, sinks)
+        return self._proven[key]
+
+    def _path(self, start: Node, sinks: set[Node]) -> list[Node] | None:
+        """The nodes between the linear and the sinks, in the order of execution; None where tensors are written in place on the way."""
+        reached, pending = {start}, [start]
+        while pending:
+            users = [user for user in pending.pop().users if user not in reached and start in self.dataflow.flows.get(user, {})]
+            reached.update(users)
+            pending += users
+        if not sinks <= reached or any(_writes_elsewhere(node, reached) for node in reached):
+            return None
+        needed, pending = set(sinks), list(sinks)
+        while pending:
+            sources = [arg for arg in pending.pop().all_input_nodes if arg in reached and arg not in needed]
+            needed.update(sources)
+            pending += sources
+        return [node for node in _from(start) if node in needed and node is not start]
+
+
+def _writes_elsewhere(node: Node, reached: set[Node]) -> bool:
+    """Whether a node changes a tensor in place otherwise than entry by entry (adding a bias, scaling)."""
+    sources = [arg for arg in node.all_input_nodes if arg in reached]
+    return ops.is_in_place(node) and (ops.name_of(node) not in ops.POINTWISE | ops.IDENTITY or len(sources) > 1)
+
+
+def _from(start: Node) -> Iterable[Node]:
+    node = start
+    while node.op != "output":
+        yield node
+        node = node.next
+
+
+def _signature(start: Node, path: list[Node], sinks: list[tuple[str, Node]]) -> Any:
+    """Equal for pieces of graph that do the same to the same shapes."""
+    number = {node: index for index, node in enumerate([start, *path])}
+    steps = []
+    for node in path:
+        args = pytree.tree_map_only(Node, lambda n: number.get(n, ops.shape_of(n)), (node.args, node.kwargs))
+        steps.append((str(node.target), repr(args)))
+    return ops.shape_of(start), tuple(steps), tuple((name, number[node]) for name, node in sinks)
+
+
+def _prove(call: Call, path: list[Node], sinks: list[tuple[str, Node]]) -> tuple[Slice, ...] | None:
+    shape = ops.shape_of(call.node)
+    if shape is None or call.kind == "conv" or not all(ops.is_static(ops.value_of(node)) for node in path):
+        return None
+    rows = torch.arange(call.out_features, dtype=torch.int32, device="cpu").expand(shape)
+    known: dict[Node, _Rows] = {call.node: _Rows(rows, rows)}
+    for node in path:
+        known[node] = _step(node, known)
+    hulls: dict[str, tuple[int, int]] = {}
+    for name, node in sinks:
+        low, high = _hull([known[node]])
+        before = hulls.get(name, (low, high))
+        hulls[name] = (min(low, before[0]), max(high, before[1]))
+    return _tiling(hulls, call.out_features)
+
+
+def _tiling(hulls: dict[str, tuple[int, int]], out_features: int) -> tuple[Slice, ...] | None:
+    """Slices, if the hulls tile the rows; hulls that coincide become one slice of a joint name."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, hull in hulls.items():
+        names.setdefault(hull, []).append(name)
+    slices = [Slice("_".join(sorted(names[low, high])), low, high + 1) for low, high in sorted(names)]
+    starts, stops = [s.start for s in slices], [s.stop for s in slices]
+    return tuple(slices) if len(slices) > 1 and [*starts, out_features] == [0, *stops] else None
+
+
+def _step(node: Node, known: dict[Node, _Rows]) -> _Rows:
+    """The intervals of a node's result."""
+    name = ops.name_of(node)
+    sources = [known[arg] for arg in node.all_input_nodes if arg in known]
+    if name in ops.IDENTITY and len(sources) == 1:
+        return sources[0]
+    indexed = any(ops.is_discrete(arg) for arg in node.all_input_nodes)  # by numbers that are not known here
+    if name in ops.SHAPE and not indexed:
+        exact = all(rows.lowest is rows.highest for rows in sources) and all(arg in known for arg in node.all_input_nodes)
+        lowest = _moved(node, known, 0)
+        return _Rows(lowest, lowest if exact else _moved(node, known, 1))
+    shape = ops.shape_of(node)
+    if name in ops.POINTWISE and shape is not None:
+        if len(sources) == 1 and tuple(sources[0].lowest.shape) == shape:
+            return sources[0]
+        lowest, highest = sources[0]
+        for other in sources[1:]:
+            lowest = torch.minimum(_compact(lowest), _compact(other.lowest))
+            highest = torch.maximum(_compact(highest), _compact(other.highest))
+        return _Rows(lowest.expand(shape), highest.expand(shape))
+    return _Rows(*(_constant(ops.value_of(node), end) for end in _hull(sources)))
+
+
+def _moved(node: Node, known: dict[Node, _Rows], end: int) -> Any:
+    """Run an operator that moves entries on one end of the intervals; what does not come from the linear carries the empty interval."""
+
+    strided = ops.name_of(node) in ops.STRIDED
+
+    def argument(arg: Node) -> Any:
+        moved = known[arg][end] if arg in known else _constant(ops.value_of(arg), _NOTHING[end])
+        # a view of the real tensor, whose strides may differ from these
+        return moved.contiguous() if strided and isinstance(moved, Tensor) else moved
+
+    args, kwargs = pytree.tree_map_only(Node, argument, (node.args, node.kwargs))
+    assert callable(node.target)  # the node calls a function: name_of gave its name
+    return node.target(*args, **kwargs)
+
+
+def _constant(like: Any, number: int) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: torch.tensor(number, dtype=torch.int32, device="cpu").expand(tuple(t.shape)), like)
+
+
+def _hull(sources: list[_Rows]) -> tuple[int, int]:
+    lowest = [int(_compact(t).min()) for rows in sources for t in pytree.tree_leaves(rows.lowest)]
+    highest = [int(_compact(t).max()) for rows in sources for t in pytree.tree_leaves(rows.highest)]
+    return min(lowest), max(highest)
+
+
+def _compact(expanded: Tensor) -> Tensor:
+    """One entry along each axis on which all are the same memory: most intervals depend on the feature alone, not on sample or token."""
+    return expanded[tuple(slice(1) if stride == 0 else slice(None) for stride in expanded.stride())]

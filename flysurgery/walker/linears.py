@@ -1,0 +1,138 @@
+"""Which nodes of the graph are linear maps by a parameter, and whose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Node
+
+from flysurgery.walker.export import Trace
+from flysurgery.walker.operations import ADDMM, CONVOLUTION, LINEAR, PRODUCT_OF_MATRICES, SHAPE, name_of, shape_of
+from flysurgery.walker.owners import Owners
+
+_TURNED = frozenset(("t", "transpose", "permute", "numpy_T", "mT"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One multiplication by a weight: where it stands in the graph, its input, and what it belongs to.
+
+    ``fqn`` is the module's first name, or the parameter's where ``kind`` is ``"raw"``. ``inside``: it ran in the forward of that module.
+    ``rows`` is 0 where their number depends on data.
+    """
+
+    node: Node
+    source: Node
+    kind: str  # "linear": an nn.Linear; "conv": a 1x1 convolution; "raw": a parameter of some other module
+    fqn: str
+    inside: bool
+    in_features: int
+    out_features: int
+    rows: int
+    bias: bool
+
+
+def find_calls(trace: Trace, owners: Owners) -> list[Call]:
+    """Every multiplication by a parameter, in the order of execution."""
+    calls = []
+    for node in trace.graph.nodes:
+        operands = _operands(node)
+        if operands is None:
+            continue
+        source, weight, bias = operands
+        call = _call(trace, owners, node, source, weight, bias)
+        if call is not None:
+            calls.append(call)
+    return calls
+
+
+def _operands(node: Node) -> tuple[Node, Node, bool] | None:
+    """Input, weight and whether a bias is added, if the node may be a multiplication of rows by a matrix."""
+    name = name_of(node)
+    first, second, third = (*node.args, None, None, None)[:3]
+    if name in LINEAR or (name in CONVOLUTION and _is_pointwise_convolution(node)):
+        source, weight, bias = first, second, third is not None
+    elif name in ADDMM:
+        source, weight, bias = second, third, True
+    elif name in PRODUCT_OF_MATRICES and third is None:  # einsum and baddbmm have three operands or a string first
+        source, weight, bias = first, second, False
+    else:
+        return None
+    return (source, weight, bias) if isinstance(source, Node) and isinstance(weight, Node) else None
+
+
+def _is_pointwise_convolution(node: Node) -> bool:
+    weight = node.args[1]
+    shape = shape_of(weight) if isinstance(weight, Node) else None
+    source = shape_of(node.args[0]) if isinstance(node.args[0], Node) else None
+    result = shape_of(node)
+    if shape is None or source is None or result is None:
+        return False
+    # one group, kernel of one, no stride and no padding
+    return math.prod(shape[2:]) == 1 and len(source) == len(shape) and shape[1] == source[1] and source[2:] == result[2:]
+
+
+def _call(trace: Trace, owners: Owners, node: Node, source: Node, weight: Node, bias: bool) -> Call | None:
+    matrix = shape_of(weight)
+    is_conv = name_of(node) in CONVOLUTION
+    owner = _owner(trace, owners, node, weight)
+    if owner is None or matrix is None or not (is_conv or len(matrix) == 2):
+        return None
+    kind, fqn, inside = owner
+    out_features, in_features = matrix[:2] if is_conv or name_of(node) in LINEAR else (matrix[1], matrix[0])
+    if kind == "linear":
+        stored = owners.modules[fqn]._parameters.get("weight")  # of which a parent may use a part, or its transpose
+        out_features, in_features = stored.shape if stored is not None else (out_features, in_features)
+    shape = shape_of(source)
+    rows = math.prod(shape) // max(in_features, 1) if shape is not None else 0
+    return Call(node, source, kind, fqn, inside, in_features, out_features, rows, bias)
+
+
+def _owner(trace: Trace, owners: Owners, node: Node, weight: Node) -> tuple[str, str, bool] | None:
+    innermost = owners.innermost(node)
+    parameter = trace.parameters.get(weight)
+    holders = owners.holders(parameter) if parameter is not None else []
+    if innermost is not None and (innermost in holders or (parameter is None and isinstance(owners.modules[innermost], nn.Linear))):
+        return _kind(owners.modules[innermost]), innermost, True
+    if holders:
+        return _kind(owners.modules[holders[0]]), holders[0], False
+    raw = parameter or _parameter_behind(trace, weight)
+    if raw is None:
+        return None
+    holders = owners.holders(raw)
+    return (_kind(owners.modules[holders[0]]), holders[0], False) if holders else ("raw", raw, False)
+
+
+def _kind(module: nn.Module) -> str:
+    return "linear" if isinstance(module, nn.Linear) else "conv"
+
+
+def _parameter_behind(trace: Trace, weight: Node) -> str | None:
+    """The parameter that a weight is a transpose, slice or reshape of."""
+    node = weight
+    while node not in trace.parameters:
+        first = node.args[0] if node.args else None
+        if name_of(node) not in SHAPE | _TURNED or not isinstance(first, Node):
+            return None
+        node = first
+    return trace.parameters[node]
+
+
+def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
+    """First names of the nn.Linear modules whose weight or bias some other module reads."""
+    found = {call.fqn for call in calls if call.kind == "linear" and not call.inside}
+    for module in owners.modules.values():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # its fast path, which no trace shows, takes the weights of its linears
+            found |= {owners.first_name(child) for child in module.children() if isinstance(child, nn.Linear)}
+    for placeholder, parameter in trace.parameters.items():
+        fqn, _, leaf = parameter.rpartition(".")
+        module = owners.modules.get(fqn)
+        if not isinstance(module, nn.Linear) or leaf not in ("weight", "bias"):
+            continue
+        readers = {owners.innermost(user) for user in placeholder.users}
+        if not readers <= {owners.first_name(module), *owners.holders(parameter)}:
+            found.add(owners.first_name(module))
+    return found

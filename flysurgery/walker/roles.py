@@ -1,0 +1,116 @@
+"""The role of each linear, from where its input comes from and where its output goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from flysurgery.walker.attention import Attention
+from flysurgery.walker.dataflow import Dataflow
+from flysurgery.walker.export import Trace
+from flysurgery.walker.flow import Flow
+from flysurgery.walker.linears import Call
+from flysurgery.walker.target import Role
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The role of one call, and the reason code where that role is no target."""
+
+    role: Role
+    code: str | None = None
+
+
+class _Judge:
+    def __init__(self, trace: Trace, calls: list[Call], dataflow: Dataflow):
+        self.trace = trace
+        self.flows = dataflow.flows
+        self.depends = dataflow.depends
+        self.calls = {call.node: call for call in calls}
+        self.by_output = {attention.output: attention for attention in dataflow.attentions}
+        self.entered: dict[Node, list[tuple[str, Attention]]] = {}
+        self.scores: set[Node] = set()
+        for attention in dataflow.attentions:
+            self.scores |= attention.scores
+            for name, operand in attention.operands:
+                for origin in self.flows[operand]:
+                    self.entered.setdefault(origin, []).append((name, attention))
+        self.at_output = self._at_output(dataflow)
+        self.ffn_in, self.ffn_out = self._feed_forward_pairs()
+
+    def judge(self, call: Call) -> Judgement:
+        node, source = call.node, self.flows[call.source]
+        entered = self.entered.get(node, [])
+        if any(origin in self.scores for origin in source):
+            return Judgement("other", "talking-heads")
+        if call.source not in self.depends:
+            return Judgement("other", "pool" if entered else "position-mlp")
+        if entered:
+            return self._unless(all(attention.single_query for _, attention in entered), "qkv")
+        attentions = [self.by_output[origin] for origin in source if origin in self.by_output]
+        if attentions:
+            return self._unless(self._one_row(call) or all(attention.single_query for attention in attentions), "attn_out")
+        if self._one_row(call):
+            return Judgement("head", "head") if node in self.at_output else Judgement("other", "pool")
+        if node in self.ffn_in:
+            return Judgement("ffn_in")
+        if node in self.ffn_out:
+            return Judgement("ffn_out")
+        if node in self.at_output:
+            return Judgement("head", "head")
+        if source and all(origin in self.trace.inputs for origin in source):
+            return Judgement("other", "patch-embedding")
+        return Judgement("other", "no-role")
+
+    def _unless(self, pooled: bool, role: Role) -> Judgement:
+        return Judgement("other", "pool") if pooled else Judgement(role)
+
+    def _one_row(self, call: Call) -> bool:
+        return self.trace.batch is not None and 0 < call.rows <= self.trace.batch
+
+    def _feed_forward_pairs(self) -> tuple[set[Node], set[Node]]:
+        first, second = set(), set()
+        for call in self.calls.values():
+            source = self.flows[call.source]
+            if self._one_row(call) or any(origin in self.by_output or origin in self.scores for origin in source):
+                continue
+            before = {origin for origin, via in source.items() if origin in self.calls and via.nonlinear and not via.reduced}
+            if before:
+                first |= before
+                second.add(call.node)
+        return first, second
+
+    def _at_output(self, dataflow: Dataflow) -> set[Node]:
+        """The linears that give the model's result, with nothing but elementwise steps and pooling after them."""
+        output = next(node for node in self.trace.graph.nodes if node.op == "output")
+        found: set[Node] = set()
+        pending: list[Flow] = [self.flows[node] for node in output.all_input_nodes]
+        while pending:
+            for origin in pending.pop():
+                if origin in self.calls:
+                    found.add(origin)
+                elif origin in dataflow.sums and self._adds_heads(dataflow.sums[origin]):
+                    pending += dataflow.sums[origin]
+        return found
+
+    def _adds_heads(self, addends: tuple[Flow, Flow]) -> bool:
+        """Whether a sum joins classifier heads (two heads averaged) and is no residual connection."""
+        heads = [origin for addend in addends for origin in addend]
+        side_by_side = not any(_leads_to(one, set(heads) - {one}) for one in heads)
+        return side_by_side and all(head in self.calls and self._one_row(self.calls[head]) for head in heads)
+
+
+def _leads_to(start: Node, ends: set[Node]) -> bool:
+    reached, pending = {start}, [start]
+    while pending:
+        users = [user for user in pending.pop().users if user not in reached]
+        reached.update(users)
+        pending += users
+    return bool(reached & ends)
+
+
+def judge(trace: Trace, calls: list[Call], dataflow: Dataflow) -> list[Judgement]:
+    """A judgement for each call, in the order of ``calls``."""
+    judge = _Judge(trace, calls, dataflow)
+    return [judge.judge(call) for call in calls]

@@ -1,0 +1,93 @@
+"""Choose targets by role and by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from flysurgery.errors import OptionError, SelectionError
+from flysurgery.walker.target import ROLES, Target
+
+_GROUPS = {"ffn": ("ffn_in", "ffn_out")}
+
+
+def select(
+    targets: Iterable[Target],
+    *,
+    roles: str | Sequence[str] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+) -> tuple[Target, ...]:
+    """The targets of one of ``roles`` whose name matches one of ``include`` and none of ``exclude``, in their order.
+
+    Patterns are regular expressions, found anywhere in ``fqn`` (``re.search``). ``"ffn"`` stands for ``ffn_in`` and ``ffn_out``. None
+    sets no condition. Obstacles play no part here: blocked targets can be selected, and the caller reports why they are kept.
+
+    Raises:
+        OptionError: an unknown role, or a pattern that is no regular expression.
+        SelectionError: a role or pattern that matches no target, with the nearest names; or nothing is left.
+    """
+    everything = tuple(targets)
+    chosen = everything
+    if roles is not None:
+        wanted = {role for selector in _listed(roles) for role in _matching_roles(selector, everything)}
+        chosen = tuple(target for target in chosen if target.role in wanted)
+    if include is not None:
+        hits = [_hits(pattern, chosen, everything) for pattern in _listed(include)]
+        chosen = tuple(target for target in chosen if any(target.fqn in names for names in hits))
+    if exclude is not None:
+        hits = [_hits(pattern, everything, everything) for pattern in _listed(exclude)]
+        chosen = tuple(target for target in chosen if not any(target.fqn in names for names in hits))
+    if not chosen:
+        raise SelectionError(f"Nothing is left of the {len(everything)} linears found: every one is excluded.")
+    return chosen
+
+
+def _listed(selectors: str | Sequence[str]) -> tuple[str, ...]:
+    return (selectors,) if isinstance(selectors, str) else tuple(selectors)
+
+
+def _matching_roles(selector: str, targets: tuple[Target, ...]) -> tuple[str, ...]:
+    roles = _GROUPS.get(selector, (selector,))
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown:
+        raise OptionError(f"Unknown role {selector!r}; choose among {', '.join((*_GROUPS, *ROLES))}.")
+    if not any(target.role in roles for target in targets):
+        counts = {role: sum(target.role == role for target in targets) for role in ROLES}
+        present = ", ".join(f"{role} ({count})" for role, count in counts.items() if count) or "none"
+        raise SelectionError(f"No linear of this model has the role {selector!r}; the roles found are {present}.")
+    return roles
+
+
+def _hits(pattern: str, candidates: tuple[Target, ...], everything: tuple[Target, ...]) -> set[str]:
+    """Names of the candidates that match; SelectionError where none does."""
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise OptionError(f"The pattern {pattern!r} is no regular expression: {error}.") from error
+    names = {target.fqn for target in candidates if expression.search(target.fqn)}
+    if names:
+        return names
+    elsewhere = [target for target in everything if expression.search(target.fqn)]
+    if elsewhere:
+        listed = ", ".join(f"{target.fqn} ({target.role})" for target in elsewhere[:3])
+        raise SelectionError(f"The pattern {pattern!r} matches no linear of the chosen roles, only {listed}; choose its role as well.")
+    raise SelectionError(f"The pattern {pattern!r} matches no linear; the nearest names are {', '.join(_nearest(pattern, everything))}.")
+
+
+def _nearest(pattern: str, targets: tuple[Target, ...], count: int = 3) -> list[str]:
+    plain = re.sub(r"\\[a-zA-Z]|[\\^$*+?{}\[\]()|]", "", pattern)
+    names = [target.fqn for target in targets]
+    # the pattern may be meant for a part of the name only, so the best aligned part counts
+    scored = {name: max(_likeness(plain, part) for part in (name, *_tails(name))) for name in names}
+    return sorted(scored, key=lambda name: -scored[name])[:count]
+
+
+def _tails(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(1, len(parts))]
+
+
+def _likeness(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()

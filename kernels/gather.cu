@@ -1,0 +1,65 @@
+// image[n] = weights[table[n]], rounded to 16 bits; 0 where table[n] < 0. The packing of weights for half-precision kernels, in
+// one launch: `table` holds, for each 16-bit element of the image, the place of its weight among up to eight factors laid one
+// after the other. Factor k begins at place start_k; those that are not there begin behind the last place.
+//
+// Each thread makes eight neighbouring elements, which it stores as one vector of 16 bytes. The weights come from the L2 cache, in no
+// particular order; the table, twice the size of the image, is read once in order. Memory-bound: about 2 us for a layer of ViT-S.
+//
+// Defines: SOURCE, the type of the weights: 0 float32, 1 float16, 2 bfloat16. TARGET, that of the image: 1 float16, 2 bfloat16.
+// Limits: sm_80 or newer; count is a multiple of 8; table and image begin at multiples of 16 bytes.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+__device__ __forceinline__ u16 round_to_target(float value) {
+    u16 bits;
+    if constexpr (TARGET == 1)
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    else
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+__device__ __forceinline__ u16 load_rounded(const void* weights, int place) {
+    if constexpr (SOURCE == TARGET) {
+        return static_cast<const u16*>(weights)[place];
+    } else if constexpr (SOURCE == 0) {
+        return round_to_target(static_cast<const float*>(weights)[place]);
+    } else {
+        const u16 bits = static_cast<const u16*>(weights)[place];
+        float value;
+        if constexpr (SOURCE == 1)
+            asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+        else
+            value = __uint_as_float(static_cast<u32>(bits) << 16);
+        return round_to_target(value);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+gather(const int4* __restrict__ table, uint4* __restrict__ image, int count,
+       const void* factor0, const void* factor1, const void* factor2, const void* factor3,
+       const void* factor4, const void* factor5, const void* factor6, const void* factor7,
+       int start1, int start2, int start3, int start4, int start5, int start6, int start7) {
+    const int vector = blockIdx.x * 256 + threadIdx.x;
+    if (vector * 8 >= count) return;
+    const int4 low = table[2 * vector], high = table[2 * vector + 1];
+    const int places[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const void* const factors[8] = {factor0, factor1, factor2, factor3, factor4, factor5, factor6, factor7};
+    const int starts[8] = {0, start1, start2, start3, start4, start5, start6, start7};
+    u32 halves[8];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const void* weights = factors[0];
+        int start = 0;
+#pragma unroll
+        for (int k = 1; k < 8; ++k)
+            if (places[n] >= starts[k]) {
+                weights = factors[k];
+                start = starts[k];
+            }
+        halves[n] = places[n] < 0 ? 0 : load_rounded(weights, places[n] - start);
+    }
+    image[vector] = make_uint4(halves[0] | halves[1] << 16, halves[2] | halves[3] << 16,
+                               halves[4] | halves[5] << 16, halves[6] | halves[7] << 16);
+}

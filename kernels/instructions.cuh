@@ -1,0 +1,102 @@
+// Instructions that the kernels are made of, one function each: products of tiles, loads, copies, barriers.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+template <int BYTES>
+struct alignas(BYTES) Vector { u32 w[BYTES / 4]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// c += a * b for one m16n8k16 tile; halves are bf16 where MODE is 1, fp16 elsewhere, sums float32.
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (MODE == 1)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ __forceinline__ void load_two_matrices(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
+}
+
+// Two floats to two halves of the mode, the first in the low half.
+__device__ __forceinline__ u32 round2(float low, float high) {
+    u32 r;
+    if constexpr (MODE == 1) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float widen(u16 h) {
+    float f;
+    if constexpr (MODE == 1) f = __uint_as_float((u32)h << 16);
+    else asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ void load_shared(u32* r, u32 address) {  // 16 bytes
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared_pair(u32* r, u32 address) {  // 8 bytes
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void store_shared_pair(u32 address, u32 a, u32 b) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+// Asynchronous copy of BYTES (8 or 16), of which `valid` are read and the rest filled with zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) {
+    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra done; bra again; done: }"
+                 ::"r"(barrier), "r"(parity) : "memory");
+#else
+    asm volatile("{ .reg .pred p; again: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @p bra done; bra again; done: }"
+                 ::"r"(barrier), "r"(parity) : "memory");
+#endif
+}
+
+// One warp copies `bytes` from global to shared memory; `barrier` completes a phase when they are there. The barrier
+// expects one arrival on sm_90 and later, where one lane asks the copy engine, and 32 before.
+constexpr int kCopyArrivals =
+#if __CUDA_ARCH__ >= 900
+    1;
+#else
+    32;
+#endif
+__device__ __forceinline__ void copy_by_warp(u32 to, const char* from, int bytes, u32 barrier, int lane) {
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+    }
+#else
+    for (int b = lane * 16; b < bytes; b += 512) copy_async<16>(to + b, from + b, 16);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}

@@ -1,0 +1,45 @@
+"""The timer calls what it should; how long that takes is nobody's test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.bench import time_interleaved
+from flysurgery.bench import timing as module
+
+
+def test_every_candidate_is_sampled_in_every_round_in_changing_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_MS", 0.0)  # one call a sample
+    calls: list[str] = []
+
+    def candidate(name: str) -> object:
+        def run(x: Tensor) -> Tensor:
+            calls.append(name)
+            return x
+
+        return run
+
+    names = ["a", "b", "c"]
+    timings = time_interleaved({name: candidate(name) for name in names}, torch.ones(3), rounds=20)  # pyright: ignore[reportArgumentType]
+    assert list(timings) == names
+    rounds = [tuple(calls[start : start + 3]) for start in range(6, len(calls), 3)]  # the first six calls warm up
+    assert len(rounds) == 20
+    assert all(sorted(order) == names for order in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_samples_are_summed_up_by_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = iter([5.0, 1.0, 2.0, 4.0, 3.0])
+    monkeypatch.setattr(module, "_cpu_sampler", lambda run, x: lambda: next(samples))
+    timing = time_interleaved({"a": torch.clone}, torch.ones(3), rounds=5)["a"]
+    assert (timing.lower_ms, timing.median_ms, timing.upper_ms, timing.iqr_ms) == (2.0, 3.0, 4.0, 2.0)
+
+
+@pytest.mark.gpu
+def test_graphs_run_on_the_gpu() -> None:
+    x = torch.randn(512, 384, device="cuda")
+    weight = torch.randn(384, 384, device="cuda")
+    timing = time_interleaved({"product": lambda x: x @ weight}, x, rounds=5)["product"]
+    assert 0 < timing.lower_ms <= timing.median_ms <= timing.upper_ms

@@ -1,0 +1,187 @@
+"""The folder appears complete or not at all, and only a checkpoint is ever replaced."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+from torch import nn
+
+from flysurgery.checkpoint import check_folder, load, save
+from flysurgery.checkpoint.folder import FILES
+from flysurgery.errors import CheckpointError
+from flysurgery.surgery import Report
+from tests.checkpoint.conftest import install_random, small_model
+from tests.checkpoint.tamper import read_weights
+
+Converted = tuple[nn.Module, Report]
+
+# The room's face has a function of the module's name, so the module is asked for by its full name.
+SAVE = importlib.import_module("flysurgery.checkpoint.save")
+
+
+def test_what_is_written(converted: Converted, saved: Path) -> None:
+    assert sorted(path.name for path in saved.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["model"]
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in saved.iterdir()}
+    assert len(modes) == 1, "safetensors alone would make its file private"
+    tensors, metadata = read_weights(saved)
+    assert set(metadata) == {"format", "flysurgery.schema", "version", "base", "base_sha256", "plan", "plan_sha256"}
+    assert metadata["format"] == "pt" and metadata["flysurgery.schema"] == "1"
+    assert tensors.keys() == converted[0].state_dict().keys()
+    assert tensors["blocks.0.attn.qkv.q.factors.0"].shape == (1, 8, 8, 4)
+    assert not any(name in tensors for name in ("blocks.0.mlp.fc1.weight", "blocks.0.attn.qkv.weight"))
+
+
+def test_missing_parents_are_made(converted: Converted, tmp_path: Path) -> None:
+    save(converted[0], tmp_path / "a" / "b" / "model")
+    load(tmp_path / "a" / "b" / "model")
+
+
+def test_an_empty_folder_is_filled(converted: Converted, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save(converted[0], tmp_path / "model")
+    load(tmp_path / "model")
+
+
+def test_existing_checkpoint_needs_force(converted: Converted, folder: Path) -> None:
+    before = snapshot(folder)
+    with pytest.raises(CheckpointError, match="exists; give force=True"):
+        save(converted[0], folder)
+    assert snapshot(folder) == before
+    other = install_random(small_model())
+    save(other, folder, force=True)
+    assert snapshot(folder) != before and list(folder.parent.iterdir()) == [folder]
+    assert load(folder).state_dict()["head.bias"].equal(other.state_dict()["head.bias"])
+
+
+@pytest.mark.parametrize("names", [["notes.txt"], ["config.json"], ["model.safetensors", "config.json"]])
+def test_force_replaces_nothing_but_checkpoints(names: list[str], converted: Converted, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in names:
+        (home / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="no flysurgery checkpoint"):
+        save(converted[0], home, force=True)
+    assert sorted(path.name for path in home.iterdir()) == sorted(names)
+
+
+def test_force_spares_a_checkpoint_with_something_else_in_it(converted: Converted, folder: Path) -> None:
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"also holds thesis\.tex"):
+        save(converted[0], folder, force=True)
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_damaged_checkpoint_may_be_replaced(converted: Converted, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"cut")
+    save(converted[0], folder, force=True)
+    load(folder)
+
+
+def test_files_and_nameless_folders(converted: Converted, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file"):
+        save(converted[0], tmp_path / "file", force=True)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(converted[0], tmp_path / "file" / "model")
+    with pytest.raises(CheckpointError, match="a name of its own"):
+        save(converted[0], "/", force=True)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_link_is_followed(converted: Converted, folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "elsewhere" / "link"
+    link.parent.mkdir()
+    link.symlink_to(folder, target_is_directory=True)
+    (folder / "README.md").write_text("old")
+    save(converted[0], link, force=True)
+    assert link.is_symlink() and (folder / "README.md").read_text() != "old"
+
+
+def fail_with(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+FAILURES = [
+    ("save_file", FULL, "No space left on device"),
+    ("save_file", SafetensorError("I/O error: No space left on device (os error 28)"), "No space left"),
+    ("model_card", FULL, "No space left on device"),
+    ("fsync", OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ("save_file", KeyboardInterrupt(), None),
+    ("_write_weights", MemoryError(), None),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "fact"), FAILURES)
+@pytest.mark.parametrize("force", [False, True])
+def test_failure_while_writing(
+    name: str, error: BaseException, fact: str | None, force: bool, converted: Converted, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = folder if force else folder.parent / "new" / "deeper" / "model"
+    before, siblings = snapshot(folder), sorted(folder.parent.iterdir())
+    monkeypatch.setattr(os if name == "fsync" else SAVE, name, fail_with(error))
+    with pytest.raises(CheckpointError if fact else type(error), match=fact):
+        save(converted[0], target, force=force)
+    assert snapshot(folder) == before
+    assert sorted(folder.parent.iterdir()) == siblings, "something was left behind"
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_failure_while_renaming(failing: int, converted: Converted, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replacing takes two renames; whichever fails, the old checkpoint is where it was."""
+    before, calls, rename = snapshot(folder), [], Path.rename
+
+    def flaky(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == failing:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", flaky)
+    with pytest.raises(CheckpointError, match="Permission denied; nothing was changed"):
+        save(converted[0], folder, force=True)
+    assert snapshot(folder) == before and list(folder.parent.iterdir()) == [folder]
+
+
+def test_too_little_space_is_seen_before_writing(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"needs 0\.\d MB and .* has 0\.0 MB left"):
+        save(converted[0], tmp_path / "a" / "model")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="an administrator may write everywhere")
+def test_no_permission(converted: Converted, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            save(converted[0], tmp_path / "model")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_check_folder_says_the_same_and_writes_nothing(folder: Path) -> None:
+    assert check_folder(folder.parent / "new") == (folder.parent / "new").resolve()
+    assert check_folder(folder, force=True) == folder.resolve()
+    with pytest.raises(CheckpointError, match="exists; give force=True"):
+        check_folder(folder)
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -1,0 +1,147 @@
+"""What users of timm expect of ``create_model``, for a converted folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from flysurgery.checkpoint import load, save
+from flysurgery.checkpoint.folder import FILES
+from flysurgery.errors import CheckpointError
+from flysurgery.surgery import Report
+from tests.checkpoint.conftest import images, install_random, outputs
+
+
+def create(folder: Path, **arguments: Any) -> nn.Module:
+    return timm.create_model(f"local-dir:{folder}", **{"pretrained": True, **arguments}).eval()
+
+
+def test_new_head(saved: Path, converted: tuple[nn.Module, Report], tmp_path: Path) -> None:
+    """A dense entry of that name would get random layers throughout, and only a warning."""
+    model = create(saved, num_classes=3)
+    assert outputs(model).shape == (3, 3)
+    with torch.no_grad():
+        kept = [each.forward_features(images(each)) for each in (model, converted[0])]
+    assert torch.equal(*kept)
+    save(model, tmp_path / "fine-tuned")
+    assert torch.equal(outputs(load(tmp_path / "fine-tuned")), outputs(model))
+
+
+def test_no_head(saved: Path) -> None:
+    assert outputs(create(saved, num_classes=0)).shape == (3, 32)
+
+
+def test_same_number_of_classes_keeps_the_head(saved: Path, converted: tuple[nn.Module, Report]) -> None:
+    assert torch.equal(outputs(create(saved, num_classes=7)), outputs(converted[0]))
+
+
+def test_new_head_of_a_half_precision_model(converted: tuple[nn.Module, Report], tmp_path: Path) -> None:
+    save(converted[0], tmp_path / "half", dtype="bfloat16")
+    assert outputs(create(tmp_path / "half", num_classes=3)).dtype == torch.bfloat16
+
+
+def test_new_input_size(saved: Path, converted: tuple[nn.Module, Report]) -> None:
+    model = create(saved, img_size=32)
+    assert model.patch_embed.img_size == (32, 32) and outputs(model).shape == (3, 7)
+    assert torch.equal(outputs(create(saved, img_size=(16, 16))), outputs(converted[0]))
+
+
+def test_other_arguments_go_to_the_base(saved: Path, converted: tuple[nn.Module, Report]) -> None:
+    model = create(saved, drop_path_rate=0.5, proj_drop_rate=0.25)
+    assert model.blocks[1].drop_path1.drop_prob == 0.5 and model.blocks[0].mlp.drop1.p == 0.25
+    assert torch.equal(outputs(model), outputs(converted[0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ({"embed_dim": 64}, "with {'embed_dim': 64}: .*the plan says 96x32, the model has 192x64"),
+        ({"in_chans": 1}, r"cannot be loaded with {'in_chans': 1}: .*patch_embed.proj.weight is \[32, 3, 8, 8\] instead of \[32, 1"),
+        ({"depth": 3}, "with {'depth': 3}: .*missing: blocks.2"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
+        ({"features_only": True, "out_indices": (0, 9)}, "cannot be built"),
+    ],
+)
+def test_arguments_that_do_not_go_with_the_weights(arguments: dict[str, Any], fact: str, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=fact) as caught:
+        create(saved, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_features_only(saved: Path, converted: tuple[nn.Module, Report]) -> None:
+    wrapped = create(saved, features_only=True, out_indices=(0, 1))
+    expected = converted[0].forward_intermediates(images(converted[0]), intermediates_only=True)
+    found = wrapped(images(converted[0]))
+    assert [each.shape for each in found] == [(3, 32, 2, 2)] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert wrapped.feature_info.channels() == [32, 32]
+
+
+def test_without_weights_it_is_random(saved: Path, converted: tuple[nn.Module, Report]) -> None:
+    torch.manual_seed(1)
+    first = create(saved, pretrained=False)
+    torch.manual_seed(1)
+    again = create(saved, pretrained=False)
+    assert first.state_dict().keys() == converted[0].state_dict().keys()
+    assert torch.equal(outputs(first), outputs(again)) and bool(outputs(first).isfinite().all())
+    assert not torch.equal(first.blocks[0].mlp.fc1.factors[0], converted[0].blocks[0].mlp.fc1.factors[0])
+
+
+def test_overlay_of_the_data_description(saved: Path) -> None:
+    model = create(saved, pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3), "crop_pct": 1.0})
+    config = timm.data.resolve_model_data_config(model)
+    assert (config["mean"], config["crop_pct"], config["input_size"]) == ((0.1, 0.2, 0.3), 1.0, (3, 16, 16))
+
+
+def test_bare_name() -> None:
+    with pytest.raises(CheckpointError, match="local-dir:DIR"):
+        timm.create_model("flysurgery_structured", pretrained=True)
+
+
+def test_timm_saving_keeps_the_name(saved: Path, converted: tuple[nn.Module, Report], tmp_path: Path) -> None:
+    """Such a folder has no header, so its weights are refused rather than trusted; its structure can be built."""
+    timm.models.save_for_hf(create(saved), str(tmp_path), safe_serialization=True)
+    with pytest.raises(CheckpointError, match="no flysurgery checkpoint"):
+        create(tmp_path)
+    assert create(tmp_path, pretrained=False).state_dict().keys() == converted[0].state_dict().keys()
+
+
+def test_from_the_hub(saved: Path, converted: tuple[nn.Module, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the hub's own download is replaced: a folder that was uploaded is opened by its repository's name."""
+    import huggingface_hub
+    import timm.models._hub
+
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repository: str, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        return str(shutil.copytree(saved, tmp_path / "snapshot"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(timm.models._hub, "download_from_hf", lambda *_, **__: saved / "config.json")
+    model = timm.create_model("hf-hub:someone/vit@v2", pretrained=True).eval()
+    assert torch.equal(outputs(model), outputs(converted[0]))
+    assert (asked["repository"], asked["revision"], asked["allow_patterns"]) == ("someone/vit", "v2", list(FILES))
+
+
+def test_vit_pytorch_keeps_head_and_size(tmp_path: Path) -> None:
+    from vit_pytorch import ViT
+
+    sizes = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
+    model = install_random(ViT(**sizes), base="vit_pytorch:ViT", base_args=sizes)
+    save(model, tmp_path / "model")
+    assert torch.equal(outputs(create(tmp_path / "model", num_classes=5)), outputs(model))
+    for arguments, fact in (
+        ({"num_classes": 4}, "num_classes=4"),
+        ({"img_size": 32}, "img_size=32"),
+        ({"features_only": True}, "features_only"),
+    ):
+        with pytest.raises(CheckpointError, match=fact):
+            create(tmp_path / "model", **arguments)

@@ -1,0 +1,82 @@
+"""Accuracy is counted right, and the model is left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from flysurgery.errors import DataError, OptionError
+from flysurgery.evaluation import Accuracy, ImageData, evaluate
+
+CLASSES = 7
+
+
+class Lookup(nn.Module):
+    """Gives the scores that its images hold, in training mode other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.batches: list[int] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        self.batches.append(len(images))
+        return images[:, 0, 0, :] * self.scale * (-1 if self.training else 1)
+
+
+def data(scores: Tensor, classes: Tensor, num_classes: int = CLASSES) -> ImageData:
+    return ImageData("test", TensorDataset(scores[:, None, None, :], classes), len(scores), num_classes)
+
+
+def test_counts() -> None:
+    ranks = torch.tensor([0, 0, 0, 1, 4, 5, 6, 6])  # how many classes score higher than the right one
+    classes = torch.arange(8) % CLASSES
+    scores = torch.stack([torch.arange(CLASSES - 1.0, -1.0, -1.0).roll(int(c - r)) for c, r in zip(classes, ranks, strict=True)])
+    model = Lookup()
+    found = evaluate(model, data(scores, classes), batch_size=3)
+    assert (found.top1, found.top5, found.samples) == (3 / 8, 5 / 8, 8)
+    assert found.seconds > 0 and model.batches == [3, 3, 2]
+
+
+def test_fewer_than_five_classes() -> None:
+    scores = torch.eye(3)
+    found = evaluate(Lookup(), data(scores, torch.tensor([0, 1, 0]), 3))
+    assert (found.top1, found.top5) == (2 / 3, 1.0)
+
+
+def test_modes_are_set_back() -> None:
+    model = nn.Sequential(Lookup(), nn.Dropout())
+    model[1].eval()
+    evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES)))
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_images_are_cast_to_the_model() -> None:
+    found = evaluate(Lookup().bfloat16(), data(torch.eye(CLASSES), torch.arange(CLASSES)))
+    assert found.top1 == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "fact"),
+    [
+        (nn.Sequential(Lookup(), nn.Linear(CLASSES, 4)), r"test has 7 classes, so scores of shape \(7, 7\) were expected, got \(7, 4\)"),
+        (nn.Sequential(nn.Linear(CLASSES, CLASSES)), r"got \(7, 1, 1, 7\)"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(CLASSES, CLASSES), nn.Softmax(0), nn.Unflatten(0, (-1, 7))), r"got \(1, 7, 7\)"),
+    ],
+)
+def test_outputs_that_are_no_scores(model: nn.Module, fact: str) -> None:
+    with pytest.raises(DataError, match=fact):
+        evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES)))
+    assert model.training
+
+
+def test_batch_size() -> None:
+    with pytest.raises(OptionError, match="at least 1, got 0"):
+        evaluate(Lookup(), data(torch.eye(CLASSES), torch.arange(CLASSES)), batch_size=0)
+
+
+def test_text() -> None:
+    assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"

@@ -1,0 +1,158 @@
+"""ButterflyLinear as a module: what it computes, how it starts, and that it can be handled like any other."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flysurgery.errors import BackendError, PatternError
+from flysurgery.layers import ButterflyLinear
+from flysurgery.patterns import Architecture, named
+from tests.support.problems import ARCHITECTURES, make_input
+from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal
+
+SQUARE = ARCHITECTURES[0]
+SMALL = Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))
+
+
+def check(layer: ButterflyLinear, mode: Arithmetic = FP32, rows: int = 9) -> None:
+    x = make_input(rows, layer.in_features, mode)
+    factors = [factor.detach() for factor in layer.factors]
+    bias = None if layer.bias is None else layer.bias.detach()
+    with torch.no_grad():
+        assert_bounded(layer(x), x, factors, bias, mode, bias_apart=True)
+    assert_bounded(layer(x).detach(), x, factors, bias, mode, bias_apart=True)
+
+
+@pytest.mark.parametrize("mode", [FP64, FP32, FP16, BF16], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_computes_the_product(architecture: Architecture, bias: bool, mode: Arithmetic) -> None:
+    check(ButterflyLinear(architecture, bias, dtype=mode.dtype), mode)
+
+
+def test_is_described() -> None:
+    layer = ButterflyLinear(SQUARE)
+    assert (layer.in_features, layer.out_features, layer.architecture) == (384, 384, SQUARE)
+    assert "architecture=(1,192,48,2),(2,48,192,1), density=0.250, bias=True" in repr(layer)
+    assert "bias=False" in repr(ButterflyLinear(SQUARE, bias=False))
+
+
+def test_parameters_are_named_as_checkpoints_hold_them() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in ButterflyLinear(SQUARE).state_dict().items()}
+    assert shapes == {"factors.0": (1, 192, 48, 2), "factors.1": (2, 48, 192, 1), "bias": (384,)}
+    assert "bias" not in ButterflyLinear(SQUARE, bias=False).state_dict()
+
+
+@pytest.mark.parametrize("name", ["weight", "fuse", "reparameterize", "switch_to_deploy"])
+def test_offers_nothing_that_a_parent_would_use_in_its_place(name: str) -> None:
+    assert not hasattr(ButterflyLinear(SMALL), name)
+
+
+@pytest.mark.parametrize("arch", ["gonon", "monarch", "lowrank"])
+@pytest.mark.parametrize(("out_features", "in_features"), [(384, 384), (1536, 384), (384, 1536)])
+def test_starts_with_the_variance_of_a_dense_layer(arch: str, out_features: int, in_features: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2000, in_features)
+    layer, dense = ButterflyLinear(named(arch, out_features, in_features)), nn.Linear(in_features, out_features)
+    with torch.no_grad():
+        ratio = layer(x).std() / dense(x).std()
+    assert 0.9 < ratio < 1.1  # the spread of an estimate over 2000 rows is below 0.05
+    assert layer.bias is not None
+    bound = 1 / math.sqrt(in_features)
+    assert 0.9 * bound < layer.bias.abs().max() <= bound
+
+
+def test_the_seed_decides_the_start() -> None:
+    layers = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        layers.append(ButterflyLinear(SMALL))
+    assert torch.equal(layers[0].factors[0], layers[1].factors[0])
+    assert not torch.equal(layers[0].factors[0], layers[2].factors[0])
+
+
+def test_meta_device_and_back() -> None:
+    layer = ButterflyLinear(SMALL, device="meta", dtype=torch.float64)
+    assert layer(torch.empty(3, 8, device="meta", dtype=torch.float64)).shape == (3, 16)
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    check(layer, FP64)
+
+
+def test_copies_and_pickles_are_independent() -> None:
+    layer = ButterflyLinear(SMALL)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    twins = [copy.deepcopy(layer), torch.load(file, weights_only=False)]
+    x = make_input(600, 8, FP32)
+    with torch.no_grad():
+        before = layer(x)
+        for parameter in layer.parameters():
+            parameter.zero_()
+        for twin in twins:
+            assert_equal(twin(x), before)
+
+
+def test_state_dict_round_trip() -> None:
+    first, second = ButterflyLinear(SMALL), ButterflyLinear(SMALL)
+    x = make_input(600, 8, FP32)
+    with torch.no_grad():
+        second(x)
+        second.load_state_dict(first.state_dict())
+        assert_equal(second(x), first(x))
+
+
+def test_training_steps_are_seen() -> None:
+    layer = ButterflyLinear(SMALL)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        layer(make_input(9, 8, FP32)).square().sum().backward()
+        optimizer.step()
+        check(layer, rows=600)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("mode", [FP64, FP16, BF16], ids=lambda mode: mode.name)
+def test_changes_of_dtype_are_followed(mode: Arithmetic) -> None:
+    layer = ButterflyLinear(SMALL)
+    check(layer, rows=600)
+    layer.to(mode.dtype)
+    check(layer, mode, rows=600)
+    layer.float()
+    check(layer, rows=600)
+
+
+def test_mismatched_dtypes_raise_what_a_dense_layer_raises() -> None:
+    with pytest.raises(RuntimeError) as dense:
+        nn.Linear(8, 16)(torch.ones(3, 8).half())
+    assert "same dtype" in str(dense.value)
+    with pytest.raises(RuntimeError, match=r"same dtype and device, but got torch\.float16 on cpu and torch\.float32 on cpu"):
+        ButterflyLinear(SMALL)(torch.ones(3, 8).half())
+
+
+def test_wrong_sizes_and_backends_are_refused_when_called() -> None:
+    with pytest.raises(PatternError, match="take rows of 8 features"):
+        ButterflyLinear(SMALL)(torch.ones(3, 9))
+    with pytest.raises(BackendError, match="there is no backend 'fast'"):
+        ButterflyLinear(SMALL, backend="fast")(torch.ones(3, 8))
+
+
+def test_the_named_backend_runs() -> None:
+    with pytest.raises(BackendError, match="'chunked' cannot run this: it gives no gradients"):
+        ButterflyLinear(SMALL, backend="chunked")(torch.ones(3, 8))
+
+
+def test_results_may_be_written_to() -> None:
+    layer = ButterflyLinear(SMALL)
+    x = make_input(9, 8, FP32)
+    out = layer(x)
+    out += 1.0
+    out.sum().backward()
+    check(layer)

@@ -1,0 +1,219 @@
+"""What every backend has to keep, as one class that each backend's tests inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops import BACKENDS, Problem, ks_linear
+from flysurgery.patterns import Architecture, Pattern
+from tests.support.levels import check_bound, check_identity, check_integers, check_layer
+from tests.support.problems import ARCHITECTURES, INPUTS, LARGE_ROWS, PATTERNS, SMALL_ROWS, make_factors, make_input, make_vector
+from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal, assert_factor_gradient_bounded
+
+VIT_SQUARE, *_ = ARCHITECTURES
+ODD = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
+
+
+@contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Let PyTorch fill what ``torch.empty`` gives with NaN, so that an element that nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class BackendContract:
+    """Inherit as ``TestX``, name the backend, and set ``device`` and ``modes``, one for each dtype that it should be tried in.
+
+    A problem that the backend says it cannot run has to be refused with that reason; everything else has to be right.
+    """
+
+    backend: ClassVar[str]
+    device: ClassVar[str] = "cpu"
+    modes: ClassVar[tuple[Arithmetic, ...]] = (FP64, FP32, FP16, BF16)
+    bias_apart: ClassVar[bool] = False
+    """Whether the bias is added to a result that was rounded to storage before."""
+
+    @pytest.fixture(autouse=True)
+    def _settings(self) -> Iterator[None]:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the problems are small, and waiting for a second thread costs more than it brings
+        with fresh_memory_is_nan():
+            yield
+        torch.set_num_threads(threads)
+
+    def run(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return ks_linear(x, factors, bias, backend=self.backend)
+
+    def yardstick(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return ks_linear(x, factors, bias, backend="bmm")
+
+    def runs(self, architecture: Architecture, mode: Arithmetic, rows: int, *, bias: bool = False, requires_grad: bool = False) -> bool:
+        """Whether the backend says that it can; where it cannot, it is checked that a call is refused with the reason."""
+        problem = Problem(architecture, rows, mode.dtype, self.device, bias=bias, requires_grad=requires_grad)
+        obstacle = BACKENDS[self.backend].can_run(problem)
+        if obstacle is None:
+            return True
+        x = make_input(rows, architecture.in_features, mode, device=self.device).requires_grad_(requires_grad)
+        with pytest.raises(BackendError) as refusal:
+            self.run(x, make_factors(architecture, mode, device=self.device), None)
+        assert obstacle in str(refusal.value)
+        return False
+
+    def modes_for(self, architecture: Architecture, rows: int = 1, *, requires_grad: bool = False) -> list[Arithmetic]:
+        return [mode for mode in self.modes if self.runs(architecture, mode, rows, requires_grad=requires_grad)]
+
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+    def test_identity_gives_the_transposed_matrix(self, pattern: Pattern) -> None:
+        for mode in self.modes_for(Architecture((pattern,))):
+            check_identity(self.run, pattern, mode, self.device)
+
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+    def test_integers_are_exact(self, pattern: Pattern) -> None:
+        for mode in self.modes_for(Architecture((pattern,))):
+            for rows in SMALL_ROWS if mode is self.modes[0] else SMALL_ROWS[-1:]:  # no dtype takes another path for some rows
+                check_integers(self.run, Architecture((pattern,)), rows, mode, self.device)
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+    def test_integers_through_several_factors_are_exact(self, architecture: Architecture) -> None:
+        for mode in self.modes_for(architecture):
+            check_integers(self.run, architecture, architecture.in_features, mode, self.device)
+
+    @pytest.mark.parametrize("kind", INPUTS)
+    @pytest.mark.parametrize("pattern", [p for p in PATTERNS if p.a != 1 and p.d != 2], ids=str)  # a = 1 and d = 2: exact tests above
+    def test_every_element_is_within_the_bound(self, pattern: Pattern, kind: str) -> None:
+        for mode in self.modes_for(Architecture((pattern,))):
+            check_bound(self.run, kind, pattern, 33, mode, self.device)
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+    def test_layers_are_as_accurate_as_torch(self, architecture: Architecture) -> None:
+        for mode in self.modes_for(architecture):
+            check_layer(self.run, self.yardstick, architecture, 700, mode, self.device, bias_apart=self.bias_apart)
+
+    @pytest.mark.parametrize("architecture", [VIT_SQUARE, ODD], ids=str)
+    @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (2, 3), (1, 2, 3)], ids=str)
+    def test_any_leading_shape(self, architecture: Architecture, shape: tuple[int, ...]) -> None:
+        for mode in self.modes_for(architecture, rows=6):
+            factors = make_factors(architecture, mode, device=self.device)
+            rows = torch.Size(shape).numel()
+            x = make_input(rows, architecture.in_features, mode, device=self.device)
+            out = self.run(x.view(*shape, architecture.in_features), factors, None)
+            assert out.shape == (*shape, architecture.out_features)
+            assert out.dtype == x.dtype
+            assert_bounded(out.reshape(rows, architecture.out_features), x, factors, None, mode)
+
+    @pytest.mark.parametrize("architecture", [VIT_SQUARE, ODD], ids=str)
+    def test_any_strides(self, architecture: Architecture) -> None:
+        for mode in self.modes_for(architecture, rows=40):
+            factors = make_factors(architecture, mode, device=self.device)
+            n = architecture.in_features
+            wide = make_input(40, 2 * n + 1, mode, device=self.device)
+            views = {
+                "columns of a wider matrix": wide[:, 1 : n + 1],  # rows off every vector alignment
+                "every second row": wide[::2, :n],
+                "every second column": wide[:, : 2 * n : 2],
+                "transposed": wide.flatten()[: 40 * n].view(n, 40).mT,
+                "one row for all": wide[:1, :n].expand(40, n),
+                "reversed layout of three dimensions": wide[:, :n].unflatten(0, (5, 8)).transpose(0, 1),
+            }
+            for name, x in views.items():
+                out = self.run(x, factors, None)
+                rows = x.reshape(-1, n)
+                try:
+                    assert_bounded(out.flatten(0, -2), rows, factors, None, mode)
+                except AssertionError as error:
+                    raise AssertionError(f"{name}: {error}") from error
+
+    @pytest.mark.parametrize("architecture", [VIT_SQUARE, ODD], ids=str)
+    def test_non_contiguous_factors(self, architecture: Architecture) -> None:
+        for mode in self.modes_for(architecture, rows=40):
+            factors = [factor.mT.contiguous().mT for factor in make_factors(architecture, mode, device=self.device)]
+            x = make_input(40, architecture.in_features, mode, device=self.device)
+            assert_bounded(self.run(x, factors, None), x, factors, None, mode)
+
+    @pytest.mark.parametrize("architecture", [VIT_SQUARE, ODD], ids=str)
+    def test_inputs_stay_and_results_are_fresh_and_repeat(self, architecture: Architecture) -> None:
+        for mode in self.modes_for(architecture, rows=40):
+            factors = make_factors(architecture, mode, device=self.device)
+            bias = make_vector(architecture.out_features, mode, device=self.device)
+            x = make_input(40, architecture.in_features, mode, device=self.device)
+            operands = [x, bias, *factors]
+            before = [operand.clone() for operand in operands]
+            first = self.run(x, factors, bias)
+            kept = first.clone()
+            second = self.run(x, factors, bias)
+            assert_equal(second, kept)
+            second.zero_()
+            assert_equal(first, kept)
+            for operand, copy in zip(operands, before, strict=True):
+                assert_equal(operand, copy)
+
+    @pytest.mark.parametrize("architecture", [VIT_SQUARE, ODD], ids=str)
+    def test_changed_weights_are_seen(self, architecture: Architecture) -> None:
+        for mode in self.modes_for(architecture, rows=40):
+            factors = make_factors(architecture, mode, device=self.device)
+            x = make_input(40, architecture.in_features, mode, device=self.device)
+            self.run(x, factors, None)
+            for factor in factors:
+                factor.mul_(-0.5)
+            assert_bounded(self.run(x, factors, None), x, factors, None, mode)
+
+    def test_layer_with_bias_and_one_row(self) -> None:
+        for mode in self.modes_for(VIT_SQUARE):
+            factors = make_factors(VIT_SQUARE, mode, device=self.device)
+            bias = make_vector(VIT_SQUARE.out_features, mode, device=self.device)
+            x = make_input(1, VIT_SQUARE.in_features, mode, device=self.device)
+            assert_bounded(self.run(x, factors, bias), x, factors, bias, mode, bias_apart=self.bias_apart)
+
+    def test_gradcheck(self) -> None:
+        if FP64 not in self.modes or not self.runs(ODD, FP64, 3, bias=True, requires_grad=True):
+            return
+        operands = [make_input(3, ODD.in_features, FP64, device=self.device), make_vector(ODD.out_features, FP64, device=self.device)]
+        operands = [operand.requires_grad_() for operand in (*operands, *make_factors(ODD, FP64, device=self.device))]
+        assert torch.autograd.gradcheck(lambda x, bias, *factors: self.run(x, factors, bias), operands, nondet_tol=0.0)
+
+    @pytest.mark.parametrize("rows", [1, 300])
+    @pytest.mark.parametrize("architecture", [VIT_SQUARE, ODD], ids=str)
+    def test_gradients(self, architecture: Architecture, rows: int) -> None:
+        for mode in self.modes_for(architecture, rows, requires_grad=True):
+            x = make_input(rows, architecture.in_features, mode, device=self.device).requires_grad_()
+            dy = make_input(rows, architecture.out_features, mode, device=self.device)
+            factors = [factor.requires_grad_() for factor in make_factors(architecture, mode, device=self.device)]
+            bias = make_vector(architecture.out_features, mode, device=self.device).requires_grad_()
+            dx, dbias, *dfactors = torch.autograd.grad(self.run(x, factors, bias), (x, bias, *factors), dy)
+            assert_bounded(dx, dy, [factor.detach().transpose(1, 2) for factor in reversed(factors)], None, mode)
+            assert_bounded(dbias[None], *_as_product_with_ones(dy), None, mode)
+            for index, gradient in enumerate(dfactors):
+                assert_factor_gradient_bounded(gradient, index, x.detach(), [factor.detach() for factor in factors], dy, mode)
+
+
+@pytest.mark.gpu
+class CudaBackendContract(BackendContract):
+    """The same on a CUDA device, and with large batches."""
+
+    device: ClassVar[str] = "cuda"
+    modes: ClassVar[tuple[Arithmetic, ...]] = (FP32, FP16, BF16)
+
+    @pytest.mark.parametrize("rows", LARGE_ROWS)
+    @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+    def test_large_batches(self, architecture: Architecture, rows: int) -> None:
+        for mode in self.modes_for(architecture, rows):
+            check_layer(self.run, self.yardstick, architecture, rows, mode, self.device, bias_apart=self.bias_apart)
+
+
+def _as_product_with_ones(dy: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The bias gradient, the sum of dy over rows, as one row times a factor of ones."""
+    rows, features = dy.shape
+    return dy.mT.reshape(1, -1), [dy.new_ones(features, 1, rows, 1)]

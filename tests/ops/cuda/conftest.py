@@ -1,0 +1,48 @@
+"""What the tests of the CUDA backend share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
+from flysurgery.ops.cuda import multiply as multiplication
+from flysurgery.ops.cuda import weight_gradient
+from flysurgery.ops.cuda.derived import forget_derived
+from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
+from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for this test."""
+    monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def cpu_operators() -> Iterator[None]:
+    """The registered operators, on the CPU as well."""
+    library = torch.library.Library("flysurgery", "IMPL")
+    library.impl("ks_linear", multiplication.multiply, "CPU")
+    library.impl("ks_linear_input_gradient", input_gradient, "CPU")
+    library.impl("ks_linear_gradients", all_gradients, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[type[EmulatedProduct]]:
+    """The kernels replaced by the definition, on the CPU."""
+    monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
+    monkeypatch.setattr(weight_gradient, "WeightGradient", EmulatedGradient)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(multiplication, "_products", {})
+    monkeypatch.setattr(weight_gradient, "_gradients", {})
+    EmulatedProduct.packs = 0
+    forget_derived()
+    yield EmulatedProduct
+    forget_derived()

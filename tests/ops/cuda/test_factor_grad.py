@@ -1,0 +1,75 @@
+"""The factor-gradient kernel without a GPU: its index maps, its splits, its variants compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from flysurgery.ops.cuda.compile import compile_cubin
+from flysurgery.ops.cuda.factor_grad import (
+    FactorGrad,
+    GradTiling,
+    grad_config_from_json,
+    grad_config_to_json,
+    grad_configs,
+    grad_reason,
+)
+from flysurgery.patterns import Pattern
+
+PATTERNS = [
+    Pattern(2, 3, 5, 3),
+    Pattern(1, 48, 48, 1),
+    Pattern(6, 64, 64, 1),
+    Pattern(1, 192, 48, 2),
+    Pattern(1, 33, 20, 17),
+    Pattern(1, 64, 64, 64),
+]
+
+
+def features_of(tiles: int, neighbours: int) -> list[int]:
+    """Feature of each (tile of eight, lane group), as the kernel's epilogue numbers them."""
+    return [tile // neighbours * 8 * neighbours + lane * neighbours + tile % neighbours for tile in range(tiles) for lane in range(8)]
+
+
+@pytest.mark.parametrize("mode", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_tiles_number_every_feature_once_and_fit(pattern: Pattern, mode: str) -> None:
+    assert grad_reason(pattern, mode) is None
+    for config in grad_configs(pattern, mode):
+        tile = GradTiling(pattern, mode, config)
+        for tiles in (2 * config.output_tiles, config.input_tiles):
+            assert sorted(features_of(tiles, config.neighbours)) == list(range(8 * tiles))
+        assert config.neighbours * config.residues * tile.element_bytes % 4 == 0
+        assert tile.shared_bytes <= 227 * 1024
+        assert grad_config_from_json(grad_config_to_json(config)) == config
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 25088, 10**6])
+def test_splits_cover_all_rows_and_bound_the_workspace(rows: int) -> None:
+    for pattern in PATTERNS:
+        tile = FactorGrad(pattern, "bf16").tile
+        splits, chunks = tile.splits(rows, 132)
+        assert (splits - 1) * chunks * tile.config.chunk < rows <= splits * chunks * tile.config.chunk
+        assert splits == 1 or splits * pattern.nnz * 4 <= 32 << 20
+
+
+def test_unknown_mode_is_refused_with_the_known_ones() -> None:
+    reason = grad_reason(Pattern(1, 16, 16, 1), "exact")
+    assert reason is not None and "exact" in reason and "fp32" in reason
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize(
+    ("pattern", "mode"),
+    [
+        (Pattern(1, 192, 48, 2), "bf16"),
+        (Pattern(1, 192, 192, 3), "fp16"),
+        (Pattern(1, 128, 128, 12), "fp32"),
+        (Pattern(1, 384, 384, 1), "tf32"),
+        (Pattern(2, 3, 5, 3), "fp32"),
+    ],
+    ids=str,
+)
+def test_variants_compile_without_spills(pattern: Pattern, mode: str, arch: str) -> None:
+    tile = FactorGrad(pattern, mode, shared_limit=163 * 1024).tile
+    for vectors in {(tile.x_vector, tile.dy_vector), (tile.element_bytes, tile.dy_vector)}:
+        assert compile_cubin("factor_grad.cu", tile.defines(*vectors), arch=arch, name="factor_grad").spill_bytes == 0

@@ -1,0 +1,64 @@
+"""The contract, kept by the chunked backend on the CPU, and what chunks bring with them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
+from flysurgery.ops.backends import chunked
+from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
+from flysurgery.patterns import Architecture
+from tests.ops.contract import BackendContract
+from tests.support.levels import check_layer
+from tests.support.problems import ARCHITECTURES, make_factors, make_input, make_vector
+from tests.support.tolerance import FP32, FP64, assert_bounded, assert_equal
+
+
+class TestChunked(BackendContract):
+    backend = "chunked"
+    bias_apart = True  # where the left factor has a > 1
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+    def test_many_chunks(self, architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chunked, "SCRATCH_BYTES", 1)  # then a chunk has its smallest number of rows, 64
+        check_layer(self.run, self.yardstick, architecture, 700, FP32, bias_apart=True)
+
+    def test_bound_weights_serve_many_calls(self) -> None:
+        architecture = ARCHITECTURES[0]
+        factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
+        bound = BACKENDS["chunked"].bind(factors, bias)
+        for rows in (3, 600, 3):
+            x = make_input(rows, architecture.in_features, FP32)
+            assert_equal(bound(x), ks_linear(x, factors, bias, backend="chunked"))
+
+
+def test_scratch_made_in_inference_mode_serves_outside_it() -> None:
+    factors, x = make_factors(ARCHITECTURES[0], FP64), make_input(5, 384, FP64)
+    results = []
+
+    def work() -> None:  # a new thread has no scratch memory yet
+        with torch.inference_mode():
+            ks_linear(x, factors, backend="chunked")
+        with torch.no_grad():
+            results.append(ks_linear(x, factors, backend="chunked"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert_bounded(results[0], x, factors, None, FP64)
+
+
+def test_scratch_is_kept_up_to_its_size_and_not_beyond() -> None:
+    small, large = SCRATCH_BYTES // 4, SCRATCH_BYTES // 4 + 1
+    assert scratch_memory(small, torch.float32).data_ptr() == scratch_memory(3, torch.float64).data_ptr()
+    assert scratch_memory(large, torch.float32).data_ptr() != scratch_memory(small, torch.float32).data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "choice"), [(3152, torch.float32, "chunked"), (197, torch.float32, "bmm"), (3152, torch.bfloat16, "bmm")]
+)
+def test_chosen_where_it_is_fastest(rows: int, dtype: torch.dtype, choice: str) -> None:
+    assert explain(Problem(ARCHITECTURES[0], rows, dtype, "cpu")).choice == choice

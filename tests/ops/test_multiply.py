@@ -1,0 +1,149 @@
+"""What the two functions check, how they follow autocast, and what they leave in traced graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flysurgery.errors import BackendError, PatternError
+from flysurgery.layers import ButterflyLinear
+from flysurgery.ops import BACKENDS, ks_linear, ks_multiply
+from flysurgery.ops.problem import problem_of
+from flysurgery.patterns import Architecture
+from tests.support.problems import make_factors, make_input, make_integers, make_vector
+from tests.support.tolerance import BF16, FP32, FP64, assert_bounded, assert_equal
+
+LAYER = Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))
+X, FACTORS, BIAS = make_input(5, 8, FP32), make_factors(LAYER, FP32), make_vector(16, FP32)
+
+
+def test_one_factor_is_a_layer_of_one() -> None:
+    assert_equal(ks_multiply(X, FACTORS[1]), ks_linear(X, FACTORS[1:]))
+    assert_bounded(ks_multiply(X, FACTORS[1]), X, FACTORS[1:], None, FP32)
+
+
+@pytest.mark.parametrize(
+    ("x", "factors", "bias", "message"),
+    [
+        (torch.ones(5, 7), FACTORS, None, r"take rows of 8 features, got x of shape \(5, 7\)"),
+        (torch.tensor(1.0), FACTORS, None, r"take rows of 8 features, got x of shape \(\)"),
+        (X, FACTORS[::-1], None, "takes 8 features and .* gives 16"),
+        (X, FACTORS, torch.ones(15), r"take a bias of 16 entries, got shape \(15,\)"),
+        (X, FACTORS, torch.ones(1, 16), r"take a bias of 16 entries, got shape \(1, 16\)"),
+        (X, [FACTORS[0][0], FACTORS[1]], None, r"four dimensions; got a tensor of shape \(8, 6, 2\)"),
+        (X, [], None, "at least one pattern"),
+    ],
+)
+def test_sizes_that_do_not_fit(x: Tensor, factors: list[Tensor], bias: Tensor | None, message: str) -> None:
+    with pytest.raises(PatternError, match=message):
+        ks_linear(x, factors, bias)
+
+
+@pytest.mark.parametrize(
+    ("x", "factors", "bias", "message"),
+    [
+        (X.half(), FACTORS, None, r"x and factor 0 .* got torch\.float16 on cpu and torch\.float32 on cpu; convert one"),
+        (X, [FACTORS[0], FACTORS[1].double()], None, r"x and factor 1 .* got torch\.float32 on cpu and torch\.float64"),
+        (X, FACTORS, BIAS.double(), r"x and the bias .* got torch\.float32 on cpu and torch\.float64"),
+        (X.to("meta"), FACTORS, None, r"x and factor 0 .* got torch\.float32 on meta and torch\.float32 on cpu"),
+        (X.long(), FACTORS, None, r"expected x of a floating dtype, got torch\.int64"),
+    ],
+)
+def test_operands_that_differ(x: Tensor, factors: list[Tensor], bias: Tensor | None, message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        ks_linear(x, factors, bias)
+    with pytest.raises(RuntimeError):  # the type that nn.Linear raises
+        ks_linear(x, factors, bias)
+
+
+@pytest.mark.parametrize("backend", [None, "einsum", "bmm", "dense", "chunked"])
+def test_autocast_rounds_operands_as_for_a_dense_layer(backend: str | None) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        dense = nn.functional.linear(X, torch.ones(16, 8), BIAS)
+        cast = ks_linear(X, FACTORS, BIAS, backend=backend)
+    assert cast.dtype == dense.dtype == torch.bfloat16
+    rounded = [factor.to(BF16.dtype) for factor in FACTORS]
+    assert_equal(cast, ks_linear(X.to(BF16.dtype), rounded, BIAS.to(BF16.dtype), backend=backend))
+
+
+def test_autocast_takes_operands_of_mixed_16_and_32_bits() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = ks_linear(X.bfloat16(), FACTORS, BIAS)
+        assert_equal(mixed, ks_linear(X, FACTORS, BIAS))
+
+
+def test_autocast_leaves_float64() -> None:
+    x, factors = make_input(5, 8, FP64), make_factors(LAYER, FP64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(ks_linear(x, factors), ks_linear(x, factors))
+        assert ks_linear(x, factors).dtype == torch.float64
+        with pytest.raises(BackendError, match=r"torch\.float64 on cpu and torch\.float32"):
+            ks_linear(x, FACTORS)
+
+
+def test_gradients_reach_float32_parameters_through_autocast() -> None:
+    factors = [factor.clone().requires_grad_() for factor in FACTORS]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ks_linear(X, factors, BIAS).float().square().sum().backward()
+    for factor in factors:
+        assert factor.grad is not None
+        assert factor.grad.dtype == torch.float32
+        assert factor.grad.any()
+
+
+class Watched(nn.Module):
+    """A layer that adds to its output in place, as some parents do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ButterflyLinear(LAYER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        out += 1.0
+        return out
+
+
+def test_exported_graphs_hold_plain_operators_and_any_batch() -> None:
+    model = Watched().eval()
+    for index, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, index)  # small integers, on which all backends agree
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(model, (X,), dynamic_shapes=({0: batch},), strict=False)
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert targets
+    assert all(target.startswith("aten.") for target in targets)
+    for rows in (1, 700):  # eager takes another backend for the larger number
+        x = make_integers((rows, 8), seed=rows, mode=FP32)
+        assert_equal(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_one_graph(dynamic: bool) -> None:
+    layer = ButterflyLinear(LAYER).requires_grad_(False)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (5, 9):
+        x = make_input(rows, 8, FP32)
+        assert_bounded(compiled(x), x, list(layer.factors), layer.bias, FP32, bias_apart=True)
+
+
+def test_transforms_and_modes_get_operators_that_they_know() -> None:
+    x = make_input(600, 8, FP32)
+    assert problem_of(x, FACTORS).tracing is False
+    per_row = torch.func.vmap(lambda row: ks_linear(row, FACTORS, BIAS))(x)
+    assert_bounded(per_row, x, FACTORS, BIAS, FP32, bias_apart=True)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        ks_linear(x, FACTORS, BIAS)
+    assert counter.get_total_flops() == 600 * LAYER.flops_per_row
+
+
+def test_meta_tensors_give_shapes() -> None:
+    x, factors = torch.empty(2, 3, 8, device="meta"), [factor.to("meta") for factor in FACTORS]
+    assert ks_linear(x, factors).shape == (2, 3, 16)
+
+
+def test_backends_are_named_as_they_are_registered() -> None:
+    assert all(backend.name == name for name, backend in BACKENDS.items())

@@ -1,0 +1,168 @@
+"""A walk leaves no trace: not in the model, not in the process."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from flysurgery.errors import WalkError
+from flysurgery.walker import walk
+from flysurgery.walker.shadow import shadow
+from tests.walker.toys import WIDTH, FusedAttention, Stack, tokens
+
+
+def beit() -> nn.Module:
+    return timm.create_model("beit_base_patch16_224", depth=2, embed_dim=48, num_heads=3, img_size=32, drop_rate=0.1)
+
+
+def test_the_model_is_as_before() -> None:
+    model = beit().train()
+    model.get_submodule("blocks.1").eval()
+    for parameter in model.get_submodule("blocks.0").parameters():
+        parameter.requires_grad_(False)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    flags = {name: tensor.requires_grad for name, tensor in tensors.items()}
+    training = {name: module.training for name, module in model.named_modules()}
+    kinds = {name: type(module) for name, module in model.named_modules()}
+
+    walk(model)
+
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert after.keys() == tensors.keys()
+    assert all(after[name] is tensors[name] and torch.equal(after[name], values[name]) for name in tensors)
+    assert {name: tensor.requires_grad for name, tensor in after.items()} == flags
+    assert all(tensor.grad is None for tensor in after.values())
+    assert {name: module.training for name, module in model.named_modules()} == training
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert model.get_submodule("blocks.0.attn").qkv_bias_separate is False
+
+
+def test_no_weight_is_copied() -> None:
+    model = beit()
+    double = shadow(model)
+    assert double is not model
+    assert double.get_submodule("blocks.0") is not model.get_submodule("blocks.0")
+    ours, theirs = dict(model.named_parameters()), dict(double.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(theirs[name] is ours[name] for name in ours)
+    assert all(left is right for left, right in zip(model.buffers(), double.buffers(), strict=True))
+
+
+def test_random_states_and_gradient_mode() -> None:
+    class Random(FusedAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(7)
+            return super().forward(x + torch.rand_like(x) * random.random())
+
+    model = Random()
+    torch.manual_seed(1)
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    walk(model, tokens())
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert all(np.array_equal(now, before) for now, before in zip(np.random.get_state(), numpy_state, strict=True))
+    assert torch.is_grad_enabled()
+
+
+def test_what_a_forward_stores_stays_out_of_the_model() -> None:
+    class Storing(FusedAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Tensor] = []
+            self.last: Tensor | None = None
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.kept.append(x)
+            self.last = super().forward(x)
+            return self.last
+
+    model = Storing()
+    model(tokens()).sum().backward()  # leaves a tensor with a gradient function behind, which deepcopy alone refuses
+    last = model.last
+    assert [target.role for target in walk(model, tokens())] == ["qkv", "attn_out"]
+    assert len(model.kept) == 1
+    assert model.last is last
+    assert model.count == 1
+
+
+def test_batch_norm_in_training_mode() -> None:
+    model = nn.Sequential(FusedAttention(), nn.BatchNorm1d(5)).train()
+    walk(model, tokens())
+    batches = model[1].num_batches_tracked
+    assert isinstance(batches, Tensor)
+    assert batches == 0
+    assert model[1].training
+
+
+def test_rows_are_those_of_inference() -> None:
+    """In training, half of the patches are dropped."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64, patch_drop_rate=0.5).train()
+    rows = {target.fqn: target.rows for target in walk(model)}
+    assert rows["blocks.0.attn.qkv"] == 2 * (16 + 1)
+    assert model.training
+
+
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Stack(FusedAttention())
+    assert [target.role for target in walk(model, tokens(7))] == ["other", "qkv", "attn_out", "head"]
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta")])
+def test_within_a_context_of_the_caller(context: AbstractContextManager[object]) -> None:
+    model = Stack(FusedAttention())
+    outside = walk(model, tokens(7))
+    with context:
+        assert walk(model, tokens(7)) == outside
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = FusedAttention().to(dtype)
+    assert [target.role for target in walk(model, tokens().to(dtype))] == ["qkv", "attn_out"]
+
+
+def test_an_untraceable_model_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) if x.sum() > 0 else x
+
+    with pytest.raises(WalkError) as caught:
+        walk(Deciding(), tokens())
+    message = str(caught.value)
+    assert message.startswith("Deciding cannot be walked, because torch.export cannot trace it: ")
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert len(message) < 400
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == ""
+
+
+def test_a_wrong_example_says_what_the_model_says() -> None:
+    with pytest.raises(WalkError, match=r"^FusedAttention cannot be walked, because torch\.export cannot trace it: .*25"):
+        walk(FusedAttention(), tokens(WIDTH + 1))
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = FusedAttention()
+    model.handle = (number for number in range(3))
+    with pytest.raises(WalkError, match="FusedAttention cannot be walked, because its modules cannot be copied"):
+        walk(model, tokens())
+
+
+def test_something_else_than_a_module() -> None:
+    with pytest.raises(WalkError, match=r"^Expected a torch\.nn\.Module to walk, got str\.$"):
+        walk("vit")  # pyright: ignore[reportArgumentType]
