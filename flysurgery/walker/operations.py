@@ -81,11 +81,13 @@ def name_of(node: Node) -> str:
 
 
 def is_in_place(node: Node) -> bool:
+    """Whether the operator writes into one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
 def is_fused_attention(name: str) -> bool:
+    """Whether an operator of that name is attention from query, key and value to the output."""
     return _FUSED_ATTENTION in name or name == "flex_attention"
 
 

@@ -42,5 +42,5 @@ class Owners:
         stack = list(node.meta.get("nn_module_stack", {}).values())
         if not stack:
             return None
-        module = self.modules.get(stack[-1][0].split("@")[0])  # "name@1" marks the second call of a module
+        module = self.modules.get(stack[-1][0])
         return None if module is None else self.first_name(module)

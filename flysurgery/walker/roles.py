@@ -29,13 +29,13 @@ class _Judge:
         self.depends = dataflow.depends
         self.calls = {call.node: call for call in calls}
         self.by_output = {attention.output: attention for attention in dataflow.attentions}
-        self.entered: dict[Node, list[tuple[str, Attention]]] = {}
+        self.entered: dict[Node, list[Attention]] = {}
         self.scores: set[Node] = set()
         for attention in dataflow.attentions:
             self.scores |= attention.scores
-            for name, operand in attention.operands:
+            for _, operand in attention.operands:
                 for origin in self.flows[operand]:
-                    self.entered.setdefault(origin, []).append((name, attention))
+                    self.entered.setdefault(origin, []).append(attention)
         self.at_output = self._at_output(dataflow)
         self.ffn_in, self.ffn_out = self._feed_forward_pairs()
 
@@ -47,10 +47,10 @@ class _Judge:
         if call.source not in self.depends:
             return Judgement("other", "pool" if entered else "position-mlp")
         if entered:
-            return self._unless(all(attention.single_query for _, attention in entered), "qkv")
+            return _unless(all(attention.single_query for attention in entered), "qkv")
         attentions = [self.by_output[origin] for origin in source if origin in self.by_output]
         if attentions:
-            return self._unless(self._one_row(call) or all(attention.single_query for attention in attentions), "attn_out")
+            return _unless(self._one_row(call) or all(attention.single_query for attention in attentions), "attn_out")
         if self._one_row(call):
             return Judgement("head", "head") if node in self.at_output else Judgement("other", "pool")
         if node in self.ffn_in:
@@ -62,9 +62,6 @@ class _Judge:
         if source and all(origin in self.trace.inputs for origin in source):
             return Judgement("other", "patch-embedding")
         return Judgement("other", "no-role")
-
-    def _unless(self, pooled: bool, role: Role) -> Judgement:
-        return Judgement("other", "pool") if pooled else Judgement(role)
 
     def _one_row(self, call: Call) -> bool:
         return self.trace.batch is not None and 0 < call.rows <= self.trace.batch
@@ -99,6 +96,10 @@ class _Judge:
         heads = [origin for addend in addends for origin in addend]
         side_by_side = not any(_leads_to(one, set(heads) - {one}) for one in heads)
         return side_by_side and all(head in self.calls and self._one_row(self.calls[head]) for head in heads)
+
+
+def _unless(pooled: bool, role: Role) -> Judgement:
+    return Judgement("other", "pool") if pooled else Judgement(role)
 
 
 def _leads_to(start: Node, ends: set[Node]) -> bool:

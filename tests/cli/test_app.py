@@ -16,7 +16,7 @@ from flysurgery.errors import PatternError, SelectionError
 from tests.cli.conftest import Run
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
-VERBS = ("inspect", "convert", "evaluate", "densify", "doctor", "bench")
+VERBS = ("inspect", "convert", "evaluate", "densify", "doctor", "autotune", "bench")
 
 
 def test_help_names_every_verb_and_starts_without_torch() -> None:

@@ -28,6 +28,8 @@ class BsrBackend(FactorwiseBackend):
     def can_run(self, problem: Problem) -> str | None:
         if problem.requires_grad:
             return "PyTorch gives no gradients through BSR matrices"
+        if problem.device_type == "cuda" and any(math.gcd(pattern.b, pattern.c) == 1 for pattern in problem.architecture):
+            return "PyTorch's BSR products on CUDA need tiles larger than 1x1, and b and c of a pattern have no common divisor"
         return sparse_obstacle(problem)
 
     def prepare(self, factor: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ class SparseBackend(FactorwiseBackend):
     name = "sparse"
 
     def can_run(self, problem: Problem) -> str | None:
+        if problem.device_type == "cuda" and problem.dtype in (torch.float16, torch.bfloat16):
+            return "cuSPARSE rounds the partial sums of CSR products to 16 bits"
         return sparse_obstacle(problem)
 
     def prepare(self, factor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.kernel import Kernel, device_arch, load_kernel
-from flysurgery.ops.cuda.tiling import FusedConfig, configs, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, config_from_json, configs, fits, tiling
 from flysurgery.patterns import Architecture
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
@@ -74,6 +75,18 @@ class FusedLinear:
             return []
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
         return configs(tile, limit, wgmma=device_arch(device_index) == "sm_90a")
+
+    @staticmethod
+    def tuned(architecture: Architecture, mode: str, linears: int, fields: dict[str, Any], *, device_index: int) -> FusedConfig | None:
+        """The configuration that a table's entry describes; None where today's kernel or this device does not offer it."""
+        tile = tiling(architecture, mode, linears)
+        try:
+            config = config_from_json(fields)
+        except TypeError:
+            return None
+        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+        wgmma = device_arch(device_index) == "sm_90a"
+        return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=wgmma) else None
 
     @cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:

@@ -251,20 +251,31 @@ def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[Fuse
                 break
 
 
-def _cost(tile: Tiling, config: FusedConfig) -> tuple[float, ...]:
-    """Order of preference where nothing was measured: wide warpgroup products, enough warps, deep rings."""
-    width = tile.second.d * config.panel_columns
-    return (
-        float(not config.wgmma),
-        -float(min(config.warps * config.row_tiles, 8)),
-        -float(min(width, 64)),
-        -float(min(config.slots, 3)),
-        float(config.u_shared),
-        abs(config.warps * config.row_tiles - 12),
-        tile.first.d / config.residues,
-        -float(config.panel_steps),
-        -float(config.run),
-        -float(config.stages),
+def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -> bool:
+    """Whether a configuration, such as one out of a table, is one of ``every_config``."""
+    return config in every_config(tile, shared_limit, wgmma=wgmma)
+
+
+def _cost(tile: Tiling, config: FusedConfig) -> float:
+    """Relative cost where nothing was measured: a sum of penalties, fitted to timings on an H200 at 25088 rows."""
+    warps = config.warps * config.row_tiles
+    batch = tile.batch(config)
+    in_flight = config.warps * (config.stages - 1) * batch * config.row_tiles * 256 * tile.first.d * tile.element_bytes
+    spare = registers_allowed(config.warps) - tile.registers(config)
+    return sum(
+        (
+            5.2 / config.panel_columns,  # narrow products leave the tensor cores waiting
+            0.0 if config.wgmma else 0.25,
+            0.95 if warps < 8 else 0.18 if warps < 12 else 0.0 if warps == 12 else 0.13,
+            (0.0, 0.3, 0.01)[config.u_shared],
+            0.03 if config.slots < 4 else 0.0,
+            0.07 / batch,
+            0.14 * max(0.0, 1.0 - in_flight / 34_000),
+            0.002 * max(0, 33 - spare),  # spills
+            0.04 if config.run == 1 else 0.0,
+            0.38 * (tile.first.d / config.residues - 1),
+            0.02 / config.panel_steps,
+        )
     )
 
 

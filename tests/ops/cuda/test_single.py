@@ -11,6 +11,7 @@ from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.single import SingleFactor, candidates, single_reason
 from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleTiling, config_from_json, config_to_json
 from flysurgery.patterns import Pattern
+from tests.support.tolerance import FP32_BY_FP16_PAIRS
 
 HOPPER = 227 * 1024
 SMALL = 99 * 1024
@@ -126,7 +127,7 @@ def test_pairs_of_halves_hold_22_bits_of_a_weight() -> None:
     finite = np.sort(kept[np.isfinite(kept) & (kept != 0)]) * 2.0**-exponent
     expected = np.sort(factor.double().flatten()[1:].numpy())
     assert np.count_nonzero(~np.isfinite(kept)) == 1
-    assert np.max(np.abs(finite - expected) / np.abs(expected)) <= 2.0**-22
+    assert np.max(np.abs(finite - expected) / np.abs(expected)) <= 2.0**-FP32_BY_FP16_PAIRS.exact_bits
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp32", "exact"])
