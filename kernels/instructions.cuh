@@ -54,6 +54,15 @@ __device__ __forceinline__ void store_shared_pair(u32 address, u32 a, u32 b) {
     asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(u32 address, u32 a) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+__device__ __forceinline__ u32 shared_increment(u32 address) {  // gives the value before
+    u32 r;
+    asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], 1;" : "=r"(r) : "r"(address) : "memory");
+    return r;
+}
+
 // Asynchronous copy of BYTES (8 or 16), of which `valid` are read and the rest filled with zeros.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) {

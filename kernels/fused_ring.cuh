@@ -1,0 +1,47 @@
+// Panels of weights on their way: a ring of slots, filled in the order of use, once a round.
+#pragma once
+#include "fused_sizes.cuh"
+#include "instructions.cuh"
+
+struct PanelRing {
+    const char* image;
+    u32 ring, full, leaving;  // slots, a barrier a slot that completes when its panel is there, a counter a slot of warps that left
+    int warp, lane;
+    int refills;              // panels still to come
+    int slot = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ PanelRing(const char* image_, u32 ring_, u32 full_, u32 leaving_, int rounds, int warp_, int lane_)
+        : image(image_), ring(ring_), full(full_), leaving(leaving_), warp(warp_), lane(lane_) {
+        refills = kResident ? 0 : rounds * kPanels - SLOTS;
+        for (int s = warp; s < SLOTS; s += WARPS) fill(s, s);
+    }
+
+    __device__ __forceinline__ void fill(int to_slot, int panel) const {
+        const bool first = panel < kCount1;
+        const char* source = image + kHeader + (first ? panel * kPanel1 : kCount1 * kPanel1 + (panel - kCount1) * kPanel2);
+        copy_by_warp(ring + to_slot * kSlot, source, first ? kPanel1 : kPanel2, full + 8 * to_slot, lane);
+    }
+
+    // Wait for the next panel; gives its address.
+    __device__ __forceinline__ u32 next() const {
+        barrier_wait(full + 8 * slot, kResident ? 0 : phase);
+        const u32 address = ring + slot * kSlot;
+        return WGMMA ? __shfl_sync(0xffffffffu, address, 0) : address;  // the descriptors of wgmma must be uniform in a warp
+    }
+
+    // The warp needs the panel no more. The last one to say so brings the panel that comes next in its slot.
+    __device__ __forceinline__ void leave() {
+        if constexpr (!kResident) {
+            __syncwarp();
+            u32 left = lane == 0 ? shared_increment(leaving + 4 * slot) : 0;
+            left = __shfl_sync(0xffffffffu, left, 0);
+            if (left % WARPS == WARPS - 1 && refills > 0) fill(slot, (kPanels - refills % kPanels) % kPanels);
+            --refills;
+        }
+        if (++slot == SLOTS) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};

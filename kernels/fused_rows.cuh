@@ -1,0 +1,123 @@
+// Rows of x on their way: each warp stages its own by cp.async, some batches of k16 steps ahead of their use.
+#pragma once
+#include "fused_sizes.cuh"
+#include "instructions.cuh"
+
+// The first row of a warp in a round. Unit by unit the rows go round the blocks, so the last round is spread over all.
+__device__ __forceinline__ long long first_row(int round, int warp) {
+    return (((long long)round * kUnits + warp / kUnitWarps) * gridDim.x + blockIdx.x) * kUnitRows + warp % kUnitWarps * kRowsOfWarp;
+}
+
+struct StagedRows {
+    const char* x;
+    long long rows, stride;
+    int warp, g, t;
+    u32 to_first, to, from_first, from;  // where a lane writes its part and where it reads: its own, or by ldmatrix its warp's
+    int odd_step;                        // from an even step to the odd one after it, for ldmatrix
+    int round = 0, i2 = 0, pass = 0, batch = 0, byte = 0;  // the next batch to load
+    const char* row[2 * MT];
+    int size[2 * MT];                    // bytes to copy: none for a row outside, which is filled with zeros
+
+    __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, u32 shared, int warp_, int lane)
+        : x(x_), rows(rows_), stride(stride_), warp(warp_), g(lane >> 2), t(lane & 3) {
+        // For ldmatrix the 64 bytes of a row and two steps lie together, their 16-byte pieces turned by row against bank conflicts.
+        const u32 base = shared + warp * STAGES * kStageBytes;
+        const u32 turned = (lane >> 3 & 1) * 512 + (lane & 7) * 64 + ((lane >> 4 ^ (lane >> 1 & 3)) << 4);
+        to_first = to = base + (kMatrix ? g * 64 + ((t ^ (g >> 1 & 3)) << 4) : lane * kVec);
+        from_first = from = base + (kMatrix ? turned : lane * kVec);
+        odd_step = (int)(turned ^ 32) - (int)turned;
+        set_rows();
+    }
+
+    __device__ __forceinline__ void set_rows() {
+        const long long row0 = first_row(round, warp) + g;
+#pragma unroll
+        for (int mh = 0; mh < 2 * MT; ++mh) {
+            const bool inside = row0 + mh * 8 < rows;
+            row[mh] = x + (inside ? (row0 + mh * 8) * stride + t * (kMatrix ? 16 : kLaneBytes) : 0);
+            size[mh] = inside ? kCopy : 0;
+        }
+    }
+
+    // Ask for the next batch.
+    __device__ __forceinline__ void load() {
+        if constexpr (kMatrix) load_for_matrix();
+        else load_for_lane();
+        commit_copies();
+        to += kStageBytes;
+        if (to == to_first + STAGES * kStageBytes) to = to_first;
+        byte += kBatch1 * kStepBytes;
+        if (++batch < kBatches) return;
+        batch = 0;
+        if (kPasses > 1 && ++pass < kPasses) {
+            byte -= kBatches * kBatch1 * kStepBytes;
+            return;
+        }
+        pass = 0;
+        byte = ++i2 * C2 * D2 * kElem;
+        if (i2 < A2) return;
+        i2 = byte = 0;
+        ++round;
+        set_rows();
+    }
+
+    __device__ __forceinline__ void load_for_matrix() {
+        const int valid = (C2 - batch * 16 * kBatch1 - t * 8) * 2;  // bytes left in the class
+#pragma unroll
+        for (int v = 0; v < kPairsOfSteps; ++v)
+#pragma unroll
+            for (int mh = 0; mh < 2 * MT; ++mh) {
+                const int bytes = C2 == 16 * kSteps1 || valid > v * 64 ? size[mh] : 0;
+                if (kBatch1 % 2 == 0 || t + 4 * v < 2 * kBatch1)
+                    copy_async<16>(to + (mh / 2 * kPairsOfSteps + v) * 1024 + mh % 2 * 512, row[mh] + byte + v * 64, bytes);
+            }
+    }
+
+    __device__ __forceinline__ void load_for_lane() {
+#pragma unroll
+        for (int b = 0; b < kBatch1; ++b) {
+            const int valid = (C2 - (batch * kBatch1 + b) * 16 - t * 4) * D2 * kElem;
+#pragma unroll
+            for (int mh = 0; mh < 2 * MT; ++mh)
+#pragma unroll
+                for (int v = 0; v < kVecs; ++v) {
+                    const int bytes = C2 == 16 * kSteps1 ? size[mh] : min(max(valid - v * kVec, 0), size[mh]);
+                    copy_async<kVec>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, row[mh] + byte + b * kStepBytes + v * kVec, bytes);
+                }
+        }
+    }
+
+    // Wait for the batch that is due; its part may then be read until `done`.
+    __device__ __forceinline__ void wait() {
+        wait_copies<STAGES - 2>();
+        if (kMatrix) __syncwarp();
+    }
+
+    // The lane's four neighbours of each residue, for each step and row.
+    __device__ __forceinline__ void read(u32 (&raw)[kBatch1][2 * MT][kLaneBytes / 4]) const {
+#pragma unroll
+        for (int b = 0; b < kBatch1; ++b)
+#pragma unroll
+            for (int mh = 0; mh < 2 * MT; ++mh)
+#pragma unroll
+                for (int v = 0; v < kVecs; ++v) {
+                    const u32 piece = from + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32;
+                    if constexpr (kVec == 16) load_shared(&raw[b][mh][v * 4], piece);
+                    else load_shared_pair(&raw[b][mh][v * 2], piece);
+                }
+    }
+
+    // Operands as they lie in memory, where kMatrix holds.
+    __device__ __forceinline__ void read_operands(u32 (&a)[kBatch1][MT][4]) const {
+#pragma unroll
+        for (int s = 0; s < kBatch1; ++s)
+#pragma unroll
+            for (int m = 0; m < MT; ++m) load_matrices(a[s][m], from + (m * kPairsOfSteps + s / 2) * 1024 + (s % 2 ? odd_step : 0));
+    }
+
+    __device__ __forceinline__ void done() {
+        from += kStageBytes;
+        if (from == from_first + STAGES * kStageBytes) from = from_first;
+        load();
+    }
+};

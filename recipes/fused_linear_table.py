@@ -1,0 +1,165 @@
+"""The layers of a ViT-S/16 block as single launches, against dense: one table for one CUDA device.
+
+``python recipes/fused_linear_table.py --out recipes/results/fused_linear_h200.csv``
+
+Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a layer in one shuffled run, after
+a check against float64. ``layer`` is a ButterflyLinear (for q, k and v a SplitLinear) as it stands in a model, with
+the backend that it chooses by itself. ``copy`` moves the same bytes as the layer. ``bound_us`` is the larger of the bytes over the
+bandwidth of that copy's ceiling and the operations over the rate of a large matrix product, both measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.bench.rows import write_csv
+from flysurgery.bench.stamp import take_stamp
+from flysurgery.bench.timing import Timing, time_interleaved
+from flysurgery.factors import factors_to_dense
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
+from flysurgery.patterns import Architecture, gonon, monarch
+
+LAYERS: dict[str, tuple[Architecture, int]] = {
+    "square": (gonon(384, 384), 1),
+    "qkv": (gonon(384, 384), 3),
+    "up": (gonon(1536, 384), 1),
+    "down": (gonon(384, 1536), 1),
+    "monarch square": (monarch(384, 384), 1),
+    "monarch up": (monarch(1536, 384), 1),
+    "monarch down": (monarch(384, 1536), 1),
+}
+MODES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+RIVALS = ("bmm", "einsum")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of one layer in one mode. ``error`` is relative to float64, in the Frobenius norm."""
+
+    layer: str
+    architecture: str
+    linears: int
+    mode: str
+    rows: int
+    candidate: str
+    backend: str | None
+    error: float
+    median_us: float
+    iqr_us: float
+    ratio_to_dense: float
+    bound_us: float | None
+    share_of_bound: float | None
+
+
+def set_mode(mode: str) -> None:
+    """Let float32 products use TF32 in mode ``tf32`` only."""
+    torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
+
+
+def ceilings(mode: str) -> tuple[float, float]:
+    """Bytes and operations per microsecond that this device reaches: a large copy, and a large matrix product."""
+    block = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+    copy = time_interleaved({"copy": lambda x: x.clone()}, block, rounds=10)["copy"]
+    x = torch.randn(8192, 8192, device="cuda", dtype=MODES[mode])
+    # fp32 grade runs as three products of halves
+    half = x.half() if mode == "fp32" else x
+    product = time_interleaved({"product": lambda a: a @ a}, half, rounds=10)["product"]
+    return 2 * block.nbytes / (copy.median_ms * 1e3), 2 * 8192**3 / (product.median_ms * 1e3) / (3 if mode == "fp32" else 1)
+
+
+def build(architecture: Architecture, linears: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Linear]:
+    """A layer with random weights, and the dense one that it equals."""
+    parts = [ButterflyLinear(architecture, device="cuda", dtype=dtype) for _ in range(linears)]
+    layer = parts[0] if linears == 1 else SplitLinear(dict(zip("qkv", parts, strict=False)))
+    dense = nn.Linear(architecture.in_features, linears * architecture.out_features, device="cuda", dtype=dtype)
+    weights = [factors_to_dense([factor.double() for factor in part.factors]) for part in parts]
+    dense.load_state_dict({"weight": torch.cat(weights).to(dtype), "bias": torch.cat([p.bias for p in parts if p.bias is not None])})
+    return layer, dense
+
+
+def candidates(layer: nn.Module, dense: nn.Linear) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What is timed, by name. Rivals multiply the linears one after the other, with their weights prepared."""
+    parts = [part for part in layer.modules() if isinstance(part, ButterflyLinear)]
+    found: dict[str, Callable[[Tensor], Tensor]] = {"dense": dense, "dense again": dense, "layer": layer}
+    for name in RIVALS:
+        bound = [BACKENDS[name].bind(tuple(part.factors), part.bias) for part in parts]
+        found[name] = lambda x, bound=bound: bound[0](x) if len(bound) == 1 else torch.cat([run(x) for run in bound], dim=-1)
+    return found
+
+
+@torch.inference_mode()
+def measure(name: str, mode: str, rows: int, bandwidth: float, rate: float) -> Iterator[Row]:
+    """Check and time one layer in one mode."""
+    architecture, linears = LAYERS[name]
+    dtype = MODES[mode]
+    set_mode(mode)
+    torch.manual_seed(0)
+    layer, dense = build(architecture, linears, dtype)
+    x = torch.randn(rows, architecture.in_features, device="cuda", dtype=dtype)
+    parts = [part for part in layer.modules() if isinstance(part, ButterflyLinear)]
+    truth = torch.cat(
+        [ks_linear(x.double(), [f.double() for f in p.factors], None if p.bias is None else p.bias.double()) for p in parts], dim=-1
+    )
+    runs = candidates(layer, dense)
+    errors = {key: float((run(x).double() - truth).norm() / truth.norm()) for key, run in runs.items()}
+    wrong = [key for key, error in errors.items() if not error < 16 * errors["dense"]]
+    if wrong:
+        raise SystemExit(f"{name}, {mode}: {wrong[0]} is wrong, relative error {errors[wrong[0]]:.2g}")
+    timings = time_interleaved(runs, x, rounds=25)
+    bytes_moved = (x.numel() + truth.numel()) * x.element_size()
+    middle = torch.empty(bytes_moved // 2, dtype=torch.uint8, device="cuda")
+    errors["copy"], timings["copy"] = 0.0, time_interleaved({"copy": torch.clone}, middle, rounds=25)["copy"]
+    bound = max(bytes_moved / bandwidth, rows * linears * architecture.flops_per_row / rate)
+    choice = explain(Problem(architecture, rows, dtype, "cuda", bias=True, allow_tf32=mode == "tf32")).choice
+    for key, timing in timings.items():
+        yield _row(name, mode, rows, key, choice if key == "layer" else None, errors[key], timing, timings["dense"], bound)
+
+
+def _row(name: str, mode: str, rows: int, key: str, backend: str | None, error: float, timing: Timing, dense: Timing, bound: float) -> Row:
+    architecture, linears = LAYERS[name]
+    us = timing.median_ms * 1e3
+    own = key == "layer"
+    return Row(
+        *(name, str(architecture), linears, mode, rows, key, backend, error, us, timing.iqr_ms * 1e3, us / (dense.median_ms * 1e3)),
+        bound_us=bound if own else None,
+        share_of_bound=bound / us if own else None,
+    )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=25088, help="rows of x: 128 images of 196 tokens by default")
+    parser.add_argument("--modes", default=",".join(MODES), help="out of " + ", ".join(MODES))
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this table needs a CUDA device, and PyTorch finds none")
+    found: list[Row] = []
+    for mode in options.modes.split(","):
+        set_mode(mode)
+        limits = ceilings(mode)
+        for name in LAYERS:
+            rows = list(measure(name, mode, options.rows, *limits))
+            found += rows
+            by_name = {row.candidate: row for row in rows}
+            own, dense = by_name["layer"], by_name["dense"]
+            rivals = ", ".join(f"{key} {by_name[key].median_us:.1f}" for key in (*RIVALS, "copy"))
+            print(
+                f"{mode} {name:15s} {own.backend} {own.median_us:6.1f} us, dense {dense.median_us:6.1f}, ratio {own.ratio_to_dense:.3f}, "
+                f"bound {own.bound_us:.1f} ({own.share_of_bound:.0%}), error {own.error:.1e} (dense {dense.error:.1e}); {rivals}",
+                flush=True,
+            )
+            if options.out is not None:
+                write_csv(options.out, found, take_stamp(torch.device("cuda")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A converted ViT-S/16 on a CUDA device: that it is right, trains, compiles and exports, and what it costs against dense.
+
+``python recipes/vit_s16_on_gpu.py --arch gonon --out recipes/results/vit_s16_gonon_h200.csv``
+
+Random weights: nothing here depends on their values. Inference is timed by CUDA graphs over rotating inputs, a training step
+(forward, backward, fused AdamW) eagerly, both beside dense in the same run. The error is that of the converted model's
+features against the same model in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import flysurgery
+from flysurgery.bench.rows import write_csv
+from flysurgery.bench.stamp import take_stamp
+from flysurgery.bench.timing import time_interleaved
+from flysurgery.layers import ButterflyLinear
+from flysurgery.ops import Problem, explain
+
+MODES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement of the whole model, milliseconds; ``error`` is relative, in the Frobenius norm."""
+
+    arch: str
+    mode: str
+    batch: int
+    what: str
+    dense_ms: float
+    converted_ms: float
+    ratio_to_dense: float
+    error: float | None
+    dense_error: float | None
+    backends: str
+
+
+def inference(dense: nn.Module, converted: nn.Module, mode: str, batch: int, arch: str) -> Row:
+    """Time one forward pass of each model in a CUDA graph, and hold both against float64."""
+    dtype = MODES[mode]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = mode == "tf32"
+    x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype)
+    models = {name: copy.deepcopy(model).eval().requires_grad_(False).to(dtype) for name, model in (("d", dense), ("c", converted))}
+    with torch.inference_mode():
+        errors = {}
+        for name, model in models.items():
+            exact = copy.deepcopy(model).double()(x[:8].double())
+            errors[name] = float((model(x[:8]).double() - exact).norm() / exact.norm())
+        timings = time_interleaved(models, x, rounds=12)
+    layers = [module for module in models["c"].modules() if isinstance(module, ButterflyLinear)]
+    rows = batch * 197
+    choices = {explain(Problem(layer.architecture, rows, dtype, "cuda", bias=True, allow_tf32=mode == "tf32")).choice for layer in layers}
+    times = timings["d"].median_ms, timings["c"].median_ms
+    return Row(arch, mode, batch, "inference", *times, times[1] / times[0], errors["c"], errors["d"], "+".join(sorted(choices)))
+
+
+def training(dense: nn.Module, converted: nn.Module, batch: int, arch: str) -> Row:
+    """Time a training step of each model under bfloat16 autocast."""
+    times = _training_ms(dense, batch), _training_ms(converted, batch)
+    return Row(arch, "bf16", batch, "training step", *times, times[1] / times[0], None, None, "")
+
+
+def _training_ms(model: nn.Module, batch: int) -> float:
+    """Median of ten steps on one batch, whose loss must fall."""
+    trained = copy.deepcopy(model).train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, fused=True)
+    x = torch.randn(batch, 3, 224, 224, device="cuda")
+    target = torch.randint(0, 1000, (batch,), device="cuda")
+    losses = [step(trained, optimizer, x, target) for _ in range(8)]
+    if not losses[-1] < losses[0]:
+        raise SystemExit(f"the loss did not fall in 8 steps: {losses[0]:.3f} to {losses[-1]:.3f}")
+    return statistics.median(_timed(lambda: step(trained, optimizer, x, target)) for _ in range(10))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> float:
+    """One step; gives the loss before it."""
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def compiles_and_exports(converted: nn.Module) -> None:
+    """Compile the model whole and export it; both must give what it gives."""
+    model = copy.deepcopy(converted).eval().requires_grad_(False).half()
+    x = torch.randn(4, 3, 224, 224, device="cuda", dtype=torch.float16)
+    with torch.no_grad():
+        expected = model(x)
+        compiled = torch.compile(model, fullgraph=True)(x)
+        program = torch.export.export(model, (x,)).module()(x)
+    for name, got in (("torch.compile", compiled), ("torch.export", program)):
+        error = float((got.double() - expected.double()).norm() / expected.double().norm())
+        print(f"{name}: relative difference {error:.1e}")
+        if not error < 1e-2:
+            raise SystemExit(f"{name} changes the result: relative difference {error:.1e}")
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="gonon", help="monarch or gonon")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device, and PyTorch finds none")
+    torch.manual_seed(0)
+    dense = timm.create_model("vit_small_patch16_224", pretrained=False).cuda()
+    converted = copy.deepcopy(dense)
+    flysurgery.convert(converted, arch=options.arch)
+    compiles_and_exports(converted)
+    found = [inference(dense, converted, mode, options.batch, options.arch) for mode in MODES]
+    found.append(training(dense, converted, options.batch, options.arch))
+    for row in found:
+        print(row)
+    if options.out is not None:
+        write_csv(options.out, found, take_stamp(torch.device("cuda")))
+
+
+if __name__ == "__main__":
+    main()
