@@ -11,6 +11,7 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
+from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.factor_grad import FactorGrad
 from flysurgery.ops.cuda.single import SingleFactor
@@ -49,7 +50,10 @@ def grid_patterns() -> Iterator[Pattern]:
 def compile_job(job: Job) -> None:
     """Put one kernel into the cache folder."""
     source, defines, arch, name = job
-    find_cubin(source, dict(defines), arch=arch, name=name)
+    try:
+        find_cubin(source, dict(defines), arch=arch, name=name)
+    except BackendError as error:
+        print(f"not compiled ahead: {source} {dict(defines)}: {error}", flush=True)
 
 
 def compile_all(jobs: set[Job]) -> None:

@@ -7,8 +7,9 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.bindings import cuda_module, nvrtc_version
@@ -23,7 +24,8 @@ class Compiled:
     """A kernel's machine code and what ptxas says that it uses.
 
     ``spill_bytes`` adds stores and loads, a thread. ``shared_bytes`` is the static part. ``serialized`` holds the
-    compiler's remarks that wgmma instructions wait for each other: such a kernel is right but slow.
+    compiler's remarks that wgmma instructions wait for each other: such a kernel is right but slow. Where NVRTC has the
+    code from a cache of its own, which cannot be turned off in all versions, ptxas says nothing and the numbers are 0.
     """
 
     cubin: bytes
@@ -74,11 +76,18 @@ def compile_cubin(source: str, defines: Mapping[str, int | str], *, arch: str, n
             ptxas_options=["-v"],
             define_macro=[(key, str(value)) for key, value in defines.items()] or None,
             include_path=[str(folder)],
+            **_without_cache(core),
         )
         cubin = bytes(core.Program(text, "c++", options).compile("cubin", logs=log).code)
     except Exception as error:  # cuda-core's own error type is private
         raise BackendError(f"kernel {source} does not compile for {arch} with {dict(defines)}: {error}") from error
     return _report(cubin, log.getvalue().replace("\0", "").strip(), source, name)
+
+
+def _without_cache(core: Any) -> dict[str, bool]:
+    """The option that keeps NVRTC 13 from its own cache, whose hits come without ptxas's report."""
+    known = any(field.name == "no_cache" for field in fields(core.ProgramOptions))
+    return {"no_cache": True} if known and nvrtc_version() >= (13, 0) else {}
 
 
 def cubin_key(source: str, defines: Mapping[str, int | str], arch: str) -> bytes:
@@ -98,12 +107,13 @@ def _text(path: Path) -> str:
 
 
 def _report(cubin: bytes, log: str, source: str, name: str) -> Compiled:
-    entry = re.search(rf"Compiling entry function '{re.escape(name)}' for .*?(?=Compiling entry function|\Z)", log, re.DOTALL)
-    if entry is None:
+    reports = re.split(r"(?=Compiling entry function ')", log)[1:]
+    report = next((text for text in reports if text.startswith(f"Compiling entry function '{name}'")), "")
+    if reports and not report:
         raise BackendError(f"kernel {source} has no extern \"C\" __global__ function '{name}'; ptxas says: {log}")
 
     def number(pattern: str) -> int:
-        found = re.search(pattern, entry.group())
+        found = re.search(pattern, report)
         return int(found.group(1)) if found else 0
 
     return Compiled(

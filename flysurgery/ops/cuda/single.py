@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
-from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, MODES, SingleConfig, SingleTiling, configs
+from flysurgery.ops.cuda.single_choice import configs
+from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, MODES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 
 _HOPPER_SHARED_BYTES = 227 * 1024

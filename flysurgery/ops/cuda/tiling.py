@@ -156,8 +156,8 @@ class Tiling:
         """The macros that the kernel is compiled with, less the activation."""
         first, second = self.first, self.second
         return {
-            **{"A1": second.a, "B1": second.b, "C1": second.c, "D1": second.d},
-            **{"A2": first.a, "B2": first.b, "C2": first.c, "D2": first.d},
+            "A1": second.a, "B1": second.b, "C1": second.c, "D1": second.d,
+            "A2": first.a, "B2": first.b, "C2": first.c, "D2": first.d,
             "GROUPS": self.linears,
             "MODE": MODES.index(self.mode),
             "TILES": self.tiles,

@@ -1,0 +1,95 @@
+"""Launch every kernel on small shapes, for NVIDIA's compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python recipes/sanitize_kernels.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python recipes/sanitize_kernels.py
+
+Numbers of rows are no multiples of anything; sizes are off the tiles where the kernel takes such. Prints what was launched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flysurgery.ops.cuda.factor_grad import FactorGrad
+from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.gather import gather, make_tables
+from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.modes import dtype_of
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.product import product_of
+from flysurgery.ops.cuda.single import SingleFactor
+from flysurgery.ops.cuda.tiling import Tiling, configs, tiling
+from flysurgery.patterns import Architecture, Pattern
+
+ROWS = (1, 75)
+SMALL = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
+UNCHAINED = Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
+ODD = Pattern(2, 19, 37, 3)
+
+
+def factors_of(architecture: Architecture, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(pattern.factor_shape, device="cuda").to(dtype) for pattern in architecture)
+
+
+def run_fused(architecture: Architecture, mode: str, linears: int) -> None:
+    dtype = dtype_of(mode)
+    tile = tiling(architecture, mode, linears)
+    assert isinstance(tile, Tiling), tile
+    for wgmma in {False, device_arch(0) == "sm_90a"}:
+        config = configs(tile, shared_limit_of(0), wgmma=wgmma)[0]
+        layer = FusedLinear(architecture, mode, linears, config=config, device_index=0)
+        left, right = factors_of(architecture, dtype)
+        image = layer.pack([(left, right)] * linears)
+        for rows in ROWS:
+            x = torch.randn((rows, architecture.in_features), device="cuda").to(dtype)
+            wide = torch.randn((rows, linears * architecture.out_features), device="cuda").to(dtype)
+            layer.run(x, image)
+            layer.run(x, image, wide[0].clone(), wide, "gelu")
+        print(f"fused {mode} {architecture} x {linears}, wgmma={config.wgmma}")
+
+
+def run_single(pattern: Pattern, mode: str) -> None:
+    dtype = dtype_of(mode)
+    single = SingleFactor(pattern, mode)
+    factor = torch.randn(pattern.factor_shape, device="cuda").to(dtype)
+    image = single.pack(factor)
+    for rows in ROWS:
+        single.run(torch.randn((rows, pattern.in_features), device="cuda").to(dtype), image)
+    print(f"single {mode} {pattern}")
+
+
+def run_gradient(pattern: Pattern, mode: str) -> None:
+    dtype = dtype_of(mode)
+    for rows in ROWS:
+        x = torch.randn((rows, pattern.in_features), device="cuda").to(dtype)
+        dy = torch.randn((rows, pattern.out_features), device="cuda").to(dtype)
+        FactorGrad(pattern, mode).run(x, dy)
+    print(f"gradient {mode} {pattern}")
+
+
+def run_gather(mode: str) -> None:
+    product = product_of(SMALL, mode, 1, 0, 75)
+    factors = factors_of(SMALL, torch.float32)
+    for table in make_tables(lambda values: product._pack([values]), factors, mode):
+        gather(factors, table, mode)
+    print(f"gather {mode}")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for mode in ("fp16", "bf16", "tf32", "fp32"):
+        run_fused(SMALL, mode, 1)
+        run_single(ODD, mode)
+        run_gradient(ODD, mode)
+    for mode in ("fp16", "fp32"):
+        run_fused(SMALL, mode, 3)
+        run_fused(UNCHAINED, mode, 1)
+        run_single(Pattern(1, 48, 64, 1), mode)
+    run_single(ODD, "exact")
+    for mode in ("fp16", "bf16"):
+        run_gather(mode)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
