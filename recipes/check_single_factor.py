@@ -20,7 +20,6 @@ from flysurgery.factors import ks_einsum, to_blocks
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.single import SingleFactor
-from flysurgery.ops.cuda.single_tiling import config_to_json
 from flysurgery.patterns import Pattern
 
 INPUT_ERROR = {"fp16": 0.0, "bf16": 0.0, "tf32": 2.0**-10 + 2.0**-22, "fp32": 3 * 2.0**-22, "exact": 0.0}
@@ -107,7 +106,7 @@ def check_products(every: int) -> int:
             if problem:
                 failures += 1
                 if failures <= 40:
-                    print(f"FAIL {mode} {pattern} {kind} rows={rows}: {problem} | {config_to_json(single.tile.config)}", flush=True)
+                    print(f"FAIL {mode} {pattern} {kind} rows={rows}: {problem} | {single.tile.config}", flush=True)
     failures += check_non_finite()
     failures += compare_errors()
     print(f"products: {count} cases, {failures} failures", flush=True)

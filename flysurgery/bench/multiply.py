@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, nn
 
 from flysurgery.bench.timing import Timing, time_interleaved
 from flysurgery.errors import PatternError
@@ -17,7 +16,7 @@ from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
 from flysurgery.patterns import Architecture, named
 
 BASELINE = "linear"
-"""The candidate that stands for the dense layer: ``F.linear`` with a dense weight and the bias."""
+"""The candidate that stands for the dense layer, an ``nn.Linear``."""
 
 WORST_ERROR = 16.0
 """A result whose rms error exceeds that of the baseline by more than this factor is wrong, and gets no time."""
@@ -27,7 +26,7 @@ WORST_ERROR = 16.0
 class MultiplyRow:
     """One candidate on one layer. Times are None where ``status`` is not "ok" but the reason.
 
-    ``candidate`` is ``linear`` (the dense layer), a backend with its weights prepared, of which ``dense`` does the same as ``linear``
+    ``candidate`` is ``linear`` (an nn.Linear), a backend with its weights prepared, of which ``dense`` does the same as ``linear``
     and so shows the noise of the run, or ``layer``: a ButterflyLinear as it stands in a model, with the backend
     that it chose in ``backend``. ``error`` is the rms error against float64, divided by the rms of the result.
     """
@@ -120,8 +119,10 @@ def _layer_rows(
 
 
 def _candidates(layer: ButterflyLinear, problem: Problem) -> dict[str, Callable[[Tensor], Tensor]]:
-    factors, weight = tuple(layer.factors), factors_to_dense(tuple(layer.factors))
-    candidates: dict[str, Callable[[Tensor], Tensor]] = {BASELINE: lambda x: linear(x, weight, layer.bias), "layer": layer}
+    factors = tuple(layer.factors)
+    dense = nn.Linear(layer.in_features, layer.out_features, device="meta")
+    dense.load_state_dict({"weight": factors_to_dense(factors), "bias": layer.bias}, assign=True)
+    candidates: dict[str, Callable[[Tensor], Tensor]] = {BASELINE: dense, "layer": layer}
     for name, backend in BACKENDS.items():
         if backend.can_run(problem) is None:
             candidates[name] = backend.bind(factors, layer.bias)

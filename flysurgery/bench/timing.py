@@ -41,8 +41,8 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time each candidate on ``x``, with warm caches on the CPU and cold ones on CUDA.
 
-    On the CPU by the wall clock, each sample after a call that is not timed. On CUDA each candidate is captured once as a graph that runs it
-    over copies of x larger together than the L2 cache, with all outputs kept, so that neither inputs nor outputs are
+    On the CPU by the wall clock, each sample after a call that is not timed. On CUDA each candidate is captured once as a graph,
+    which runs it over copies of x larger together than the L2 cache, with all outputs kept, so that neither inputs nor outputs are
     found in the cache and the time of launching from Python does not count.
     """
     take_sample = {name: (_cuda_sampler if x.is_cuda else _cpu_sampler)(run, x) for name, run in candidates.items()}

@@ -6,5 +6,7 @@ from flysurgery.checkpoint.load import load as load
 from flysurgery.checkpoint.reader import is_converted as is_converted
 from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import save as save
+from flysurgery.checkpoint.save_dense import check_dense_folder as check_dense_folder
+from flysurgery.checkpoint.save_dense import save_dense as save_dense
 from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured
 from flysurgery.checkpoint.weights import load_weights as load_weights

@@ -23,7 +23,7 @@ tags:
 - Base arguments: `{base_args}`
 - Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
 - Weights stored in: {dtypes}
-{errors}
+{errors}{accuracy}
 ## Load
 
 ```python
@@ -57,6 +57,7 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str) ->
         share=after / before,
         dtypes=dtypes,
         errors=_errors(report),
+        accuracy=_accuracy(report),
         plan=plan,
     )
 
@@ -71,4 +72,16 @@ def _errors(report: Mapping[str, Any]) -> str:
     return (
         f"- Relative error of the projected weights, `norm(W - W') / norm(W)`, before any fine-tuning: mean {mean:.3f}, "
         f"least {least:.3f} (`{best}`), most {most:.3f} (`{worst}`); all are in `report.json`\n"
+    )
+
+
+def _accuracy(report: Mapping[str, Any]) -> str:
+    """One line on the accuracy, where it was measured."""
+    measured = report.get("accuracy")
+    if measured is None:
+        return ""
+    before, after = measured["before"], measured["after"]
+    return (
+        f"- Accuracy on {measured['data']}, {after['samples']} samples: top-1 {before['top1']:.2%} before, {after['top1']:.2%} after; "
+        f"top-5 {before['top5']:.2%} before, {after['top5']:.2%} after\n"
     )

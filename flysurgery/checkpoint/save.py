@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ def save(
     dtype: torch.dtype | str | None = None,
     force: bool = False,
     report: Report | None = None,
+    accuracy: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
 
@@ -44,6 +46,7 @@ def save(
     anything is written the base is rebuilt without weights, to be sure of that. Tensors that the model uses twice are
     stored once. The folder appears complete or not at all; ``force`` replaces an older checkpoint, and nothing else.
     ``report`` is what ``apply`` or ``convert`` returned; without it ``report.json`` has the layers without their errors.
+    ``accuracy`` is what an ``evaluation.Comparison`` gives as JSON; it goes into ``report.json`` and the model card.
 
     Raises:
         CheckpointError: the model is not converted, its base is not known or does not rebuild it, the folder exists, or the
@@ -55,10 +58,8 @@ def save(
     plan = current_plan(model)
     stored = collect({**model.state_dict(), **changed_buffers(model, plan, storage_dtype)}, storage_dtype)
     _check_space(target, stored.nbytes)
-    facts = report_json(plan, report)
-    dtypes = ", ".join(
-        sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values() if tensor.is_floating_point()})
-    )
+    facts = report_json(plan, report, accuracy)
+    dtypes = sorted({_name(tensor.dtype) for tensor in stored.tensors.values() if tensor.is_floating_point()})
     with new_folder(target) as fresh:
         _write_json(fresh / "config.json", config_of(model, plan))
         _write_json(fresh / "report.json", facts)
@@ -82,10 +83,12 @@ def check_folder(folder: str | Path, *, force: bool = False) -> Path:
     return target
 
 
-def report_json(plan: Plan, report: Report | None) -> dict[str, Any]:
-    """What ``report.json`` holds: one row a linear layer, the totals where they are known, the seed, and the versions that took part."""
-    facts = {"rows": [_row(layer) for layer in plan.layers]} if report is None else report.to_json()
+def report_json(plan: Plan, report: Report | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ``report.json`` holds: a row for each linear layer, what is known of totals and accuracy, the seed, and the versions."""
+    facts: dict[str, Any] = {"rows": [_row(layer) for layer in plan.layers]} if report is None else report.to_json()
     versions = {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
+    if accuracy is not None:
+        facts["accuracy"] = dict(accuracy)
     return facts | {"seed": torch.initial_seed(), "versions": {"flysurgery": _version(), "python": platform.python_version()} | versions}
 
 

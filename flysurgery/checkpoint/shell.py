@@ -17,7 +17,7 @@ from flysurgery.errors import ModelError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import Plan, install
 
-MAX_PARAMETERS = 200_000
+MAX_PARAMETERS = 20_000
 """Most parameter tensors that a base may have. A base is named by a file, so its building must come to an end."""
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
+from torch import nn
 
+from flysurgery import surgery
 from flysurgery.cli import options
+from flysurgery.cli.progress import progress
+from flysurgery.cli.source import ConvertedFolder, find
 from flysurgery.cli.tables import print_json, print_table
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from flysurgery.ops.cuda.autotune import Tuning
+from flysurgery.errors import BackendError, OptionError
+from flysurgery.ops.cuda.autotune import Tuning
+from flysurgery.ops.cuda.autotune import autotune as tune
+from flysurgery.ops.cuda.table import user_table
+from flysurgery.walker import example_input
 
 ARITHMETICS = ("float16", "bfloat16", "tf32", "float32")
 Batch = Annotated[int, typer.Option("--batch", help="Images a call.", min=1)]
@@ -29,7 +34,7 @@ def autotune(
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
-    roles: options.Roles = "ffn,qkv",
+    roles: options.Roles = None,
     model_args: options.ModelArgs = None,
     base: options.Base = None,
     device: options.Device = None,
@@ -39,13 +44,6 @@ def autotune(
 
     A dense MODEL is converted in memory first, with arbitrary weights; nothing is saved but the choices.
     """
-    from flysurgery import surgery
-    from flysurgery.cli.progress import progress
-    from flysurgery.cli.source import ConvertedFolder, find
-    from flysurgery.errors import BackendError, OptionError
-    from flysurgery.ops.cuda.autotune import autotune as tune
-    from flysurgery.ops.cuda.table import user_table
-
     arithmetics = options.names(dtype, "--dtype")
     unknown = [name for name in arithmetics if name not in ARITHMETICS]
     if unknown:
@@ -58,7 +56,7 @@ def autotune(
         network = source.build(pretrained=False, seed=0, device=target)
     else:
         network = source.skeleton().model
-        plan = surgery.plan(network, arch.value, roles=options.names(roles, "--roles"), nblocks=nblocks, rank=rank, patterns=patterns)
+        plan = surgery.plan(network, arch.value, roles=options.roles_of(roles), nblocks=nblocks, rank=rank, patterns=patterns)
         surgery.install(plan, network)
         network = network.to_empty(device=target).eval()
     with progress("autotuning") as step:
@@ -68,10 +66,6 @@ def autotune(
 
 def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
     """One forward, and backward if asked for, in an arithmetic, with PyTorch's switches as they were afterwards."""
-    import torch
-
-    from flysurgery.walker import example_input
-
     example = example_input(network)
     images = example[:1].expand(batch, *example.shape[1:]).contiguous()
     half = getattr(torch, arithmetic) if arithmetic in ("float16", "bfloat16") else None

@@ -49,17 +49,22 @@ def multiply(
     import torch
 
     from flysurgery.bench import bench_multiply, take_stamp, to_json, write_csv
+    from flysurgery.cli.progress import progress
 
     target = options.device_of(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    results = [
-        row
-        for family in arch or [options.Family.gonon, options.Family.monarch]
-        for row in bench_multiply(
-            family.value, width=width, rows=rows, dtype=getattr(torch, dtype.value), device=target, rounds=rounds, seed=seed
-        )
-    ]
+    families = arch or [options.Family.gonon, options.Family.monarch]
+    results: list[MultiplyRow] = []
+    with progress("timing") as step:
+        for family in families:
+            measured = bench_multiply(
+                family.value, width=width, rows=rows, dtype=getattr(torch, dtype.value), device=target, rounds=rounds, seed=seed
+            )
+            for row in measured:
+                results.append(row)
+                if step is not None:
+                    step(len({(each.arch, each.layer) for each in results}), 3 * len(families), f"{row.arch} {row.layer}")
     stamp = take_stamp(target)
     if out is not None:
         write_csv(out, results, stamp)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torch import nn
+
+from flysurgery import checkpoint as storage
+from flysurgery import evaluation, surgery
 from flysurgery.cli import options
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from flysurgery.surgery import Plan
+from flysurgery.cli.output import check_space, check_writable
+from flysurgery.cli.progress import progress
+from flysurgery.cli.report import print_plan, print_report
+from flysurgery.cli.source import find_dense
+from flysurgery.surgery import Plan
 
 
 def convert(
@@ -20,7 +23,7 @@ def convert(
     rank: options.Rank = None,
     patterns: options.Patterns = None,
     budget: options.Budget = None,
-    roles: options.Roles = "ffn,qkv",
+    roles: options.Roles = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
     model_args: options.ModelArgs = None,
@@ -38,13 +41,6 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
-    from flysurgery import checkpoint as storage
-    from flysurgery import evaluation, surgery
-    from flysurgery.cli.output import check_space, check_writable
-    from flysurgery.cli.progress import progress
-    from flysurgery.cli.report import print_plan, print_report
-    from flysurgery.cli.source import find_dense
-
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     folder = out or Path("checkpoints") / f"{source.name}.{arch.value}"
     target = options.device_of(device)
@@ -56,7 +52,7 @@ def convert(
     plan = surgery.plan(
         skeleton.model,
         arch.value,
-        roles=options.names(roles, "--roles"),
+        roles=options.roles_of(roles),
         include=include,
         exclude=exclude,
         nblocks=nblocks,
@@ -75,9 +71,19 @@ def convert(
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("projecting") as step:
         report = surgery.apply(plan, network, progress=step)
-    after = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
-    storage.save(network, folder, dtype=None if dtype is None else dtype.value, force=force, report=report)
-    print_report(report, folder, before=before, after=after, as_json=as_json)
+    accuracy = None
+    if data is not None and before is not None:
+        after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
+        accuracy = evaluation.Comparison(data.name, before, after)
+    storage.save(
+        network,
+        folder,
+        dtype=None if dtype is None else dtype.value,
+        force=force,
+        report=report,
+        accuracy=None if accuracy is None else accuracy.to_json(),
+    )
+    print_report(report, folder, accuracy, as_json=as_json)
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from flysurgery import checkpoint, surgery
 from flysurgery.cli import options
+from flysurgery.cli.output import check_writable
 from flysurgery.cli.tables import print_json
 from flysurgery.errors import CheckpointError
 
@@ -19,18 +21,14 @@ def densify(
     as_json: options.Json = False,
 ) -> None:
     """Multiply the factors out: a converted folder becomes a dense model folder."""
-    from flysurgery import checkpoint, surgery
-    from flysurgery.cli.dense_folder import check_dense_folder, save_dense
-    from flysurgery.cli.output import check_writable
-
-    check_dense_folder(out, force=force)
+    checkpoint.check_dense_folder(out, force=force)
     check_writable(out)
     model = checkpoint.load(folder)
     plan = surgery.plan_of(model)
     if plan is None or plan.base is None:
         raise CheckpointError(f"{folder} does not say which dense model it was made from")
     layers = surgery.densify(model)
-    save_dense(model, out, plan.base, plan.base_args, force=force)
+    checkpoint.save_dense(model, out, plan.base, plan.base_args, force=force)
     if as_json:
         print_json({"folder": str(out), "layers": layers})
         return

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
+import torch
 import typer
 
 from flysurgery.cli.options import Json
 from flysurgery.cli.tables import print_json, print_table
-
-if TYPE_CHECKING:
-    import torch
+from flysurgery.ops import Problem, explain
+from flysurgery.patterns import monarch
 
 PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
 PROBE_FEATURES, PROBE_ROWS = 384, 25216
@@ -46,8 +45,6 @@ def _package(name: str) -> tuple[str, str, str | None]:
 
 
 def _torch_facts() -> list[tuple[str, str, str | None]]:
-    import torch
-
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return [("CPU", threads, None), ("CUDA in torch", torch.version.cuda or "none", None), ("driver", *_driver())]
 
@@ -66,16 +63,11 @@ def _driver() -> tuple[str, str | None]:
 
 
 def _backends() -> list[dict[str, str]]:
-    import torch
-
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [row for device in devices for dtype in (torch.float32, torch.bfloat16, torch.float16) for row in _verdicts(device, dtype)]
 
 
 def _verdicts(device: str, dtype: torch.dtype) -> list[dict[str, str]]:
-    from flysurgery.ops import Problem, explain
-    from flysurgery.patterns import monarch
-
     problem = Problem(monarch(PROBE_FEATURES, PROBE_FEATURES), PROBE_ROWS, dtype, device, bias=True)
     explanation = explain(problem)
     rows = []

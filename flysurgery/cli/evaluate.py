@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from flysurgery.cli import options
+from flysurgery.cli.source import find
 from flysurgery.cli.tables import print_json, print_table
+from flysurgery.evaluation import evaluate as measure
+from flysurgery.evaluation import load_data
 
 
 def evaluate(
@@ -21,10 +24,6 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Measure a model's top-1 and top-5 accuracy."""
-    from flysurgery.cli.source import find
-    from flysurgery.evaluation import evaluate as measure
-    from flysurgery.evaluation import load_data
-
     source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     target = options.device_of(device)
     source.check_weights(pretrained=pretrained)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from flysurgery.cli import options
+from flysurgery.cli.source import find_dense
 from flysurgery.cli.tables import print_json, print_table
-
-if TYPE_CHECKING:
-    from flysurgery.walker import Target
+from flysurgery.surgery import grouped
+from flysurgery.walker import Target, walk
 
 COLUMNS = ("layer", "n", "role", "out x in", "calls", "split", "obstacles")
 
@@ -22,9 +21,6 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """List a model's linear layers with their roles and obstacles; weights are not needed."""
-    from flysurgery.cli.source import find_dense
-    from flysurgery.walker import walk
-
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=None)
     targets = walk(source.skeleton().model)
     if as_json:
@@ -34,8 +30,6 @@ def inspect(
 
 
 def _print_targets(targets: Sequence[Target]) -> None:
-    from flysurgery.surgery.table import grouped
-
     def alike(target: Target) -> object:
         return (target.role, target.in_features, target.out_features, target.calls, target.split, target.obstacles)
 

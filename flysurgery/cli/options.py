@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from flysurgery.errors import OptionError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Family(str, Enum):
@@ -50,7 +48,8 @@ Nblocks = Annotated[int, _option("--nblocks", "Number of blocks of Monarch archi
 Rank = Annotated[int | None, _option("--rank", "Rank of low-rank architectures.", minimum=1)]
 Patterns = Annotated[list[str] | None, _option("--patterns", "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size.", "TEXT")]
 Budget = Annotated[float | None, _option("--budget", "Share of the replaced weights to keep, above 0 and at most 1.")]
-Roles = Annotated[str, _option("--roles", "Roles to replace: qkv, attn_out, ffn, ffn_in, ffn_out.", "NAMES")]
+ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."
+Roles = Annotated[str | None, _option("--roles", ROLES_HELP, "NAMES")]
 Include = Annotated[list[str] | None, _option("--include", "Only layers whose name matches; repeatable.", "REGEX")]
 Exclude = Annotated[list[str] | None, _option("--exclude", "No layer whose name matches; repeatable.", "REGEX")]
 DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights.")]
@@ -99,14 +98,17 @@ def names(text: str, option: str) -> tuple[str, ...]:
     return found
 
 
+def roles_of(text: str | None) -> tuple[str, ...] | None:
+    """Read ``--roles``; None, its default, leaves the choice to the plan."""
+    return None if text is None else names(text, "--roles")
+
+
 def device_of(text: str | None) -> torch.device:
     """The device that the user named, or the fastest one there is.
 
     Raises:
         OptionError: torch does not know the name, or this machine has no such device.
     """
-    import torch
-
     if text is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

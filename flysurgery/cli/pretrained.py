@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import timm
+from torch import nn
 
 from flysurgery.errors import ModelError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 CONNECT_SECONDS = 10.0
 
@@ -19,8 +19,6 @@ def build_pretrained(name: str, arguments: dict[str, Any]) -> nn.Module:
         ModelError: there are none, or they cannot be reached; the message names ``--checkpoint FILE`` and
             ``--no-pretrained``.
     """
-    import timm
-
     check_available(name)
     try:
         return timm.create_model(name, pretrained=True, **arguments)
@@ -37,8 +35,6 @@ def check_available(name: str) -> None:
     Raises:
         ModelError: as in ``build_pretrained``.
     """
-    import timm
-
     if ":" in name:
         raise ModelError(_instead(f"vit-pytorch publishes no weights for {name}"))
     config = timm.get_pretrained_cfg(name)

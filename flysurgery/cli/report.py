@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import typer
 
 from flysurgery.cli.tables import print_json, print_table
+from flysurgery.evaluation import Comparison
+from flysurgery.surgery import LayerPlan, Plan, Report, Row, grouped, short_count
 
-if TYPE_CHECKING:
-    from flysurgery.evaluation import Accuracy
-    from flysurgery.surgery import LayerPlan, Plan, Report, Row
-
-    Layers: TypeAlias = Sequence[LayerPlan | Row]
+Layers: TypeAlias = Sequence[LayerPlan | Row]
 
 PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "architecture")
 DONE = ("layer", "n", "role", "params", "FLOPs", "worst\nerror", "least\nenergy", "architecture")
@@ -32,27 +29,25 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     _print_totals(_layer_totals(plan.layers))
 
 
-def print_report(report: Report, folder: Path, *, before: Accuracy | None, after: Accuracy | None, as_json: bool) -> None:
+def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, as_json: bool) -> None:
     """Print what convert did.
 
     A layer's error is ``norm(W - W') / norm(W)`` and its energy the share of ``norm(W)**2`` that is kept; of layers
     that are alike, the worst is shown. The JSON document has every layer.
     """
     if as_json:
-        accuracy = {"before": asdict(before), "after": asdict(after)} if before and after else None
-        print_json({"folder": str(folder), "accuracy": accuracy} | report.to_json())
+        print_json({"folder": str(folder), "accuracy": None if accuracy is None else accuracy.to_json()} | report.to_json())
         return
     _print_layers(DONE, report.rows)
     totals = [_total("parameters of the model", report.model_params_before, report.model_params_after), *_layer_totals(report.rows)]
-    if before is not None and after is not None:
+    if accuracy is not None:
+        before, after = accuracy.before, accuracy.after
         totals += [_accuracy("top-1", before.top1, after.top1, before.samples), _accuracy("top-5", before.top5, after.top5, before.samples)]
     _print_totals(totals)
     typer.echo(f"\nsaved in {folder}")
 
 
 def _print_layers(columns: Sequence[str], layers: Layers) -> None:
-    from flysurgery.surgery.table import grouped
-
     groups = grouped(layers, lambda layer: layer.fqn, lambda layer: (layer.role, layer.size, layer.architecture, layer.reason))
     replaced = [_cells(name, members) for name, members in groups if members[0].status == "replace"]
     kept = [_cells(name, members) for name, members in groups if members[0].status == "keep"]
@@ -96,8 +91,6 @@ def _layer_totals(layers: Layers) -> list[tuple[str, ...]]:
 
 
 def _total(what: str, before: int, after: int) -> tuple[str, ...]:
-    from flysurgery.surgery.table import short_count
-
     return (what, short_count(before), short_count(after), f"{after / before - 1:+.1%}")
 
 
@@ -106,6 +99,4 @@ def _accuracy(what: str, before: float, after: float, samples: int) -> tuple[str
 
 
 def _change(before: int, after: int) -> str:
-    from flysurgery.surgery.table import short_count
-
     return f"{short_count(before)} ->\n{short_count(after)}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import timm
+import torch
+from torch import nn
+
+from flysurgery.checkpoint import build_base, is_converted, load, load_dense, load_weights
+from flysurgery.cli.pretrained import build_pretrained, check_available
 from flysurgery.errors import CheckpointError, ModelError, OptionError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt"})
 
@@ -41,15 +44,11 @@ class Constructor:
         Raises:
             ModelError: the message names ``--checkpoint FILE`` and ``--no-pretrained``.
         """
-        from flysurgery.cli.pretrained import check_available
-
         if pretrained and self.weights is None:
             check_available(self.base)
 
     def skeleton(self) -> Skeleton:
         """The model on the meta device, in well under a second for most models."""
-        from flysurgery.checkpoint import build_base
-
         return Skeleton(build_base(self.base, self.base_args, device="meta"), self.base, self.base_args)
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
@@ -59,11 +58,6 @@ class Constructor:
             ModelError: no weights can be had, or a file's tensors do not fit the model.
             CheckpointError: a file that cannot be read.
         """
-        import torch
-
-        from flysurgery.checkpoint import build_base, load_weights
-        from flysurgery.cli.pretrained import build_pretrained
-
         if self.weights is None and pretrained:
             return build_pretrained(self.base, self.base_args).to(device).eval()
         torch.manual_seed(seed)
@@ -82,8 +76,6 @@ class DenseFolder:
 
     @cached_property
     def _opened(self) -> tuple[nn.Module, str, dict[str, Any]]:
-        from flysurgery.checkpoint import load_dense
-
         return load_dense(self.folder)
 
     def check_weights(self, *, pretrained: bool) -> None:
@@ -110,8 +102,6 @@ class ConvertedFolder:
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
         """The converted model, in eval mode, on ``device``."""
-        from flysurgery.checkpoint import load
-
         return load(self.folder, device=device)
 
 
@@ -157,8 +147,6 @@ def find_dense(text: str, *, base: str | None, model_args: dict[str, Any], check
 
 
 def _folder(path: Path) -> DenseFolder | ConvertedFolder:
-    from flysurgery.checkpoint import is_converted
-
     name = path.resolve().name
     return ConvertedFolder(name, path) if is_converted(path) else DenseFolder(name, path)
 
@@ -176,10 +164,6 @@ def _constructor(name: str, base: str, base_args: dict[str, Any], weights: Path 
 
 
 def _check_timm_name(name: str) -> None:
-    import difflib
-
-    import timm
-
     architecture, _, tag = name.partition(".")
     known = timm.list_models()
     if architecture not in known:

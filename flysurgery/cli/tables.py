@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import typer
 
+from flysurgery.surgery import text_table
+
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
     """Print rows under their column titles; the columns named in ``right`` are set to the right.
@@ -18,8 +20,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     """
     whole = [[cell.replace("\n", " ") for cell in row] for row in (columns, *rows)]
     if not sys.stdout.isatty():
-        from flysurgery.surgery.table import text_table
-
         typer.echo(text_table(whole[0], whole[1:], right=[name.replace("\n", " ") for name in right]))
         return
     from rich.console import Console

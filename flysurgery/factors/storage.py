@@ -32,7 +32,7 @@ def architecture_of(
         PatternError: there is no factor, one has not four dimensions, or two neighbours disagree about the
             size between them.
     """
-    shapes = tuple(tuple(factor.shape) for factor in factors)
+    shapes = tuple(tuple(map(int, factor.shape)) for factor in factors)  # TorchScript tracing gives sizes as tensors
     if shapes not in _known:
         for shape in shapes:
             if len(shape) != 4:

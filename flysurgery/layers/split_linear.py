@@ -18,7 +18,8 @@ class SplitLinear(nn.Module):
     The parts become children under their names, in order, so the parameters of part "q" are called ``q.factors.0`` or
     ``q.weight``, and so on. There is no ``weight``, for the reason given at ``ButterflyLinear``.
 
-    Shapes: input ``(*batch, in_features)``, output ``(*batch, out_features)``, a fresh tensor.
+    Shapes: input ``(*batch, in_features)``, output ``(*batch, out_features)``, a fresh tensor. Parts of one architecture are
+    one launch on CUDA; parts with hooks are called one by one.
 
     Raises:
         PatternError: there is no part, or two parts take different numbers of features; the message gives both.
@@ -45,11 +46,16 @@ class SplitLinear(nn.Module):
         x: Tensor,  # shape: (*batch, in_features)
     ) -> Tensor:  # shape: (*batch, out_features)
         parts = list(self.children())
-        factored = [part for part in parts if isinstance(part, ButterflyLinear)]
-        if len(factored) == len(parts) and len({part.backend for part in factored}) == 1:
-            factors, biases = [tuple(part.factors) for part in factored], [part.bias for part in factored]
-            return ks_linear_group(x, factors, biases, backend=factored[0].backend)
+        plain = [part for part in parts if type(part) is ButterflyLinear and not _hooked(part)]
+        if len(plain) == len(parts) and len({part.backend for part in plain}) == 1:
+            factors, biases = [tuple(part.factors) for part in plain], [part.bias for part in plain]
+            return ks_linear_group(x, factors, biases, backend=plain[0].backend)
         return torch.cat([part(x) for part in parts], dim=-1)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _hooked(part: nn.Module) -> bool:
+    """Whether somebody waits for the part to be called, so that its factors may not be used without calling it."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from flysurgery.errors import PatternError
 
@@ -29,7 +29,7 @@ class Pattern:
     d: int
 
     def __post_init__(self) -> None:
-        entries = astuple(self)
+        entries = self.factor_shape
         if any(type(n) is not int or n < 1 for n in entries):
             raise PatternError(f"a pattern (a, b, c, d) takes four positive integers, got {entries}")
         if max(self.shape) > MAX_FEATURES:

@@ -14,3 +14,6 @@ from flysurgery.surgery.planning import plan as plan
 from flysurgery.surgery.report import PartRow as PartRow
 from flysurgery.surgery.report import Report as Report
 from flysurgery.surgery.report import Row as Row
+from flysurgery.surgery.table import grouped as grouped
+from flysurgery.surgery.table import short_count as short_count
+from flysurgery.surgery.table import text_table as text_table

@@ -17,12 +17,15 @@ from flysurgery.surgery.mark import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.walker import Target, example_input, select, walk
 
+DEFAULT_ROLES = ("ffn_in", "ffn_out", "qkv")
+"""Replaced where no roles are given, as far as the model has them."""
+
 
 def plan(
     model: nn.Module,
     arch: str = "monarch",
     *,
-    roles: Sequence[str] | None = ("ffn", "qkv"),
+    roles: str | Sequence[str] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     nblocks: int = DEFAULT_NBLOCKS,
@@ -41,6 +44,7 @@ def plan(
     forbids it, or where no architecture has its size or fewer weights than it.
 
     Args:
+        roles: "ffn" (both of its linears), "qkv", "attn_out", ...; each must occur. By default ffn and qkv, as far as they do.
         arch: family of architectures: "monarch" (with ``nblocks``), "gonon" or "lowrank" (with ``rank``).
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
             gets the first that has its size. With ``include``, every included layer must have such a one.
@@ -62,7 +66,8 @@ def plan(
     refuse_converted(model)
     inputs = example_input(model) if example is None else example
     targets = walk(model, inputs)
-    chosen = {target.fqn for target in select(targets, roles=roles, include=include, exclude=exclude)}
+    wanted = _default_roles(targets) if roles is None else roles
+    chosen = {target.fqn for target in select(targets, roles=wanted, include=include, exclude=exclude)}
     samples = _samples(inputs)
     layers = tuple(_plan_layer(target, rule, samples, selected=target.fqn in chosen) for target in targets)
     selected = [layer for layer in layers if layer.fqn in chosen]
@@ -73,6 +78,12 @@ def plan(
     replaced = {layer.fqn for layer in layers if layer.is_replaced}
     switches = tuple(dict.fromkeys(switch for target in targets if target.fqn in replaced for switch in target.switches))
     return Plan(layers, switches, name, arguments, _describe(inputs))
+
+
+def _default_roles(targets: Sequence[Target]) -> tuple[str, ...]:
+    """The default roles that the model has; of a model with none of them all, so that the selection fails and says what there is."""
+    present = {target.role for target in targets}
+    return tuple(role for role in DEFAULT_ROLES if role in present) or DEFAULT_ROLES
 
 
 def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool) -> LayerPlan:

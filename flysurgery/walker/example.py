@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.export import run_fake
-from flysurgery.walker.shadow import device_of, shadow
+from flysurgery.walker.shadow import device_of, one_line, shadow
 
 EXAMPLE_BATCH = 2
 _COMMON_SIZES = (224, 256, 384, 128, 64, 32)
@@ -34,14 +34,17 @@ def example_input(model: nn.Module) -> Tensor:  # shape: (2, channels, height, w
     size = _timm_size(model)
     if size is not None:
         return _zeros(model, size)
+    reason = ""
     for candidate in itertools.chain(_patch_grid_sizes(model), _image_sizes(model)):
         example = _zeros(model, candidate)
         try:
             run_fake(shadow(model), (example,))
-        except Exception:  # whatever the forward raises, it means that this size is not it
+        except Exception as error:  # whatever the forward raises, it means that this size is not it
+            reason = reason or f", and zeros of shape {tuple(example.shape)} fail ({one_line(error)})"
             continue
         return example
-    raise WalkError(f"No example input is known for {type(model).__name__}: pass one, a tensor of the shape that the model takes.")
+    name = type(model).__name__
+    raise WalkError(f"no example input is known for {name}{reason}; give flysurgery.plan an example, a tensor of the shape that it takes")
 
 
 def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:

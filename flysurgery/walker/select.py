@@ -40,7 +40,7 @@ def select(
         hits = [_hits(pattern, everything, everything) for pattern in _listed(exclude)]
         chosen = tuple(target for target in chosen if not any(target.fqn in names for names in hits))
     if not chosen:
-        raise SelectionError(f"Nothing is left of the {len(everything)} linears found: every one is excluded.")
+        raise SelectionError(f"nothing is left of the {len(everything)} linears found: every one is excluded")
     return chosen
 
 
@@ -52,11 +52,11 @@ def _matching_roles(selector: str, targets: tuple[Target, ...]) -> tuple[str, ..
     roles = _GROUPS.get(selector, (selector,))
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
-        raise OptionError(f"Unknown role {selector!r}; choose among {', '.join((*_GROUPS, *ROLES))}.")
+        raise OptionError(f"unknown role {selector!r}; choose among {', '.join((*_GROUPS, *ROLES))}")
     if not any(target.role in roles for target in targets):
         counts = {role: sum(target.role == role for target in targets) for role in ROLES}
         present = ", ".join(f"{role} ({count})" for role, count in counts.items() if count) or "none"
-        raise SelectionError(f"No linear of this model has the role {selector!r}; the roles found are {present}.")
+        raise SelectionError(f"no linear of this model has the role {selector!r}; the roles found are {present}")
     return roles
 
 
@@ -65,15 +65,15 @@ def _hits(pattern: str, candidates: tuple[Target, ...], everything: tuple[Target
     try:
         expression = re.compile(pattern)
     except re.error as error:
-        raise OptionError(f"The pattern {pattern!r} is no regular expression: {error}.") from error
+        raise OptionError(f"the pattern {pattern!r} is no regular expression: {error}") from error
     names = {target.fqn for target in candidates if expression.search(target.fqn)}
     if names:
         return names
     elsewhere = [target for target in everything if expression.search(target.fqn)]
     if elsewhere:
         listed = ", ".join(f"{target.fqn} ({target.role})" for target in elsewhere[:3])
-        raise SelectionError(f"The pattern {pattern!r} matches no linear of the chosen roles, only {listed}; choose its role as well.")
-    raise SelectionError(f"The pattern {pattern!r} matches no linear; the nearest names are {', '.join(_nearest(pattern, everything))}.")
+        raise SelectionError(f"the pattern {pattern!r} matches no linear of the chosen roles, only {listed}; choose its role as well")
+    raise SelectionError(f"the pattern {pattern!r} matches no linear; the nearest names are {', '.join(_nearest(pattern, everything))}")
 
 
 def _nearest(pattern: str, targets: tuple[Target, ...], count: int = 3) -> list[str]:

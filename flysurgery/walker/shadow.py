@@ -40,7 +40,7 @@ def shadow(model: nn.Module) -> nn.Module:
     try:
         double = copy.deepcopy(model, memo)
     except Exception as error:
-        raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {one_line(error)}.") from error
+        raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {one_line(error)}") from error
     for module in double.modules():
         for name in _HOOKS:
             getattr(module, name, {}).clear()

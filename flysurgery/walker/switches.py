@@ -49,5 +49,5 @@ def _called_without(double: nn.Module, example: tuple[Any, ...]) -> set[str]:
     try:
         run_fake(probe, example)
     except Exception as error:
-        raise WalkError(f"{type(double).__name__} cannot be walked, because its forward pass fails: {one_line(error)}.") from error
+        raise WalkError(f"{type(double).__name__} cannot be walked, because its forward pass fails: {one_line(error)}") from error
     return called

@@ -44,7 +44,7 @@ def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> t
         WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
     """
     if not isinstance(model, nn.Module):
-        raise WalkError(f"Expected a torch.nn.Module to walk, got {type(model).__name__}.")
+        raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
     if example is None:
         example = example_input(model)
     inputs = _on_device(example if isinstance(example, tuple) else (example,), device_of(model))

@@ -70,6 +70,7 @@ def test_a_vit_pytorch_model(run: Run, tmp_path: Path) -> None:
 def test_half_precision_storage(run: Run) -> None:
     assert run("convert", *TINY, "--no-pretrained", "--out", "half", "--dtype", "bfloat16").code == 0
     assert {parameter.dtype for parameter in load("half").parameters()} == {torch.bfloat16}
+    assert "- Weights stored in: bfloat16\n" in Path("half/README.md").read_text()
 
 
 def test_include_exclude_and_patterns_choose_the_layers(run: Run) -> None:

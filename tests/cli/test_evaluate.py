@@ -36,6 +36,9 @@ def test_convert_measures_before_and_after(run: Run) -> None:
     expected = {"before": before, "after": evaluate(after, load_data("digits", after))}
     for when, accuracy in expected.items():
         assert {key: document["accuracy"][when][key] for key in KEYS} == {key: getattr(accuracy, key) for key in KEYS}
+    assert json.loads(Path("a/report.json").read_text())["accuracy"] == document["accuracy"]
+    top1 = f"top-1 {before.top1:.2%} before, {expected['after'].top1:.2%} after"
+    assert f"- Accuracy on digits, 599 samples: {top1}; top-5" in Path("a/README.md").read_text()
     lines = run(*command, "--out", "b").out.splitlines()
     row = next(line for line in lines if line.startswith("top-1 accuracy, 599 samples"))
     change = 100 * (expected["after"].top1 - before.top1)

@@ -35,6 +35,13 @@ def test_joins_the_outputs_in_order(shape: tuple[int, ...]) -> None:
     assert (split.in_features, split.out_features) == (8, 35)
 
 
+def test_parts_of_one_architecture_are_joined_alike() -> None:
+    children = {name: ButterflyLinear(SMALL) for name in "qkv"}
+    x = make_input(5, 8, FP32)
+    with torch.no_grad():
+        assert_equal(SplitLinear(children)(x), torch.cat([child(x) for child in children.values()], dim=-1))
+
+
 def test_parameters_are_named_as_checkpoints_hold_them() -> None:
     names = ["q.bias", "q.factors.0", "q.factors.1", "k.weight", "k.bias", "v.factors.0", "v.factors.1"]
     assert sorted(SplitLinear(parts()).state_dict()) == sorted(names)
@@ -46,8 +53,8 @@ def test_has_no_weight_and_says_what_it_is() -> None:
     assert "in_features=8, out_features=35" in repr(split)
 
 
-def test_hooks_of_the_parts_run() -> None:
-    split = SplitLinear(parts())
+@pytest.mark.parametrize("split", [SplitLinear(parts()), SplitLinear({name: ButterflyLinear(SMALL) for name in "qkv"})])
+def test_hooks_of_the_parts_run(split: SplitLinear) -> None:
     called = []
     for name, child in split.named_children():
         child.register_forward_hook(lambda module, inputs, output, name=name: called.append(name))

@@ -21,9 +21,11 @@ class TestChunked(BackendContract):
     backend = "chunked"
     bias_apart = True  # where the left factor has a > 1
 
+    @pytest.mark.parametrize("threads", [1, 16])  # batched products, and one after the other
     @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-    def test_many_chunks(self, architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_many_chunks(self, architecture: Architecture, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(chunked, "SCRATCH_BYTES", 1)  # then a chunk has its smallest number of rows, 64
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         check_layer(self.run, self.yardstick, architecture, 700, FP32, bias_apart=True)
 
     def test_bound_weights_serve_many_calls(self) -> None:

@@ -128,6 +128,14 @@ def test_compiles_as_one_graph(dynamic: bool) -> None:
         assert_bounded(compiled(x), x, list(layer.factors), layer.bias, FP32, bias_apart=True)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+def test_torchscript_traces_serve_other_batches() -> None:
+    layer = ButterflyLinear(LAYER).requires_grad_(False)
+    traced = torch.jit.trace(layer, (X,))
+    x = make_input(600, 8, FP32)
+    assert_bounded(traced(x), x, list(layer.factors), layer.bias, FP32, bias_apart=True)
+
+
 def test_transforms_and_modes_get_operators_that_they_know() -> None:
     x = make_input(600, 8, FP32)
     assert problem_of(x, FACTORS).tracing is False

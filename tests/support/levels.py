@@ -16,11 +16,11 @@ Run = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
 
 
 def check_identity(run: Run, pattern: Pattern, mode: Arithmetic, device: str = "cpu") -> None:
-    """Level 0: the identity as input gives the transposed matrix, bit by bit.
+    """Level 0: the identity as input gives the transposed matrix, bit by bit, in numbers that the arithmetic takes in unchanged.
 
     Where the identity is large, all blocks and residue classes, which meet in no output, get their ones in the same rows.
     """
-    factor = keep_bits(make_factor(pattern, mode, device=device), mode.exact_bits)
+    factor = keep_bits(make_factor(pattern, mode, device=device), mode.exact_bits, mode.floor)
     identity = torch.eye(pattern.in_features, dtype=mode.dtype, device=device)
     if pattern.in_features <= 512:
         assert_equal(run(identity, [factor], None), dense(factor).mT)

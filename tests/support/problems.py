@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.patterns import Architecture, Pattern
-from tests.support.tolerance import Arithmetic
+from tests.support.tolerance import Arithmetic, power_above
 
 PATTERNS = tuple(
     Pattern(a, b, c, d) for a, d, (b, c) in itertools.product((1, 2, 6), (1, 2, 3, 5), ((3, 5), (16, 16), (48, 192), (64, 64), (192, 48)))
@@ -86,10 +86,17 @@ def make_integers(shape: Sequence[int], *, seed: int, mode: Arithmetic, device: 
     return torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device, mode.dtype)
 
 
-def keep_bits(values: Tensor, bits: int) -> Tensor:
-    """Round to a number of significand bits, so that an arithmetic of that many takes the values in unchanged."""
+def keep_bits(values: Tensor, bits: int, floor: float = 0.0) -> Tensor:
+    """Round to a number of significand bits, so that an arithmetic of that many takes the values in unchanged.
+
+    With a ``floor``, round to multiples of twice that of the largest value as well, so that nothing lies below it.
+    """
     mantissa, exponent = torch.frexp(values.double())
-    return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).to(values.dtype)
+    kept = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+    if floor:
+        unit = 2 * floor * power_above(values.abs().amax())
+        kept = (kept / unit).round() * unit
+    return kept.to(values.dtype)
 
 
 def _largest(mode: Arithmetic) -> float:

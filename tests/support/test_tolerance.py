@@ -11,10 +11,12 @@ from torch import Tensor
 from flysurgery.patterns import Architecture, Pattern
 from tests.support.levels import Run, check_bound, check_identity, check_integers, check_layer
 from tests.support.problems import INPUTS, keep_bits
-from tests.support.tolerance import BF16, FP16, FP32, TF32, Arithmetic
+from tests.support.tolerance import BF16, FP16, FP32, FP32_BY_FP16_PAIRS, TF32, Arithmetic, power_above
 
 PATTERN = Pattern(1, 16, 48, 2)
 ROWS = 129
+
+ALL = [FP32, FP32_BY_FP16_PAIRS, TF32, FP16, BF16]
 
 Sum = Callable[[Tensor], Tensor]  # shapes: (terms, ...) -> (...), float32
 
@@ -66,6 +68,14 @@ def through_bf16(total: Tensor, dtype: torch.dtype) -> Tensor:
     return total.bfloat16().to(dtype)
 
 
+def in_pairs(values: Tensor) -> tuple[list[Tensor], Tensor]:  # values and scale, shapes: (rows, n), (rows, 1)
+    """``hi`` and ``lo`` in fp16 and their scale: a row's largest value as low as the policy's floor allows, in [2^7, 2^8)."""
+    scale = 2.0**8 / power_above(values.abs().amax(1, keepdim=True)).clamp_min(2.0**-100)
+    scaled = (values * scale).float()
+    hi = scaled.half().float()
+    return [hi, (scaled - hi).half().float()], scale
+
+
 def emulate(
     mode: Arithmetic,
     add: Sum = sequential,
@@ -77,12 +87,23 @@ def emulate(
     """A multiplication in the given arithmetic: products in float32, ``add`` for the sums, ``store`` for the rounding."""
     bits = input_bits or (11 if mode is TF32 else None)
 
+    def taken_in(values: Tensor) -> tuple[list[Tensor], Tensor | float]:
+        if bits is not None:
+            return [keep_bits(values.float(), bits)], 1.0
+        return in_pairs(values) if mode is FP32_BY_FP16_PAIRS else ([values.float()], 1.0)
+
     def run(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         (factor,) = factors
         a, _, c, d = factor.shape
-        left, right = (x.float(), factor.float()) if bits is None else (keep_bits(x.float(), bits), keep_bits(factor.float(), bits))
-        terms = left.view(-1, a, 1, c, d) * right  # shape: (rows, a, b, c, d)
-        total = add(terms.movedim(3, 0)).flatten(1)
+        lefts, left_scale = taken_in(x)
+        rights, right_scale = taken_in(factor.reshape(1, -1))
+        products = [
+            left.view(-1, a, 1, c, d) * right.view(factor.shape)  # shape: (rows, a, b, c, d)
+            for m, left in enumerate(lefts)
+            for n, right in enumerate(rights)
+            if m + n < 2
+        ]
+        total = (add(torch.cat(products, dim=3).movedim(3, 0)).flatten(1) / left_scale / right_scale).float()
         out = store(total if bias is None else total + bias.float(), mode.dtype)
         if spoil is not None:
             spoil(out)
@@ -108,7 +129,7 @@ def failed_levels(run: Run, mode: Arithmetic) -> set[str]:
     return failed
 
 
-@pytest.mark.parametrize("mode", [FP32, TF32, FP16, BF16], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("add", [sequential, blocked, in_reverse, even_and_odd])
 def test_correct_variants_pass_every_level(mode: Arithmetic, add: Sum) -> None:
     assert failed_levels(emulate(mode, add), mode) == set()
@@ -130,7 +151,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mode", [FP32, TF32, FP16, BF16], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_rejected(mode: Arithmetic, mutant: str) -> None:
     harmless = mutant == "bf16 detour" and mode is BF16
@@ -147,8 +168,17 @@ def test_truncation_is_rejected(mode: Arithmetic) -> None:
     assert "layer" in failed_levels(emulate(mode, store=towards_zero), mode)
 
 
-def test_silent_tf32_is_rejected() -> None:
-    assert "layer" in failed_levels(emulate(FP32, input_bits=11), FP32)
+@pytest.mark.parametrize("mode", [FP32, FP32_BY_FP16_PAIRS], ids=lambda mode: mode.name)
+def test_silent_tf32_is_rejected(mode: Arithmetic) -> None:
+    assert failed_levels(emulate(mode, input_bits=11), mode) >= {"identity", "normal", "layer"}
+
+
+def test_values_above_the_floor_come_through_pairs_unchanged() -> None:
+    values = torch.randn(1, 1 << 16, generator=torch.Generator().manual_seed(0)) ** 5  # over many powers of two
+    kept = keep_bits(values, FP32_BY_FP16_PAIRS.exact_bits, FP32_BY_FP16_PAIRS.floor)
+    for given, same in ((kept, True), (values, False)):
+        (hi, lo), scale = in_pairs(given)
+        assert torch.equal((hi.double() + lo) / scale, given.double()) is same
 
 
 def test_a_yardstick_that_is_not_what_it_claims_is_an_error() -> None:

@@ -27,7 +27,9 @@ class Arithmetic:
     ``e_in`` is the relative error of a product through the rounding of its two inputs, ``u_acc`` that of an addition,
     ``u_out`` that of the rounding to storage, ``eta`` the absolute error where results are subnormal. ``k`` is
     the factor of level 2, and ``typical`` the relative rms error that a correct result has, to within a factor of 5.
-    ``exact_bits`` is the number of significand bits that inputs keep.
+    ``exact_bits`` is the number of significand bits that inputs keep. ``floor`` is what may be lost of any input beside
+    ``e_in``, relative to the power of two above the largest one that shares its scale: a block of x in a row, a whole row of an
+    intermediate, a whole factor.
     """
 
     name: str
@@ -39,15 +41,22 @@ class Arithmetic:
     k: float
     typical: float
     exact_bits: int
+    floor: float = 0.0
 
 
 # The oracle sums in float64 itself, so the two errors add up; hence twice the unit roundoff, and a result rounded in storage.
 FP64 = Arithmetic("float64", torch.float64, 0.0, 2.0**-52, 0.0, 0.0, 16.0, 2e-16, 53)
 FP32 = Arithmetic("float32", torch.float32, 0.0, 2.0**-24, 0.0, 0.0, 16.0, 1e-7, 24)
-# Each input becomes hi + lo in fp16, lo scaled by 2^11: what is left out is at most 2^-22 of it. Of the four products hi·hi,
-# hi·lo and lo·hi are kept, and lo·lo is at most 2^-22 of the whole. Together at most 3·2^-22, and 2^-40 for products of these.
-FP32_BY_FP16_PAIRS = Arithmetic("float32 by fp16 pairs", torch.float32, 3 * 2.0**-22 + 2.0**-40, 2.0**-23, 0.0, 0.0, 16.0, 1e-7, 22)
-TF32 = Arithmetic("tf32", torch.float32, 2 * 2.0**-11 + 2.0**-22, 2.0**-23, 0.0, 0.0, 1.5, 3e-4, 11)
+# Each input, scaled by a power of two, becomes hi + lo in fp16, each rounded to nearest. |v - hi| is at most 2^-11 |v| and what is
+# left out of lo 2^-11 of that: 2^-22 |v|. Of the four products hi·hi, hi·lo and lo·hi are kept, and lo·lo is at most 2^-22 of the
+# whole. Together at most 3·2^-22, and 2^-40 for products of these. Where hi or lo is subnormal in fp16, 2^-25 is lost instead. The
+# largest input that shares the scale lies in [2^7, 2^16): the kernel for single factors starts at the least, to leave room for
+# what comes later. So 2^-25/2^7 = 2^-32 of it. TF32 grade rounds to hi alone: 2^-11 |v|, and the same floor.
+PAIRS_FLOOR = 2.0**-32
+FP32_BY_FP16_PAIRS = Arithmetic(
+    "float32 by fp16 pairs", torch.float32, 3 * 2.0**-22 + 2.0**-40, 2.0**-23, 0.0, 0.0, 16.0, 1e-7, 22, PAIRS_FLOOR
+)
+TF32 = Arithmetic("tf32", torch.float32, 2 * 2.0**-11 + 2.0**-22, 2.0**-23, 0.0, 0.0, 1.5, 3e-4, 11, PAIRS_FLOOR)
 FP16 = Arithmetic("float16", torch.float16, 0.0, 2.0**-23, 2.0**-11, 2.0**-24, 1.25, 2e-4, 11)
 BF16 = Arithmetic("bfloat16", torch.bfloat16, 0.0, 2.0**-23, 2.0**-8, 0.0, 1.25, 1.7e-3, 8)
 
@@ -65,14 +74,17 @@ def bound(
     """Level 1: the largest error that each output may have, in float64.
 
     For one factor, ``E + u_out*(|y| + E) + eta`` with ``E = (e_in + (1 + e_in)*g)*S``, ``g = n*u_acc/(1 - n*u_acc)``, S the product
-    of absolute values and n the number of terms, a bias being one more. For several factors the bound of one is the
-    uncertainty of the next one's input. ``bias_apart``: the bias is added to a result that was rounded to storage before.
+    of absolute values and n the number of terms, a bias being one more; and what ``floor`` takes from x and the factor. For
+    several factors the bound of one is the uncertainty of the next one's input. ``bias_apart``: the bias is added to a result
+    that was rounded to storage before.
     """
     values, error = x.double(), torch.zeros_like(x, dtype=torch.float64)
     for factor in reversed(factors):
         fused_bias = bias if factor is factors[0] and not bias_apart else None
         inherited = absolute_product(error, factor)
         magnitude = absolute_product(values.abs() + error, factor)
+        if mode.floor:
+            inherited += _below_floor(values.abs() + error, factor, mode.floor, shared=factor is not factors[-1])
         values = product(values, [factor])
         if fused_bias is not None:
             values, magnitude = values + fused_bias.double(), magnitude + fused_bias.double().abs()
@@ -87,6 +99,25 @@ def _rounded(values: Tensor, inherited: Tensor, magnitude: Tensor, terms: int, m
     growth = terms * mode.u_acc / (1 - terms * mode.u_acc)
     error = inherited + (mode.e_in + (1 + mode.e_in) * growth) * magnitude
     return error + mode.u_out * (values.abs() + error) + mode.eta
+
+
+def _below_floor(
+    x: Tensor,  # shape: (rows, in_features), magnitudes
+    factor: Tensor,  # shape: (a, b, c, d)
+    floor: float,
+    *,
+    shared: bool,
+) -> Tensor:  # shape: (rows, out_features)
+    """What the smallest inputs may lose, summed. ``shared``: all blocks of a row of x have one scale."""
+    blocks = x.unflatten(1, (1 if shared else factor.shape[0], -1))
+    lost_x = (floor * power_above(blocks.amax(2, keepdim=True))).expand_as(blocks).flatten(1)
+    lost_factor = (floor * power_above(factor.double().abs().amax())).expand_as(factor)
+    return absolute_product(lost_x, factor) + absolute_product(x, lost_factor) + absolute_product(lost_x, lost_factor)
+
+
+def power_above(magnitudes: Tensor) -> Tensor:
+    """The smallest powers of two that are larger; 0 for 0."""
+    return torch.where(magnitudes > 0, torch.exp2(torch.frexp(magnitudes.double()).exponent.double()), 0.0)
 
 
 def assert_equal(out: Tensor, expected: Tensor) -> None:

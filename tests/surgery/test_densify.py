@@ -95,4 +95,4 @@ def test_what_cannot_be_densified(vit: nn.Module) -> None:
 def test_a_root_that_is_a_linear_layer_is_no_plans_layer() -> None:
     model = nn.Linear(32, 32)
     with pytest.raises(PlanError):
-        apply(plan(model, roles=None, example=torch.zeros(2, 3, 32)), model)
+        apply(plan(model, roles="head", example=torch.zeros(2, 3, 32)), model)

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import vit_pytorch
+from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
 from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError, SurgeryError
@@ -79,6 +80,21 @@ def test_selection_by_role_and_name(vit: nn.Module) -> None:
         plan(vit, include="no_such_layer")
 
 
+def test_default_roles_are_those_that_the_model_has_and_named_ones_must_occur() -> None:
+    mixer = MlpMixer(img_size=32, patch_size=8, num_blocks=1, embed_dim=64, num_classes=3)
+    images = torch.zeros(2, 3, 32, 32)
+    made = plan(mixer, example=images)
+    assert {layer.fqn: layer.role for layer in made.replaced if "channels" in layer.fqn} == {
+        "blocks.0.mlp_channels.fc1": "ffn_in",
+        "blocks.0.mlp_channels.fc2": "ffn_out",
+    }
+    assert plan(mixer, roles="ffn", example=images) == made
+    with pytest.raises(SelectionError, match="'qkv'"):
+        plan(mixer, roles=("ffn", "qkv"), example=images)
+    with pytest.raises(SelectionError, match=r"the roles found are head \(1\)"):
+        plan(nn.Sequential(nn.Linear(32, 32), nn.Flatten()), example=torch.zeros(2, 32))
+
+
 def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
     made = plan(vit, patterns=["(1,32,8,2),(2,8,32,1)", "(1,128,32,2),(2,32,32,1)"])
     assert {layer.fqn for layer in made.replaced} == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "mlp.fc1")}
@@ -128,7 +144,7 @@ def test_a_part_without_an_architecture_stays_dense() -> None:
 
     model = Uneven()
     x = torch.randn(2, 5, 32)
-    made = plan(model, nblocks=8, roles=None, example=x)
+    made = plan(model, nblocks=8, example=x)
     assert [(part.name, part.architecture) for part in made.layers[0].parts] == [("q", monarch(32, 32, 8)), ("k", None), ("v", None)]
     key = model.qkv.weight.detach()[32:36].clone()
     apply(made, model)

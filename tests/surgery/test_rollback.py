@@ -204,7 +204,7 @@ class Stubborn(nn.Module):
 
 def test_a_failure_while_switching() -> None:
     model = Stubborn()
-    made = plan(model, roles=None, example=torch.zeros(2, 3, 32))
+    made = plan(model, roles="head", example=torch.zeros(2, 3, 32))
     made = dataclasses.replace(made, switches=(Switch("", "first", True), Switch("", "second", True)))
     with unchanged(model), pytest.raises(AttributeError):
         apply(made, model)
@@ -230,7 +230,7 @@ class Bypass(nn.Module):
 )
 def test_a_failure_in_the_verifying_forward(breaks: bool, message: str) -> None:
     model = Bypass(breaks=breaks)
-    made = plan(model, roles=None, example=torch.zeros(2, 3, 32))
+    made = plan(model, roles="head", example=torch.zeros(2, 3, 32))
     with unchanged(model), pytest.raises(SurgeryError, match=message):
         apply(made, model)
 

@@ -84,7 +84,7 @@ def test_an_include_of_other_roles_says_so() -> None:
 
 
 def test_nothing_left() -> None:
-    with pytest.raises(SelectionError, match="Nothing is left"):
+    with pytest.raises(SelectionError, match="nothing is left"):
         names(roles="head", exclude="he")
 
 

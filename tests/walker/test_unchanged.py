@@ -144,7 +144,6 @@ def test_an_untraceable_model_is_one_sentence(capfd: pytest.CaptureFixture[str])
         walk(Deciding(), tokens())
     message = str(caught.value)
     assert message.startswith("Deciding cannot be walked, because torch.export cannot trace it: ")
-    assert message.endswith(".")
     assert "\n" not in message
     assert len(message) < 400
     printed = capfd.readouterr()
@@ -164,5 +163,5 @@ def test_a_model_that_cannot_be_copied() -> None:
 
 
 def test_something_else_than_a_module() -> None:
-    with pytest.raises(WalkError, match=r"^Expected a torch\.nn\.Module to walk, got str\.$"):
+    with pytest.raises(WalkError, match=r"^expected a torch\.nn\.Module to walk, got str$"):
         walk("vit")  # pyright: ignore[reportArgumentType]

@@ -18,6 +18,9 @@ from flysurgery.patterns import Pattern
 FEW_ROWS = 512
 """Below this the intermediates of bmm stay in the cache as well, and it has fewer steps."""
 
+MOST_IDLE = 1.25
+"""Thread time that a batched product may take, busy or idle, over what its arithmetic needs."""
+
 
 class ChunkedBackend(Backend):
     """Batched products on chunks of rows, with all that lies between two factors stored features first.
@@ -97,12 +100,22 @@ def _classes(columns: Tensor, a: int, d: int) -> Tensor:  # shapes: (a*c*d, n) -
     return classes if 1 in classes.stride()[1:] else classes.contiguous()
 
 
+def _bmm(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``torch.bmm``, or one product after the other where it would leave threads idle: BLAS gives each product to one thread."""
+    batch, threads = left.shape[0], torch.get_num_threads()
+    if ceil(batch / threads) * threads > MOST_IDLE * batch:
+        for a, b, c in zip(left, right, out, strict=True):
+            torch.mm(a, b, out=c)
+    else:
+        torch.bmm(left, right, out=out)
+
+
 def _multiply_columns(columns: Tensor, blocks: Tensor, pattern: Pattern, memory: Tensor) -> Tensor:
     """Multiply by an inner factor; the product, of shape (a*b*d, n), starts at the head of ``memory``."""
     a, b, d, n = pattern.a, pattern.b, pattern.d, columns.shape[1]
     place = memory[: a * b * d * n]
     if d == 1:
-        torch.bmm(blocks, _classes(columns, a, d), out=place.view(a, b, n))
+        _bmm(blocks, _classes(columns, a, d), place.view(a, b, n))
     else:
         place.view(a, b, d, n).copy_(torch.bmm(blocks, _classes(columns, a, d)).view(a, d, b, n).movedim(1, 2))
     return place.view(a * b * d, n)
@@ -119,10 +132,10 @@ def _write_rows(out: Tensor, columns: Tensor, blocks: Tensor, left: Pattern, mem
     a, b, d, n = left.a, left.b, left.d, out.shape[0]
     classes = _classes(columns, a, d).mT  # shape: (a*d, n, c)
     if a * d == 1:
-        torch.bmm(classes, blocks.mT, out=out.unsqueeze(0))
+        torch.mm(classes[0], blocks[0].mT, out=out)
         return
     product = memory[: a * d * n * b].view(a, d, n, b)
-    torch.bmm(classes, blocks.mT, out=product.view(a * d, n, b))
+    _bmm(classes, blocks.mT, product.view(a * d, n, b))
     interleaved = out.view(n, a, b, d)
     if a == 1 and d == 2 and out.dtype in (torch.float32, torch.float64):
         # the two classes are the real and imaginary parts of complex rows, and PyTorch interleaves those fastest

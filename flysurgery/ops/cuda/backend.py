@@ -78,6 +78,7 @@ class CudaBackend(Backend):
         return multiply(x, factors, biases, linears, mode)
 
 
+@torch.compiler.assume_constant_result  # traced, some versions of dynamo take torch.compiler.is_exporting() as true
 def is_exporting() -> bool:
     """Whether a graph is being made for use without this package: ``torch.export``, ONNX, TorchScript."""
     scripting = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 Stamp = tuple[object, ...]
 
@@ -37,9 +38,10 @@ def derived(
     """``make()``, remembered for these sources until one of them is written to, moved, retyped or freed.
 
     Nothing hangs on the sources themselves: state dicts, pickles and deep copies know nothing of it. What was made on
-    one stream is waited for on another. A write is noticed by the version that PyTorch counts and by the address, so
-    one through ``tensor.data`` is not, and calls for ``forget_derived``. Inference tensors count no versions: what
-    derives from them is made at each call.
+    one stream is waited for on another. A write is noticed by the version that PyTorch counts and by the address, and a
+    step of a fused optimizer, which counts none, by a hook. One through ``tensor.data``, or by the replay of a graph that
+    trains, is not, and calls for ``forget_derived``. Inference tensors count no versions: what derives from them is made
+    at each call.
 
     While a CUDA graph is captured, what derives from tensors that require gradients is made inside the graph, because
     replays must follow their training; what derives from frozen ones is taken as it is. Written to later, frozen
@@ -73,6 +75,23 @@ def derived(
 def forget_derived() -> None:
     """Drop everything, after parameters were written to behind PyTorch's back, as through ``parameter.data``."""
     _entries.clear()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Fused optimizers write to parameters without counting a version, compiled ones too."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _forget_parameters(optimizer)  # pyright: ignore[reportArgumentType] - the decorator's annotation
+
+
+@torch.compiler.disable  # breaks the graph of a compiled step of a fused optimizer: the cache is none of a graph's business
+def _forget_parameters(optimizer: torch.optim.Optimizer) -> None:
+    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for entry in [*_entries.values()]:  # other threads may add some
+        if any(id(reference()) in written for reference in entry.references):
+            entry.stamps = ()
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def _stamp(source: Tensor) -> Stamp:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.kernel import Kernel, device_arch, load_kernel
-from flysurgery.ops.cuda.tiling import FusedConfig, config_from_json, configs, fits, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, configs, every_config, fits, tiling
 from flysurgery.patterns import Architecture
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
@@ -31,7 +31,7 @@ def fused_reason(architecture: Architecture, mode: str, linears: int = 1, shared
     tile = tiling(architecture, mode, linears)
     if isinstance(tile, str):
         return tile
-    if not configs(tile, shared_limit, wgmma=False):
+    if next(every_config(tile, shared_limit, wgmma=False), None) is None:
         return f"no tile of {linears} x {architecture} in mode {mode} fits in the registers and {shared_limit} bytes of shared memory"
     return None
 
@@ -81,7 +81,7 @@ class FusedLinear:
         """The configuration that a table's entry describes; None where today's kernel or this device does not offer it."""
         tile = tiling(architecture, mode, linears)
         try:
-            config = config_from_json(fields)
+            config = FusedConfig(**fields)
         except TypeError:
             return None
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil, gcd
 
 from flysurgery.ops.cuda.single_banks import best_pitch, feature_reads
@@ -157,13 +157,3 @@ class GradTiling:
         best = min(range(1, min(most, 2 * slots) + 1), key=waves)
         each = ceil(chunks / best)
         return ceil(chunks / each), each
-
-
-def grad_config_from_json(fields: dict[str, object]) -> GradConfig:
-    """The inverse of ``grad_config_to_json``, for tables of tuned configurations."""
-    return GradConfig(**fields)  # pyright: ignore[reportArgumentType]
-
-
-def grad_config_to_json(config: GradConfig) -> dict[str, object]:
-    """A configuration as plain values."""
-    return asdict(config)

@@ -105,7 +105,7 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
     limit = shared_limit_of(device_index)
     if linears > 1 or fused_obstacle(architecture, mode, 1, limit) is None:
         fields = tuned_config(FUSED, architecture, mode, linears, device_index, rows)
-        config = fields and FusedLinear.tuned(architecture, mode, linears, fields, device_index=device_index)
+        config = FusedLinear.tuned(architecture, mode, linears, fields, device_index=device_index) if fields else None
         return _fused(architecture, mode, linears, device_index, config)
     configs = []
     for pattern in architecture:

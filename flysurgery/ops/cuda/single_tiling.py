@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil, gcd
 
 from flysurgery.ops.cuda.single_banks import best_pitch, reads, writes
@@ -208,13 +208,3 @@ class SingleTiling:
 
         each = min((n for n in _TILES_A_BLOCK if n <= tiles), key=waves)
         return ceil(tiles / each), each
-
-
-def config_from_json(fields: dict[str, object]) -> SingleConfig:
-    """The inverse of ``config_to_json``, for tables of tuned configurations."""
-    return SingleConfig(**fields)  # pyright: ignore[reportArgumentType]
-
-
-def config_to_json(config: SingleConfig) -> dict[str, object]:
-    """A configuration as plain values."""
-    return asdict(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import ceil
@@ -156,8 +156,14 @@ class Tiling:
         """The macros that the kernel is compiled with, less the activation."""
         first, second = self.first, self.second
         return {
-            "A1": second.a, "B1": second.b, "C1": second.c, "D1": second.d,
-            "A2": first.a, "B2": first.b, "C2": first.c, "D2": first.d,
+            "A1": second.a,
+            "B1": second.b,
+            "C1": second.c,
+            "D1": second.d,
+            "A2": first.a,
+            "B2": first.b,
+            "C2": first.c,
+            "D2": first.d,
             "GROUPS": self.linears,
             "MODE": MODES.index(self.mode),
             "TILES": self.tiles,
@@ -206,7 +212,8 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1) -> Tiling | 
     padding = result.groups * result.classes * result.tiles * 8 / first.out_features
     if padding > _MAX_PADDING:
         return f"tiles of 8 would pad the inner size {first.out_features} by a factor of {padding:.2f}"
-    if result.in_features * result.element_bytes % 16 or second.b % (2 * result.runs[-1]) or second.b * second.d * result.element_bytes % 16:
+    ragged = result.in_features * result.element_bytes % 16 or second.b * second.d * result.element_bytes % 16
+    if ragged or second.b % (2 * result.runs[-1]):
         return f"rows of {result.in_features} and blocks of {second.b}x{second.d} features do not fill 16-byte vectors in mode {mode}"
     return result
 
@@ -277,13 +284,3 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             0.02 / config.panel_steps,
         )
     )
-
-
-def config_from_json(fields: dict[str, object]) -> FusedConfig:
-    """The inverse of ``asdict``, for tables of tuned configurations."""
-    return FusedConfig(**fields)  # pyright: ignore[reportArgumentType]
-
-
-def config_to_json(config: FusedConfig) -> dict[str, object]:
-    """A configuration as plain values."""
-    return asdict(config)

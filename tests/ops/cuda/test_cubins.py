@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -152,6 +153,18 @@ def test_the_report_counts_spills(kernels: Path) -> None:
     assert spilled.registers <= 32 and spilled.spill_bytes > 0
     lean = compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="add")
     assert lean.spill_bytes == 0 and lean.serialized == () and 0 < lean.registers < 32
+
+
+def test_a_missing_report_is_no_error(kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when NVRTC has the code from a cache of its own."""
+    monkeypatch.setattr(compilation.io, "StringIO", lambda: _Silent())
+    assert compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="add").registers == 0
+    assert find().startswith(b"\x7fELF")
+
+
+class _Silent(io.StringIO):
+    def getvalue(self) -> str:
+        return "add.cu(1): warning: something else"
 
 
 def test_serialized_wgmma_is_noticed(kernels: Path) -> None:

@@ -51,12 +51,42 @@ def test_packed_once_while_nothing_changes(emulated: type[EmulatedProduct], x: T
 
 def test_follows_optimizer_steps(emulated: type[EmulatedProduct], x: Tensor) -> None:
     layer = Layer()
-    for optimizer in (torch.optim.SGD(layer.parameters(), 0.1), torch.optim.AdamW(layer.parameters(), 0.1, foreach=True)):
+    optimizers = (
+        torch.optim.SGD(layer.parameters(), 0.1),
+        torch.optim.AdamW(layer.parameters(), 0.1, foreach=True),
+        torch.optim.AdamW(layer.parameters(), 0.1, fused=True),
+    )
+    for optimizer in optimizers:
         for parameter in layer.parameters():
             parameter.grad = torch.ones_like(parameter)
         check(layer, x)
         optimizer.step()
         check(layer, x)
+    assert emulated.packs == 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_follows_compiled_optimizer_steps(emulated: type[EmulatedProduct], x: Tensor, fused: bool) -> None:
+    layer = Layer()
+    optimizer = torch.optim.AdamW(layer.parameters(), 0.1, fused=fused)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        check(layer, x)
+        step()
+        check(layer, x)
+
+
+def test_other_layers_stay_packed_after_a_fused_step(emulated: type[EmulatedProduct], x: Tensor) -> None:
+    layer, other = Layer(), Layer()
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    check(layer, x)
+    check(other, x)
+    torch.optim.SGD(layer.parameters(), 0.1, fused=True).step()
+    check(layer, x)
+    check(other, x)
     assert emulated.packs == 3
 
 

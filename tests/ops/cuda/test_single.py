@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch
 from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.single import SingleFactor, candidates, single_reason
-from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleTiling, config_from_json, config_to_json
+from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 from tests.support.tolerance import FP32_BY_FP16_PAIRS
 
@@ -138,7 +141,7 @@ def test_configurations_fit_the_device(mode: str) -> None:
             for config in candidates(pattern, mode, limit):
                 tile = SingleTiling(pattern, mode, config)
                 assert tile.shared_bytes <= limit
-                assert config_from_json(config_to_json(config)) == config
+                assert SingleConfig(**json.loads(json.dumps(asdict(config)))) == config
                 for vector, unit in ((tile.x_vector, pattern.c), (tile.y_vector, pattern.b)):
                     assert vector in (2, 4, 8, 16) and (unit * pattern.d * tile.element_bytes) % vector == 0
 

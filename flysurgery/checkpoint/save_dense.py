@@ -1,14 +1,17 @@
-"""A dense model's folder in timm's own layout."""
+"""Write a dense model into a folder in timm's own layout."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from safetensors.torch import save_file
+from timm.models import filter_pretrained_cfg
+from torch import nn
+
+from flysurgery.checkpoint.folder import check_target, new_folder
 
 FILES = ("model.safetensors", "config.json")
 
@@ -19,8 +22,6 @@ def check_dense_folder(folder: Path, *, force: bool) -> Path:
     Raises:
         CheckpointError: it exists and may not be replaced; the message says why and what to do.
     """
-    from flysurgery.checkpoint.folder import check_target
-
     target = folder.expanduser().resolve()
     check_target(target, replaceable=all((target / name).is_file() for name in FILES), force=force)
     return target
@@ -34,21 +35,17 @@ def save_dense(model: nn.Module, folder: Path, base: str, base_args: Mapping[str
     Raises:
         CheckpointError: the folder exists and may not be replaced, or the system refuses to write.
     """
-    from safetensors.torch import save_file
-
-    from flysurgery.checkpoint.folder import new_folder
-
     target = check_dense_folder(folder, force=force)
     config = json.dumps(_config(model, base, base_args), indent=2, allow_nan=False)
     with new_folder(target) as fresh:
         weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, fresh / FILES[0], metadata={"format": "pt"})
         (fresh / FILES[1]).write_text(config + "\n", encoding="utf-8")
+        # safetensors makes files that only their owner may read; this one is to be read like its neighbour.
+        (fresh / FILES[0]).chmod((fresh / FILES[1]).stat().st_mode)
 
 
 def _config(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[str, Any]:
-    from timm.models import filter_pretrained_cfg
-
     data = filter_pretrained_cfg(dict(getattr(model, "pretrained_cfg", None) or {}), remove_source=True, remove_null=True)
     data.pop("architecture", None)
     classes = getattr(model, "num_classes", None)
