@@ -89,7 +89,8 @@ def _layer_rows(
     arch: str, name: str, architecture: Architecture, rows: int, dtype: torch.dtype, device: torch.device, rounds: int, seed: int
 ) -> list[MultiplyRow]:
     torch.manual_seed(seed)
-    layer = ButterflyLinear(architecture, device=device, dtype=dtype)
+    with torch.inference_mode(False):  # a model's parameters are no inference tensors, whose packed weights could not be kept
+        layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     x = torch.randn(rows, architecture.in_features, device=device, dtype=dtype)
     problem = Problem(architecture, rows, dtype, device.type, bias=True)
     backends = {"layer": explain(problem).choice} | {backend: backend for backend in BACKENDS}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.derived import derived
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.product import Product, product_of
 from flysurgery.ops.cuda.table import rows_bucket
+from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture, Pattern
 
 ProductKey = tuple[tuple[torch.Size, ...], str, int, int, int, bool]

@@ -11,8 +11,8 @@ import torch
 import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
 from flysurgery.ops.cuda import multiply as multiplication
 from flysurgery.ops.cuda import weight_gradient
-from flysurgery.ops.cuda.derived import forget_derived
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
+from flysurgery.ops.derived import forget_derived
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.ops.cuda import derived as derivation
-from flysurgery.ops.cuda.derived import derived, forget_derived
+from flysurgery.ops import derived as derivation
 from flysurgery.ops.cuda.multiply import multiply
+from flysurgery.ops.derived import derived, forget_derived
 from flysurgery.patterns import Architecture
 from tests.ops.cuda.emulation import EmulatedProduct
 from tests.support.problems import make_factors, make_input, make_vector

@@ -19,6 +19,7 @@ Stamp = tuple[object, ...]
 @dataclass
 class _Entry:
     references: tuple[weakref.ref[Tensor], ...]
+    values: tuple[Tensor, ...]  # keep the memory of the sources from being given out again, so that a new address means new values
     stamps: tuple[Stamp, ...]
     tensors: tuple[Tensor, ...]
     ready: torch.cuda.Event | None
@@ -38,7 +39,8 @@ def derived(
     """``make()``, remembered for these sources until one of them is written to, moved, retyped or freed.
 
     Nothing hangs on the sources themselves: state dicts, pickles and deep copies know nothing of it. What was made on
-    one stream is waited for on another. A write is noticed by the version that PyTorch counts and by the address, and a
+    one stream is waited for on another. Memory that the sources leave behind, when they are moved or retyped, is freed
+    at the next call. A write is noticed by the version that PyTorch counts and by the address, and a
     step of a fused optimizer, which counts none, by a hook. One through ``tensor.data``, or by the replay of a graph that
     trains, is not, and calls for ``forget_derived``. Inference tensors count no versions: what derives from them is made
     at each call.
@@ -150,12 +152,13 @@ def _new_entry(key: _Key, sources: tuple[Tensor, ...], stamps: tuple[Stamp, ...]
             _entries.pop(key, None)
 
     references = tuple(weakref.ref(source, drop) for source in sources)
+    values = tuple(source.detach() for source in sources)
     if not sources[0].is_cuda:
-        return _Entry(references, stamps, tensors, None)
+        return _Entry(references, values, stamps, tensors, None)
     stream = torch.cuda.current_stream(sources[0].device)
     ready = torch.cuda.Event()
     ready.record(stream)
-    return _Entry(references, stamps, tensors, ready, {stream.cuda_stream}, captured)
+    return _Entry(references, values, stamps, tensors, ready, {stream.cuda_stream}, captured)
 
 
 def _order(entry: _Entry, capturing: bool) -> None:
