@@ -49,6 +49,17 @@ def test_packed_once_while_nothing_changes(emulated: type[EmulatedProduct], x: T
     assert emulated.packs == 1
 
 
+def test_keeps_the_memory_that_a_parameter_leaves(emulated: type[EmulatedProduct], x: Tensor) -> None:
+    """Given out again, the old address with the old version would pass new values for old ones."""
+    layer = Layer()
+    check(layer, x)
+    left = layer.factors[0].data_ptr()
+    layer.half().double()
+    later = [torch.empty_like(layer.factors[0]) for _ in range(100)]
+    assert left not in {tensor.data_ptr() for tensor in (*later, *layer.factors)}
+    check(layer, x)
+
+
 def test_follows_optimizer_steps(emulated: type[EmulatedProduct], x: Tensor) -> None:
     layer = Layer()
     optimizers = (
