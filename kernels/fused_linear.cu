@@ -17,7 +17,9 @@
 // MODE 0 fp16, 1 bf16: one product, float32 sums. MODE 2 (tf32 grade) and 3 (fp32 grade) take float32: x, u and the
 // weights are scaled by powers of two and rounded to fp16 (MODE 2) or split into hi + lo (MODE 3: hi*hi + hi*lo + lo*hi).
 // The scale of a row follows its blocks: it starts at the first chunk's maximum and drops when a later chunk would
-// overflow, so rows from 2^-126 to the largest finite float keep their relative precision.
+// overflow, so rows from about 2^-120 to the largest finite float keep their relative precision.
+//
+// Measured on an H200 at 25088 rows: 37 to 78 % of the roofline, by layer and mode in recipes/results/fused_linear_h200.csv.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a; four warps share each read of a panel), mma.sync elsewhere (sm_80 and later).
 //

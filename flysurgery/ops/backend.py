@@ -44,6 +44,20 @@ class Backend:
         """Multiply by all factors, the last one first, and add the bias."""
         raise NotImplementedError
 
+    def group_obstacle(self, problem: Problem, linears: int) -> str | None:
+        """Why several linears like the problem's that share x cannot be multiplied together; None when ``linear_group`` can."""
+        return "it multiplies one linear after the other"
+
+    def linear_group(
+        self,
+        x: Tensor,  # shape: (rows, in_features)
+        factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+        biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+        linears: int,
+    ) -> Tensor:  # shape: (rows, linears * out_features)
+        """Multiply x by several linears of one architecture together; their outputs lie side by side."""
+        raise NotImplementedError
+
     def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """Give ``linear`` for fixed weights, brought into the backend's own storage once."""
         return partial(self.linear, factors=factors, bias=bias)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.backend import CudaBackend
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.problem import problem_of
@@ -23,8 +22,8 @@ def ks_linear_group(
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """Apply linear layers to the same x and join their outputs on the last dimension.
 
-    Equal to ``torch.cat([ks_linear(x, factors, bias) ...], -1)``. Where all have the same architecture and the CUDA
-    kernels tile them side by side, it is one launch that reads x once.
+    Equal to ``torch.cat([ks_linear(x, factors, bias) ...], -1)``. Where all have the same architecture and the chosen
+    backend multiplies them together, as the CUDA kernels do, it is one launch that reads x once.
 
     Raises:
         PatternError, BackendError: as ``ks_linear``.
@@ -52,7 +51,7 @@ def _in_one_launch(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Seque
     x = x.to(torch.get_autocast_dtype("cuda")) if autocast else x
     problem = problem_of(x, factors[: len(architecture)], present[0] if present else None)
     chosen = choose(problem, backend)
-    if not isinstance(chosen, CudaBackend) or chosen.group_obstacle(problem, len(linears)) is not None:
+    if chosen.group_obstacle(problem, len(linears)) is not None:
         return None
     with torch.autocast("cuda", enabled=False):
         product = chosen.linear_group(x.reshape(-1, architecture.in_features), factors, present, len(linears))

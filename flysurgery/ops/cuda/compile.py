@@ -53,7 +53,7 @@ def compile_cubin(source: str, defines: Mapping[str, int | str], *, arch: str, n
     """Compile one file of the kernels' folder for one architecture.
 
     Every define becomes ``-DNAME=VALUE``. The sources include only each other's ``.cuh`` files, no header of CUDA or
-    the C++ library, so that nothing but them and NVRTC is needed. Fast-math options are off. Takes 0.1 to 1 s.
+    the C++ library, so that nothing but them and NVRTC is needed. Fast-math options are off. Takes from a fraction of a second to several.
 
     Args:
         source: file name in ``kernel_path()``.

@@ -17,10 +17,9 @@ from flysurgery.patterns import Architecture
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 _ALIGNMENT = 16
-_PORTABLE_SHARED_BYTES = 227 * 1024
 
 
-def fused_reason(architecture: Architecture, mode: str, linears: int = 1, shared_limit: int = _PORTABLE_SHARED_BYTES) -> str | None:
+def fused_reason(architecture: Architecture, mode: str, linears: int, shared_limit: int) -> str | None:
     """Why the fused kernel cannot run an architecture, or None where it can.
 
     Args:
