@@ -52,6 +52,8 @@ class BackendContract:
     modes: ClassVar[tuple[Arithmetic, ...]] = (FP64, FP32, FP16, BF16)
     bias_apart: ClassVar[bool] = False
     """Whether the bias is added to a result that was rounded to storage before."""
+    repeats: ClassVar[bool] = True
+    """Whether a second call gives the same bits."""
 
     @pytest.fixture(autouse=True)
     def _settings(self) -> Iterator[None]:
@@ -167,7 +169,8 @@ class BackendContract:
             first = self.run(x, factors, bias)
             kept = first.clone()
             second = self.run(x, factors, bias)
-            assert_equal(second, kept)
+            if self.repeats:
+                assert_equal(second, kept)
             second.zero_()
             assert_equal(first, kept)
             for operand, copy in zip(operands, before, strict=True):

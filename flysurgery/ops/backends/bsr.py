@@ -36,7 +36,7 @@ class BsrBackend(FactorwiseBackend):
         a, b, c, d = pattern_of(factor).factor_shape
         tile = math.gcd(b, c)
         down, across = b // tile, c // tile
-        tiles = to_blocks(factor).view(a * d, down, tile, across, tile).transpose(2, 3).reshape(-1, tile, tile)
+        tiles = to_blocks(factor).view(a * d, down, tile, across, tile).transpose(2, 3).reshape(-1, tile, tile).contiguous()
         count = torch.arange(a * d * down + 1, device=factor.device) * across
         columns = torch.arange(a * d * across, device=factor.device).view(a * d, 1, across).expand(-1, down, -1).flatten()
         with warnings.catch_warnings():

@@ -16,13 +16,19 @@ from flysurgery.patterns import Pattern
 
 
 class SparseBackend(FactorwiseBackend):
-    """``F.linear`` with each factor in the CSR layout. Source: Gonon et al. 2024, arXiv:2405.15013, Section 2.2."""
+    """``F.linear`` with each factor in the CSR layout.
+
+    On a CUDA device cuSPARSE sums in no fixed order: two calls may differ in the last bits.
+    Source: Gonon et al. 2024, arXiv:2405.15013, Section 2.2.
+    """
 
     name = "sparse"
 
     def can_run(self, problem: Problem) -> str | None:
         if problem.device_type == "cuda" and problem.dtype in (torch.float16, torch.bfloat16):
             return "cuSPARSE rounds the partial sums of CSR products to 16 bits"
+        if problem.device_type == "cuda" and problem.requires_grad:
+            return "PyTorch gives no gradients through CSR products on CUDA"
         return sparse_obstacle(problem)
 
     def prepare(self, factor: Tensor) -> Tensor:
