@@ -52,6 +52,9 @@ ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by d
 Roles = Annotated[str | None, _option("--roles", ROLES_HELP, "NAMES")]
 Include = Annotated[list[str] | None, _option("--include", "Only layers whose name matches; repeatable.", "REGEX")]
 Exclude = Annotated[list[str] | None, _option("--exclude", "No layer whose name matches; repeatable.", "REGEX")]
+Blocks = Annotated[str | None, _option("--blocks", "Only layers within the blocks of these numbers, as in 0-5,8.", "NUMBERS")]
+MinSize = Annotated[int | None, _option("--min-size", "Only layers with both sides at least so long.", minimum=1)]
+Convs = Annotated[bool, _option("--convs", "Replace 1x1 convolutions of the selected roles too.")]
 DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights.")]
 
 # Measuring.

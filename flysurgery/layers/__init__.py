@@ -1,4 +1,5 @@
 """The modules that surgery puts in the place of dense linear layers."""
 
+from flysurgery.layers.butterfly_conv import ButterflyConv as ButterflyConv
 from flysurgery.layers.butterfly_linear import ButterflyLinear as ButterflyLinear
 from flysurgery.layers.split_linear import SplitLinear as SplitLinear

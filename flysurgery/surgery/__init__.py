@@ -11,6 +11,7 @@ from flysurgery.surgery.mark import plan_of as plan_of
 from flysurgery.surgery.plan import ExampleInput as ExampleInput
 from flysurgery.surgery.plan import Plan as Plan
 from flysurgery.surgery.planning import plan as plan
+from flysurgery.surgery.planning import samples_of as samples_of
 from flysurgery.surgery.report import PartRow as PartRow
 from flysurgery.surgery.report import Report as Report
 from flysurgery.surgery.report import Row as Row

@@ -9,15 +9,16 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from flysurgery.errors import PlanError, ProjectionError, SurgeryError
+from flysurgery.surgery.build import Dense
 from flysurgery.surgery.layer_plan import LayerPlan
 from flysurgery.surgery.mark import refuse_converted
 from flysurgery.surgery.plan import Plan
-from flysurgery.walker import Switch
+from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_plain_pointwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_plan(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
+def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
     """Hold a plan against a model, whose weights may live on meta, and give the layers that it replaces.
 
     Raises:
@@ -36,12 +37,12 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     modules = {fqn: module for module, fqns in names.items() for fqn in fqns}
-    found: dict[str, nn.Linear] = {}
+    found: dict[str, Dense] = {}
     for layer in plan.replaced:
         module = modules.get(layer.fqn)
         if module is None or not layer.fqn:
             raise PlanError(f"the plan replaces '{layer.fqn}', and the model has no module of that name; was the plan made for this model?")
-        found[layer.fqn] = _checked_linear(layer, module)
+        found[layer.fqn] = _checked_dense(layer, module)
         if set(names[module]) != set(layer.names):
             raise PlanError(f"layer {layer.fqn} goes by the names {names[module]} in the model, by {list(layer.names)} in the plan")
         for parameter in module.parameters(recurse=False):
@@ -53,7 +54,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def check_weights(layers: Mapping[str, nn.Linear]) -> None:
+def check_weights(layers: Mapping[str, Dense]) -> None:
     """See that every weight to project is there and finite.
 
     Raises:
@@ -68,17 +69,20 @@ def check_weights(layers: Mapping[str, nn.Linear]) -> None:
                 raise ProjectionError(f"layer {fqn}: its {name} has NaN or infinite entries; mend the checkpoint or exclude the layer")
 
 
-def _checked_linear(layer: LayerPlan, module: nn.Module) -> nn.Linear:
+def _checked_dense(layer: LayerPlan, module: nn.Module) -> Dense:
     where = f"layer {layer.fqn}"
-    if not isinstance(module, nn.Linear):
+    if layer.conv:
+        if not (isinstance(module, CONVOLUTIONS) and is_plain_pointwise(module)):
+            raise PlanError(f"{where}: expected a 1x1 convolution without stride, padding and groups, the model has {module}")
+    elif not isinstance(module, nn.Linear):
         raise PlanError(f"{where}: expected an nn.Linear, the model has a {type(module).__name__}")
-    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+    if has_own_forward(module):
         raise PlanError(f"{where}: it is a {type(module).__name__} with a forward of its own, which factors would not repeat")
     if is_parametrized(module):
         raise PlanError(f"{where}: its weight is parametrized; remove the parametrization first")
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise PlanError(f"{where}: it has hooks, which a new module would lose; remove them first")
-    shape = tuple(module.weight.shape)
+    shape = tuple(module.weight.shape[:2])
     if shape != (layer.out_features, layer.in_features):
         raise PlanError(f"{where}: the plan says {layer.size}, the model has {shape[0]}x{shape[1]}")
     if (module.bias is not None) != layer.bias:

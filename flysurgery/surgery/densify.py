@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from flysurgery.errors import SurgeryError
 from flysurgery.factors import factors_to_dense
-from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery.change import Change
 from flysurgery.surgery.mark import SWITCHES_BEFORE, converted_layers
 
 
 def densify(model: nn.Module) -> int:
-    """Replace every converted layer of ``model``, in place, by the ``nn.Linear`` that its factors multiply out to.
+    """Replace every converted layer of ``model``, in place, by the ``nn.Linear`` (or 1x1 convolution) that its factors multiply out to.
 
     Dtype, device, mode and ``requires_grad`` stay, a split layer becomes one matrix again, parents' switches are set back,
     and the model carries no plan any more, so that it can be converted again. Products are summed in float64 and
@@ -27,7 +27,7 @@ def densify(model: nn.Module) -> int:
         raise SurgeryError("the model has no converted layer, so there is nothing to densify")
     if "" in layers:
         raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
-    dense = {layer: _dense_linear(layer) for layer in dict.fromkeys(layers.values())}
+    dense = {layer: _dense_layer(layer) for layer in dict.fromkeys(layers.values())}
     with Change(model) as change:
         for fqn, layer in layers.items():
             change.swap((fqn,), dense[layer])
@@ -36,14 +36,16 @@ def densify(model: nn.Module) -> int:
     return len(dense)
 
 
-def _dense_linear(layer: ButterflyLinear | SplitLinear) -> nn.Linear:
+def _dense_layer(layer: ButterflyLinear | SplitLinear) -> nn.Module:
     parts = (
         [part for part in layer.children() if isinstance(part, ButterflyLinear | nn.Linear)] if isinstance(layer, SplitLinear) else [layer]
     )
     biases = [part.bias for part in parts if part.bias is not None]
-    new = nn.Linear(layer.in_features, layer.out_features, bias=bool(biases), device="meta")
+    axes = layer.axes if isinstance(layer, ButterflyConv) else 0
+    kind, kernel = (nn.Linear, ()) if axes == 0 else ((nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1], (1,))
+    new = kind(layer.in_features, layer.out_features, *kernel, bias=bool(biases), device="meta")
     trains = any(parameter.requires_grad for part in parts for parameter in _weight_parameters(part))
-    new.weight = nn.Parameter(torch.cat([_weight(part) for part in parts]), requires_grad=trains)
+    new.weight = nn.Parameter(torch.cat([_weight(part) for part in parts])[(..., *(None,) * axes)], requires_grad=trains)
     if biases:
         rows = [biases[0].new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
         new.bias = nn.Parameter(torch.cat(rows), requires_grad=any(bias.requires_grad for bias in biases))

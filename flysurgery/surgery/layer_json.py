@@ -33,7 +33,7 @@ def layer_to_json(layer: LayerPlan) -> dict[str, Any]:
             }
             for part in layer.parts
         ],
-    }
+    } | ({"conv": True} if layer.conv else {})
 
 
 def layer_from_json(row: object) -> LayerPlan:
@@ -57,6 +57,7 @@ def layer_from_json(row: object) -> LayerPlan:
         reason=_reason(fields.take("reason", dict, None), where),
         aliases=fields.texts("aliases"),
         parts=tuple(_part(part, where) for part in fields.take("parts", list)),
+        conv=bool(fields.take("conv", bool, optional=True)),
     )
     fields.done()
     return layer

@@ -36,7 +36,8 @@ class Part:
 class LayerPlan:
     """One linear layer: its sizes, whether it is replaced, and by what.
 
-    ``calls`` and ``rows`` (rows of x, summed over the calls) are those of one forward of one sample.
+    ``conv``: it is a 1x1 convolution, whose channels are the features. ``calls`` and ``rows`` (rows of x, summed over the
+    calls) are those of one forward of one sample.
     Parameters are counted with the bias, flops (two a weight and row) without.
 
     Raises:
@@ -54,6 +55,7 @@ class LayerPlan:
     reason: Reason | None = None
     aliases: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    conv: bool = False
 
     def __post_init__(self) -> None:
         if not all(0 < size <= MAX_FEATURES for size in (self.out_features, self.in_features)):

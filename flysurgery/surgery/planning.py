@@ -35,6 +35,10 @@ def plan(
     base: str | None = None,
     base_args: Mapping[str, Any] | None = None,
     example: Tensor | tuple[Any, ...] | None = None,
+    blocks: str | None = None,
+    min_size: int | None = None,
+    convs: bool = False,
+    targets: Sequence[Target] | None = None,
 ) -> Plan:
     """Plan which linear layers of ``model`` are replaced and by what. The model stays as it is, and may live on meta.
 
@@ -51,6 +55,9 @@ def plan(
         budget: share of the dense weights in (0, 1]: each matrix gets the family's densest architecture below it.
         base, base_args: how the dense model is built again when a checkpoint is loaded; timm models say it themselves.
         example: arguments of one forward; timm and vit-pytorch models need none.
+        blocks, min_size: only layers within the blocks of these numbers (``"0-5,8"``), or with both sides at least so long.
+        convs: replace 1x1 convolutions of the selected roles as well, as linears of the channels.
+        targets: what ``walk(model, example)`` found, where that is at hand; it needs the example.
 
     Takes seconds: the walk runs on shapes, not on numbers.
 
@@ -65,11 +72,11 @@ def plan(
     name, arguments = find_base(model, base, base_args)
     refuse_converted(model)
     inputs = example_input(model) if example is None else example
-    targets = walk(model, inputs)
+    targets = walk(model, inputs) if targets is None else targets
     wanted = _default_roles(targets) if roles is None else roles
-    chosen = {target.fqn for target in select(targets, roles=wanted, include=include, exclude=exclude)}
-    samples = _samples(inputs)
-    layers = tuple(_plan_layer(target, rule, samples, selected=target.fqn in chosen) for target in targets)
+    chosen = {target.fqn for target in select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)}
+    samples = samples_of(inputs)
+    layers = tuple(_plan_layer(target, rule, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
     selected = [layer for layer in layers if layer.fqn in chosen]
     if include is not None and rule.architectures:
         _check_patterns_fit(selected)
@@ -86,8 +93,10 @@ def _default_roles(targets: Sequence[Target]) -> tuple[str, ...]:
     return tuple(role for role in DEFAULT_ROLES if role in present) or DEFAULT_ROLES
 
 
-def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool) -> LayerPlan:
-    obstacles = sorted(target.obstacles, key=lambda obstacle: not obstacle.blocking)
+def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool, convs: bool) -> LayerPlan:
+    is_conv = any(obstacle.code == "conv1x1" for obstacle in target.obstacles)
+    obstacles = [obstacle for obstacle in target.obstacles if not (convs and obstacle.code == "conv1x1")]
+    obstacles.sort(key=lambda obstacle: not obstacle.blocking)
     outcome: tuple[Part, ...] | Reason
     if obstacles and (obstacles[0].blocking or not selected):
         outcome = Reason(obstacles[0].code, obstacles[0].text)
@@ -108,6 +117,7 @@ def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool) -> 
         reason=outcome if is_kept else None,
         aliases=target.aliases,
         parts=() if is_kept else outcome,
+        conv=is_conv,
     )
 
 
@@ -148,8 +158,11 @@ def _check_not_empty(layers: Sequence[LayerPlan]) -> None:
     raise PlanError(f"nothing would be replaced: {why}")
 
 
-def _samples(inputs: Tensor | tuple[Any, ...]) -> int:
+def samples_of(inputs: Tensor | tuple[Any, ...]) -> int:
+    """The number of samples in an example: rows of its first tensor, or tensors of its first list."""
     first = next(iter(_arguments(inputs)), None)
+    if isinstance(first, list):
+        return max(len(first), 1)
     return first.shape[0] if isinstance(first, Tensor) and first.dim() > 1 else 1
 
 

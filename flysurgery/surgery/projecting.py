@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import ProjectionError
 from flysurgery.projection import project
-from flysurgery.surgery.build import build
+from flysurgery.surgery.build import Dense, build
 from flysurgery.surgery.layer_plan import LayerPlan, Part
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.report import PartRow, Row, row_of
@@ -24,7 +24,7 @@ MAX_WORKERS = 4
 """Layers at work at once; each holds several copies of its weight in float64."""
 
 
-def project_layers(plan: Plan, dense: Mapping[str, nn.Linear], progress: Progress | None) -> tuple[dict[str, nn.Module], dict[str, Row]]:
+def project_layers(plan: Plan, dense: Mapping[str, Dense], progress: Progress | None) -> tuple[dict[str, nn.Module], dict[str, Row]]:
     """The new modules and the report's rows of the replaced layers, by name. The model is only read.
 
     Layers run side by side with one BLAS thread each: their blocks are too small to share among threads, which
@@ -50,14 +50,14 @@ def project_layers(plan: Plan, dense: Mapping[str, nn.Linear], progress: Progres
     return modules, rows
 
 
-def _project_layer(layer: LayerPlan, dense: nn.Linear) -> tuple[nn.Module, Row]:
+def _project_layer(layer: LayerPlan, dense: Dense) -> tuple[nn.Module, Row]:
     started = perf_counter()
     rows: list[PartRow] = []
     lost = 0.0
 
     def weights(part: Part) -> tuple[Tensor, ...]:
         nonlocal lost
-        weight = dense.weight.detach()[part.start : part.stop]
+        weight = dense.weight.detach()[part.start : part.stop].flatten(1)
         if part.architecture is None:
             rows.append(PartRow(part.name, "dense", 0.0, 1.0))
             return (weight.clone(),)

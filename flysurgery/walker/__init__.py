@@ -1,9 +1,13 @@
 """Where: find the linears of a model by dataflow, with their roles and the obstacles to replacing them. Knows no butterflies."""
 
+from flysurgery.walker.blocks import block_names as block_names
 from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
 from flysurgery.walker.example import example_input as example_input
 from flysurgery.walker.obstacles import CODES as CODES
 from flysurgery.walker.obstacles import Obstacle as Obstacle
+from flysurgery.walker.obstacles import has_own_forward as has_own_forward
+from flysurgery.walker.obstacles import is_plain_pointwise as is_plain_pointwise
+from flysurgery.walker.owners import CONVOLUTIONS as CONVOLUTIONS
 from flysurgery.walker.select import select as select
 from flysurgery.walker.target import ROLES as ROLES
 from flysurgery.walker.target import Role as Role

@@ -13,7 +13,8 @@ from flysurgery.walker.operations import name_of, shape_of
 class Attention:
     """Attention: where its query, key and value enter, and the node that holds its output.
 
-    ``operands`` are pairs of ``"q"``, ``"k"`` or ``"v"`` and a node. ``single_query``: one query row, or queries that do not depend
+    ``operands`` are pairs of ``"q"``, ``"k"`` or ``"v"`` and a node, or of ``"qkv"`` where it does not show which of them
+    it is. ``single_query``: one query row, or queries that do not depend
     on the input (attention pooling). ``scores`` are the products and softmax nodes inside; none for a fused operator.
     """
 

@@ -32,6 +32,7 @@ class _Pass:
         self.products: dict[Node, tuple[Node, Node]] = {}  # matrix products that are no attention output
         self.softmaxes: dict[Node, Flow] = {}
         self.outputs: dict[Node, Attention] = {}
+        self.contexts: dict[Node, Attention] = {}  # sums over the tokens, weighted by a score for each
 
     def run(self) -> Dataflow:
         for node in self.trace.graph.nodes:
@@ -64,8 +65,19 @@ class _Pass:
         if name in ops.SUM and len(branches) == 2:
             return self._sum(node, branches)
         union = self._union(node)
+        if name == "sum":
+            context = self._weighted_sum(node)
+            if context is not None:
+                self._found(context)
+                self.contexts[node] = context
+                return {node: Via()}
         if name in ops.PRODUCT and len(branches) > 1:
             branches = without_statistics(branches)
+            context = next((self.contexts[origin] for branch in branches for origin in branch if origin in self.contexts), None)
+            if context is not None and any(not branch.keys() & self.contexts.keys() for branch in branches):
+                others = [("qkv", arg) for arg in node.all_input_nodes if not self.found.flows[arg].keys() & self.contexts.keys()]
+                self._found(Attention(node, (*context.operands, *others), False))
+                return {node: Via()}
             gated = len(branches) > 1
             return {origin: Via(via.nonlinear or gated, via.reduced) for origin, via in joined(branches).items()}
         if name in ops.ACTIVATION:
@@ -76,6 +88,25 @@ class _Pass:
         if known or (name in ops.CONVOLUTION and ops.is_depthwise(node)):
             return union
         return {node: Via(), **self._scores_in(node)} if union else {}
+
+    def _weighted_sum(self, node: Node) -> Attention | None:
+        """Additive attention: tokens times a score for each token, summed over the tokens."""
+        product = node.args[0]
+        axes = node.args[1] if len(node.args) > 1 else None
+        if not (isinstance(product, Node) and ops.name_of(product) == "mul" and isinstance(axes, (list, tuple)) and len(axes) == 1):
+            return None
+        axis = axes[0]
+        operands = [arg for arg in product.all_input_nodes if arg in self.found.depends and self.found.flows[arg]]
+        shapes = [ops.shape_of(arg) or () for arg in operands]
+        if (
+            len(operands) != 2
+            or not len(shapes[0]) == len(shapes[1]) >= 3
+            or not isinstance(axis, int)
+            or any(shape[axis] == 1 for shape in shapes)
+        ):
+            return None
+        has_scores = any(one == 1 < other for one, other in (*zip(*shapes, strict=True), *zip(*shapes[::-1], strict=True)))
+        return Attention(node, (("qkv", operands[0]), ("qkv", operands[1])), True) if has_scores else None
 
     def _sum(self, node: Node, branches: list[Flow]) -> Flow:
         branches = without_statistics(branches)
@@ -121,6 +152,12 @@ class _Pass:
             if query in self.found.depends and any(origin in self.outputs for origin in self.found.flows[inner]):
                 self._found(Attention(node, (("q", query), ("v", inner)), False))  # linear attention: query times (key times value)
                 return {node: Via()}
+        for inner, outer in ((left, right), (right, left)):
+            product = next((origin for origin in self.found.flows[inner] if origin in self.products), None)
+            if product is not None and outer in self.found.depends and all(arg in self.found.depends for arg in self.products[product]):
+                # attention without a softmax; which of the three is the query does not show
+                self._found(Attention(node, tuple(("qkv", operand) for operand in (*self.products[product], outer)), False))
+                return {node: Via()}
         scores = self._scores_in(node)
         if not scores or all(operand in self.found.depends for operand in operands):  # else constants mix the heads
             self.products[node] = (left, right)
@@ -129,7 +166,8 @@ class _Pass:
     def _softmax_attention(self, node: Node, softmax: Node, weights: Node, value: Node) -> Attention:
         scores = [origin for origin in self.softmaxes[softmax] if origin in self.products]
         operands: list[tuple[str, Node]] = []
-        single = False
+        rows = ops.shape_of(node)
+        single = not scores and rows is not None and rows[-2] == 1  # pooled by weights that come straight from a linear
         for product in scores:
             q, k, query_rows = query_and_key(product, *self.products[product], softmax)
             operands += [("q", q), ("k", k)]

@@ -64,7 +64,7 @@ def _timm_size(model: nn.Module) -> tuple[int, ...] | None:
     if built_for is not None:
         height, width = built_for if isinstance(built_for, (tuple, list)) else (built_for, built_for)
     first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
-    name = first[0] if isinstance(first, (tuple, list)) else first
+    name = next(iter(first), None) if isinstance(first, (tuple, list)) else first
     conv = dict(model.named_modules()).get(name) if name else None
     return getattr(conv, "in_channels", channels), height, width
 

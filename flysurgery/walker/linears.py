@@ -10,7 +10,9 @@ from torch.fx import Node
 
 from flysurgery.walker.export import Trace
 from flysurgery.walker.operations import ADDMM, CONVOLUTION, LINEAR, PRODUCT_OF_MATRICES, SHAPE, name_of, shape_of
-from flysurgery.walker.owners import Owners
+from flysurgery.walker.owners import CONVOLUTIONS, Owners
+from flysurgery.walker.source import children_read
+from flysurgery.walker.switches import offers_switch
 
 _TURNED = frozenset(("t", "transpose", "permute", "numpy_T", "mT"))
 
@@ -121,16 +123,19 @@ def _parameter_behind(trace: Trace, weight: Node) -> str | None:
 
 
 def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
-    """First names of the nn.Linear modules whose weight or bias some other module reads."""
-    found = {call.fqn for call in calls if call.kind == "linear" and not call.inside}
-    for module in owners.modules.values():
+    """First names of the nn.Linear modules and convolutions whose weight or bias some other module reads, or may read."""
+    found = {call.fqn for call in calls if call.kind != "raw" and not call.inside}
+    for fqn, module in owners.modules.items():
         if isinstance(module, nn.TransformerEncoderLayer):
             # its fast path, which no trace shows, takes the weights of its linears
             found |= {owners.first_name(child) for child in module.children() if isinstance(child, nn.Linear)}
+        elif not offers_switch(module):  # else the trace has shown what the switch does
+            names = (f"{fqn}.{name}" if fqn else name for name in children_read(type(module)))
+            found |= {owners.first_name(owners.modules[name]) for name in names if name in owners.modules}
     for placeholder, parameter in trace.parameters.items():
         fqn, _, leaf = parameter.rpartition(".")
         module = owners.modules.get(fqn)
-        if not isinstance(module, nn.Linear) or leaf not in ("weight", "bias"):
+        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or leaf not in ("weight", "bias"):
             continue
         readers = {owners.innermost(user) for user in placeholder.users}
         if not readers <= {owners.first_name(module), *owners.holders(parameter)}:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.fx import Node
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 class Owners:
     """The names of a model's modules and weights. Where a module has several, the first one stands for it."""
@@ -15,7 +17,7 @@ class Owners:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._holders: dict[int, list[str]] = {}
         for fqn, module in model.named_modules():
-            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
                 weight = module._parameters.get("weight")  # None where the weight is computed
                 if weight is not None:
                     self._holders.setdefault(id(weight), []).append(fqn)

@@ -40,6 +40,10 @@ class _Judge:
         self.ffn_in, self.ffn_out = self._feed_forward_pairs()
 
     def judge(self, call: Call) -> Judgement:
+        judgement = self._role(call)
+        return Judgement("other", "rank-one") if judgement.code is None and min(call.in_features, call.out_features) == 1 else judgement
+
+    def _role(self, call: Call) -> Judgement:
         node, source = call.node, self.flows[call.source]
         entered = self.entered.get(node, [])
         if any(origin in self.scores for origin in source):
@@ -49,6 +53,8 @@ class _Judge:
         if entered:
             return _unless(all(attention.single_query for attention in entered), "qkv")
         attentions = [self.by_output[origin] for origin in source if origin in self.by_output]
+        if attentions and self._one_row(call) and node in self.at_output:
+            return Judgement("head", "head")
         if attentions:
             return _unless(self._one_row(call) or all(attention.single_query for attention in attentions), "attn_out")
         if self._one_row(call):

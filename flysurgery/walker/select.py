@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from flysurgery.errors import OptionError, SelectionError
+from flysurgery.walker.blocks import in_blocks
 from flysurgery.walker.target import ROLES, Target
 
 _GROUPS = {"ffn": ("ffn_in", "ffn_out")}
@@ -18,15 +19,20 @@ def select(
     roles: str | Sequence[str] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    blocks: str | None = None,
+    min_size: int | None = None,
 ) -> tuple[Target, ...]:
     """The targets of one of ``roles`` whose name matches one of ``include`` and none of ``exclude``, in their order.
+
+    ``blocks`` leaves those within the blocks of these numbers (``"0-5,8"``, as ``block_names`` numbers them), ``min_size`` those whose
+    smaller side is at least so long.
 
     Patterns are regular expressions, found anywhere in ``fqn`` (``re.search``). ``"ffn"`` stands for ``ffn_in`` and ``ffn_out``. None
     sets no condition. Obstacles play no part here: blocked targets can be selected, and the caller reports why they are kept.
 
     Raises:
-        OptionError: an unknown role, or a pattern that is no regular expression.
-        SelectionError: a role or pattern that matches no target, with the nearest names; or nothing is left.
+        OptionError: an unknown role, a pattern that is no regular expression, or blocks that are no numbers.
+        SelectionError: a role, pattern, block or size that matches no target, with the nearest names; or nothing is left.
     """
     everything = tuple(targets)
     chosen = everything
@@ -39,9 +45,25 @@ def select(
     if exclude is not None:
         hits = [_hits(pattern, everything, everything) for pattern in _listed(exclude)]
         chosen = tuple(target for target in chosen if not any(target.fqn in names for names in hits))
+    if blocks is not None:
+        inside = in_blocks(everything, blocks)
+        if chosen and not any(target.fqn in inside for target in chosen):
+            raise SelectionError(f"blocks {blocks} hold none of the {len(chosen)} linears selected, such as {chosen[0].fqn}")
+        chosen = tuple(target for target in chosen if target.fqn in inside)
+    if min_size is not None:
+        chosen = _large(chosen, min_size)
     if not chosen:
         raise SelectionError(f"nothing is left of the {len(everything)} linears found: every one is excluded")
     return chosen
+
+
+def _large(targets: tuple[Target, ...], min_size: int) -> tuple[Target, ...]:
+    left = tuple(target for target in targets if min(target.out_features, target.in_features) >= min_size)
+    if targets and not left:
+        largest = max(targets, key=lambda target: min(target.out_features, target.in_features))
+        size = f"{largest.out_features}x{largest.in_features}"
+        raise SelectionError(f"no selected linear has both sides of at least {min_size}; the largest is {largest.fqn} with {size}")
+    return left
 
 
 def _listed(selectors: str | Sequence[str]) -> tuple[str, ...]:

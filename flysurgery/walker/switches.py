@@ -36,6 +36,11 @@ def set_switches(double: nn.Module, example: tuple[Any, ...]) -> dict[str, Switc
     return switches
 
 
+def offers_switch(module: nn.Module) -> bool:
+    """Whether the module has an attribute that makes it call its linear."""
+    return any(hasattr(module, name) for name in _ATTRIBUTES)
+
+
 def _called_without(double: nn.Module, example: tuple[Any, ...]) -> set[str]:
     """Names of the nn.Linear modules that one forward on fake tensors calls while the switches are off."""
     called: set[str] = set()

@@ -16,7 +16,7 @@ from flysurgery.walker.export import Trace, trace
 from flysurgery.walker.layout import Prover
 from flysurgery.walker.linears import Call, find_calls, read_elsewhere
 from flysurgery.walker.obstacles import Obstacle, module_obstacles, obstacle
-from flysurgery.walker.owners import Owners
+from flysurgery.walker.owners import CONVOLUTIONS, Owners
 from flysurgery.walker.roles import Judgement, judge
 from flysurgery.walker.shadow import device_of, shadow
 from flysurgery.walker.switches import set_switches
@@ -97,10 +97,9 @@ def _weight_obstacles(model: nn.Module, owners: Owners, call: Call, is_read: boo
     if call.kind == "raw":
         return [obstacle("raw-weight")]
     module = model.get_submodule(call.fqn)
-    if call.kind == "conv":
-        return [obstacle("conv1x1")]
-    assert isinstance(module, nn.Linear)  # a call of kind "linear" belongs to an nn.Linear
-    found = list(module_obstacles(module))
+    assert isinstance(module, (nn.Linear, *CONVOLUTIONS))  # what is no raw weight belongs to one of these
+    found = [obstacle("conv1x1")] if call.kind == "conv" else []
+    found += module_obstacles(module)
     if owners.is_tied(call.fqn):
         found.append(obstacle("tied"))
     if is_read:

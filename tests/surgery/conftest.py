@@ -88,7 +88,7 @@ def make_exact() -> Callable[[Plan, nn.Module], None]:
     @torch.no_grad()
     def make(plan: Plan, model: nn.Module) -> None:
         for layer in plan.replaced:
-            weight = model.get_parameter(f"{layer.fqn}.weight")
+            weight = model.get_parameter(f"{layer.fqn}.weight").flatten(1)
             for part in layer.parts:
                 if part.architecture is not None:
                     rows = weight[part.start : part.stop]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -168,3 +169,72 @@ def test_blocking_and_not() -> None:
     targets = found(model, tokens(7))
     assert (codes(targets["first"]), targets["first"].blocked) == (("patch-embedding",), False)
     assert (codes(targets["last"]), targets["last"].blocked) == (("head",), False)
+
+
+class ReadsWhenTheSizeChanges(FusedAttention):
+    """Keeps something for its number of tokens, and looks at a weight to make it anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.kept.shape[0] != x.shape[1]:
+            self.kept = self.ramp(x.shape[1])
+        return super().forward(x + self.kept[:, None])
+
+    def ramp(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.apple.weight.device, dtype=torch.float32)
+
+    def never_called(self) -> Tensor:
+        return self.pear.weight
+
+
+def test_a_read_that_this_forward_need_not_do() -> None:
+    fresh, used = ReadsWhenTheSizeChanges(), ReadsWhenTheSizeChanges()
+    used(tokens())
+    for model in (fresh, used):
+        assert {fqn: codes(target) for fqn, target in found(model).items()} == {"apple": ("weight-read",), "pear": ()}
+
+
+def test_convit_reads_a_weight_for_another_number_of_tokens() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("convit_tiny", depth=2, local_up_to_layer=1, embed_dim=12, num_heads=4, img_size=32)
+    targets = {target.fqn: target for target in walk(model)}
+    assert codes(targets["blocks.0.attn.qk"]) == ("weight-read",)
+    assert [codes(targets[f"blocks.{name}"]) for name in ("0.attn.v", "0.attn.proj", "1.attn.qkv", "1.mlp.fc1")] == [()] * 4
+
+
+def test_a_single_row_or_column() -> None:
+    class Narrow(MisnamedMlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH)
+
+    assert {fqn: (target.role, codes(target)) for fqn, target in found(Narrow()).items()} == {
+        "qkv": ("other", ("rank-one",)),
+        "proj": ("other", ("rank-one",)),
+    }
+
+
+def test_convolutions_as_linears() -> None:
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1)
+            self.grouped, self.strided = nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 8, 1, stride=2)
+            self.hooked = nn.Conv2d(8, 8, 1)
+            self.hooked.register_forward_hook(lambda *_: None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.strided(self.grouped(self.hooked(x + self.down(self.up(x).relu()))))
+
+    targets = found(Convolutions(), torch.zeros(2, 8, 4, 4))
+    assert {fqn: (target.role, codes(target)[-1]) for fqn, target in targets.items()} == {
+        "up": ("ffn_in", "conv1x1"),
+        "down": ("ffn_out", "conv1x1"),
+        "hooked": ("other", "hooked"),
+    }
+    assert (targets["up"].out_features, targets["up"].in_features, targets["up"].rows) == (16, 8, 2 * 4 * 4)
+    at_one_pixel = {target.fqn: target for target in walk(nn.Sequential(nn.Conv2d(8, 8, 1, stride=2)), torch.zeros(2, 8, 1, 1))}
+    assert "conv-stride" in codes(at_one_pixel["0"])

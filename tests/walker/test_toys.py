@@ -166,7 +166,7 @@ def test_attention_without_softmax_does_not_blur_what_follows() -> None:
             return self.four((q @ (k.mT @ v)).transpose(1, 2).flatten(2))
 
     found = roles(Stack(Linear(), MisnamedMlp(), WrittenOutAttention()), tokens(7))
-    assert {found[f"blocks.0.{name}"] for name in ("one", "two", "three", "four")} == {"other"}
+    assert [found[f"blocks.0.{name}"] for name in ("one", "two", "three", "four")] == ["qkv", "qkv", "qkv", "attn_out"]
     assert (found["blocks.1.qkv"], found["blocks.1.proj"]) == ("ffn_in", "ffn_out")
     assert [found[f"blocks.2.{name}"] for name in ("one", "two", "three", "four")] == ["qkv", "qkv", "qkv", "attn_out"]
     assert found["last"] == "head"
@@ -252,3 +252,47 @@ def test_a_region_under_autocast_is_followed() -> None:
     first, second = walk(Autocast(), tokens())
     assert (first.role, second.role) == ("qkv", "attn_out")
     assert first.split == (Slice("q", 0, 24), Slice("k", 24, 48), Slice("v", 48, 72))
+
+
+def test_additive_attention() -> None:
+    """A score for each token, their weighted sum as a context, and the context times the values."""
+
+    class Additive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three, self.four = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.score = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = self.score(self.one(x)).softmax(1)
+            context = (weights * self.two(x)).sum(1, keepdim=True)
+            return self.four(context * self.three(x))
+
+    found = roles(Stack(Additive(), MisnamedMlp()), tokens(7))
+    assert [found[f"blocks.0.{name}"] for name in ("one", "two", "three", "four", "score")] == ["other", "qkv", "qkv", "attn_out", "other"]
+    assert (found["blocks.1.qkv"], found["blocks.1.proj"]) == ("ffn_in", "ffn_out")
+
+
+def test_pooling_by_weights_straight_from_a_linear() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score, self.classify = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classify((self.score(x).softmax(1).mT @ x).squeeze(1))
+
+    assert roles(Pooled(), tokens()) == {"score": "other", "classify": "head"}
+    assert codes(Pooled(), tokens())["score"] == ("pool",)
+
+
+def test_squeeze_and_excitation_is_no_attention() -> None:
+    class Excited(MisnamedMlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.squeeze = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.squeeze(x.mean(1, keepdim=True)).sigmoid())
+
+    assert roles(Excited(), tokens()) == {"squeeze": "other", "qkv": "ffn_in", "proj": "ffn_out"}

@@ -1,0 +1,249 @@
+"""Walk, plan and convert one model of every timm architecture file, and every model that vit-pytorch's README builds.
+
+``python recipes/survey_models.py timm --out recipes/results/survey_timm.csv``, and ``vit_pytorch`` likewise. About ten minutes each
+with ``--jobs 2`` on two cores.
+
+Each model is built with random weights (timm's at their default arguments), every linear of attention or a feed-forward block that
+the walk finds is planned as Monarch of four blocks, and the planned weights are set to products of random factors. The model then
+computes in float64 and in float32, is converted, and computes again: ``error_ratio`` is the error of the converted model over that
+of the dense one in the same arithmetic. ``kept`` counts the layers of these roles that stay dense, by reason. A model runs in a process
+of its own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import multiprocessing
+import re
+import time
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from survey_cases import Case, timm_cases, vit_pytorch_cases
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flysurgery.checkpoint import build_base
+from flysurgery.errors import FlysurgeryError, ModelError
+from flysurgery.factors import factors_to_dense
+from flysurgery.surgery import Plan, apply, plan
+from flysurgery.walker import Target, example_input, walk
+
+ROLES = ("qkv", "attn_out", "ffn_in", "ffn_out")
+
+
+@dataclass
+class Row:
+    """What became of one model. Counts of layers by role are the walk's; shared modules count once."""
+
+    family: str
+    model: str
+    exported: bool = False
+    linears: int = 0
+    qkv: int = 0
+    attn_out: int = 0
+    ffn_in: int = 0
+    ffn_out: int = 0
+    head: int = 0
+    other: int = 0
+    obstacles: str = ""  # of all linear maps, as "code count; ..."
+    replaced: int = 0
+    kept: str = ""  # reasons of layers of the four roles that stay dense
+    converted: bool = False  # the conversion and a forward after it ran
+    called: int = 0  # replaced modules that the forward called
+    error_ratio: float | None = None
+    output_kept: bool | None = None
+    seconds: float = 0.0
+    note: str = ""
+
+
+def survey(case: Case, tolerance: float) -> Row:
+    """All steps for one model; what fails is noted in the row."""
+    row = Row(case.family, case.name)
+    started = time.perf_counter()
+    try:
+        _survey(case, row, tolerance)
+    except FlysurgeryError as error:
+        row.note = f"{type(error).__name__}: {error}"
+    row.seconds = round(time.perf_counter() - started, 1)
+    return row
+
+
+def _survey(case: Case, row: Row, tolerance: float) -> None:
+    skeleton = _skeleton(case)
+    example = example_input(skeleton) if case.example is None else case.example()
+    targets = walk(skeleton, example)
+    row.exported = True
+    _count_targets(targets, row)
+    roles = [role for role in ROLES if any(target.role == role for target in targets)]
+    if not roles:
+        row.note = "no linear layer belongs to attention or a feed-forward block"
+        return
+    made = plan(skeleton, roles=roles, example=example, targets=targets)
+    row.replaced = len(made.replaced)
+    kept = Counter(layer.reason.code for layer in made.layers if layer.reason is not None and layer.role in roles)
+    row.kept = _counted(kept)
+    torch.manual_seed(0)
+    model = _wrapped(case, build_base(case.base, case.arguments)).eval()
+    del skeleton
+    _make_exact(made, model)
+    _compare(made, model, example, row, tolerance)
+
+
+def _skeleton(case: Case) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return _wrapped(case, build_base(case.base, case.arguments, device="meta"))
+    except ModelError:  # a constructor that computes something from its weights
+        return _wrapped(case, build_base(case.base, case.arguments))
+
+
+def _wrapped(case: Case, model: nn.Module) -> nn.Module:
+    return model if case.wrap is None else case.wrap(model)
+
+
+def _count_targets(targets: tuple[Target, ...], row: Row) -> None:
+    row.linears = len(targets)
+    for role, count in Counter(target.role for target in targets).items():
+        setattr(row, role, count)
+    row.obstacles = _counted(Counter(obstacle.code for target in targets for obstacle in target.obstacles))
+
+
+def _counted(counter: Counter[str]) -> str:
+    return "; ".join(f"{code} {count}" for code, count in sorted(counter.items()))
+
+
+@torch.no_grad()
+def _make_exact(made: Plan, model: nn.Module) -> None:
+    """Set each planned weight to a product of random factors, of the size that it had."""
+    for layer in made.replaced:
+        weight = model.get_parameter(f"{layer.fqn}.weight").flatten(1)
+        for part in layer.parts:
+            if part.architecture is not None:
+                rows = weight[part.start : part.stop]
+                product = factors_to_dense([torch.randn(each.factor_shape, dtype=torch.float64) for each in part.architecture])
+                rows.copy_(product * (_rms(rows.double()) / _rms(product)))
+
+
+@torch.no_grad()
+def _compare(made: Plan, model: nn.Module, example: Any, row: Row, tolerance: float) -> None:
+    inputs = _random_inputs(example[:1] if isinstance(example, Tensor) else example)
+    truth = _outputs(copy.deepcopy(model).double(), tuple(_converted(each, torch.float64) for each in inputs))
+    dense = _outputs(model, inputs)
+    apply(made, model, verify=False)  # what follows shows the same
+    called: set[str] = set()
+    for layer in made.replaced:
+        model.get_submodule(layer.fqn).register_forward_hook(lambda *_, fqn=layer.fqn: called.add(fqn))
+    result = _outputs(model, inputs)
+    row.converted = True
+    row.called = len(called)
+    row.error_ratio = round(_rms(result - truth) / max(_rms(dense - truth), 1e-30), 3)
+    row.output_kept = bool(row.error_ratio <= tolerance)
+
+
+def _random_inputs(example: Any) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(1)
+    arguments = example if isinstance(example, tuple) else (example,)
+    return pytree.tree_map_only(
+        Tensor,
+        lambda t: torch.randn(t.shape, generator=generator) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype),
+        arguments,
+    )
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def _outputs(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    torch.manual_seed(2)
+    leaves = pytree.tree_leaves(model(*inputs))
+    return torch.cat([leaf.double().flatten() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()])
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def _work(case: Case, tolerance: float, pipe: Connection) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        row = survey(case, tolerance)
+    except Exception as error:
+        row = Row(case.family, case.name, note=f"CRASH {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+    pipe.send(row)
+
+
+def run(cases: list[Case], out: Path, *, jobs: int, timeout: float, tolerance: float) -> None:
+    """Survey the cases side by side, and add a row to the file as soon as it is there."""
+    fork = multiprocessing.get_context("fork")  # the libraries are imported once
+    waiting = list(reversed(cases))
+    running: dict[Connection, tuple[Case, BaseProcess, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            case = waiting.pop()
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=_work, args=(case, tolerance, sender), daemon=True)
+            process.start()
+            sender.close()
+            running[receiver] = (case, process, time.perf_counter())
+        ready = wait(list(running), timeout=1)
+        for pipe, (case, process, started) in list(running.items()):
+            row = None
+            if pipe in ready:
+                try:
+                    row = pipe.recv()
+                except EOFError:
+                    row = Row(case.family, case.name, note="CRASH: the process ended without an answer")
+            elif time.perf_counter() - started > timeout:
+                process.kill()
+                row = Row(case.family, case.name, seconds=timeout, note=f"CRASH: no answer within {timeout:.0f} s")
+            if row is not None:
+                process.join()
+                del running[pipe]
+                _append(out, row)
+                print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
+
+
+def _append(out: Path, row: Row) -> None:
+    is_new = not out.exists()
+    with out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+def _surveyed(out: Path) -> set[str]:
+    if not out.exists():
+        return set()
+    with out.open(newline="") as file:
+        return {row["model"] for row in csv.DictReader(file)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("library", choices=("timm", "vit_pytorch"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", help="regular expression over the models' names")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a model")
+    parser.add_argument("--tolerance", type=float, default=16.0, help="largest error_ratio at which the output counts as kept")
+    arguments = parser.parse_args()
+    cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
+    done = _surveyed(arguments.out)
+    chosen = [case for case in cases if case.name not in done and re.search(arguments.only or "", case.name)]
+    run(chosen, arguments.out, jobs=arguments.jobs, timeout=arguments.timeout, tolerance=arguments.tolerance)
+
+
+if __name__ == "__main__":
+    main()
