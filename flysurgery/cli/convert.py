@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import typer
 from torch import nn
 
 from flysurgery import checkpoint as storage
 from flysurgery import evaluation, surgery
+from flysurgery.calibration import Samples
 from flysurgery.cli import options
 from flysurgery.cli.output import check_space, check_writable
 from flysurgery.cli.progress import progress
@@ -33,6 +35,9 @@ def convert(
     base: options.Base = None,
     checkpoint: options.Checkpoint = None,
     pretrained: options.Pretrained = True,
+    calibrate: options.Calibrate = None,
+    samples: options.CalibrationSamples = None,
+    sequential: options.Sequential = False,
     evaluate: options.Evaluate = None,
     batch_size: options.BatchSize = 64,
     out: options.Out = None,
@@ -44,6 +49,7 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
+    options.check_calibration(calibrate, {"--samples": samples, "--sequential": sequential})
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     folder = out or Path("checkpoints") / f"{source.name}.{arch.value}"
     target = options.device_of(device)
@@ -73,10 +79,11 @@ def convert(
         return
     check_space(folder, _bytes(skeleton.model, plan, dtype))
     data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
+    inputs = None if calibrate is None else load_inputs(calibrate, skeleton.model, samples)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("projecting") as step:
-        report = surgery.apply(plan, network, progress=step)
+        report = surgery.apply(plan, network, calibrate=inputs, samples=samples, sequential=sequential, progress=step)
     accuracy = None
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
@@ -90,6 +97,15 @@ def convert(
         accuracy=None if accuracy is None else accuracy.to_json(),
     )
     print_report(report, folder, accuracy, as_json=as_json)
+
+
+def load_inputs(name: str, model: nn.Module, samples: int | None) -> Samples:
+    """The images to calibrate with; says on stderr which could not be read."""
+    found = evaluation.load_calibration(name, model, samples=samples)
+    if found.skipped:
+        named = ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else "")
+        typer.echo(f"flysurgery: {len(found.skipped)} images in {name} cannot be read and are left out: {named}", err=True)
+    return found
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:

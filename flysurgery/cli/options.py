@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +63,11 @@ DATA = "digits|FOLDER"
 Data = Annotated[str, _option("--data", "scikit-learn's digits, or a folder that holds one folder of images a class.", DATA)]
 Evaluate = Annotated[str | None, _option("--evaluate", "Measure the accuracy on this data before and after.", DATA)]
 BatchSize = Annotated[int, _option("--batch-size", "Images a step of the evaluation.", minimum=1)]
+CALIBRATE_HELP = "Fit the factors to what the layers do to these images; folders in it need not be classes."
+Calibrate = Annotated[str | None, _option("--calibrate", CALIBRATE_HELP, DATA)]
+SAMPLES_HELP = "How many images to calibrate with; by default 512, or as many as there are."
+CalibrationSamples = Annotated[int | None, _option("--samples", SAMPLES_HELP, minimum=2)]
+Sequential = Annotated[bool, _option("--sequential", "Calibrate block by block, each after the ones before it are converted.")]
 Device = Annotated[str | None, _option("--device", "cpu, cuda, cuda:1, ...; by default cuda where there is one.", "DEVICE")]
 
 # What is written, and how results are shown.
@@ -87,6 +93,17 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
         else:
             raise OptionError(f"--model-args takes a JSON object or key=value, got '{text}'")
     return arguments
+
+
+def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
+    """Refuse options that need ``--calibrate`` where it is missing.
+
+    Raises:
+        OptionError: the message names them.
+    """
+    given = [name for name, value in others.items() if value]
+    if data is None and given:
+        raise OptionError(f"{' and '.join(given)} need data to calibrate with; give --calibrate digits, or --calibrate FOLDER")
 
 
 def names(text: str, option: str) -> tuple[str, ...]:

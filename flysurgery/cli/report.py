@@ -16,8 +16,9 @@ Layers: TypeAlias = Sequence[LayerPlan | Row]
 
 PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "architecture")
 DONE = ("layer", "n", "role", "params", "FLOPs", "worst\nerror", "least\nenergy", "architecture")
+CALIBRATED = ("layer", "n", "role", "params", "FLOPs", "output\nerror", "plain\nprojection", "architecture")
 KEPT = ("kept dense", "n", "role", "out x in", "why")
-NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy")
+NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy", "output\nerror", "plain\nprojection")
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
@@ -33,17 +34,20 @@ def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, a
     """Print what convert did.
 
     A layer's error is ``norm(W - W') / norm(W)`` and its energy the share of ``norm(W)**2`` that is kept; of layers
-    that are alike, the worst is shown. The JSON document has every layer.
+    that are alike, the worst is shown. After a calibration the error is that of the layer's output on held-out samples, beside that of the
+    plain projection. The JSON document has every layer.
     """
     if as_json:
         print_json({"folder": str(folder), "accuracy": None if accuracy is None else accuracy.to_json()} | report.to_json())
         return
-    _print_layers(DONE, report.rows)
+    _print_layers(DONE if report.calibration is None else CALIBRATED, report.rows)
     totals = [_total("parameters of the model", report.model_params_before, report.model_params_after), *_layer_totals(report.rows)]
     if accuracy is not None:
         before, after = accuracy.before, accuracy.after
         totals += [_accuracy("top-1", before.top1, after.top1, before.samples), _accuracy("top-5", before.top5, after.top5, before.samples)]
     _print_totals(totals)
+    if report.calibration is not None:
+        typer.echo(f"\n{report.calibration}")
     typer.echo(f"\nsaved in {folder}")
 
 
@@ -60,7 +64,10 @@ def _print_layers(columns: Sequence[str], layers: Layers) -> None:
 def _cells(name: str, members: Layers) -> dict[str, str]:
     first = members[0]
     worst = max(getattr(each, "relative_error", None) or 0.0 for each in members)
+    calibrated = [found for found in (getattr(each, "calibration", None) for each in members) if found is not None]
     return {
+        "output\nerror": f"{max((found.output_error for found in calibrated), default=0.0):.3f}",
+        "plain\nprojection": f"{max((found.plain_output_error for found in calibrated), default=0.0):.3f}",
         "layer": name,
         "kept dense": name,
         "n": str(len(members)),

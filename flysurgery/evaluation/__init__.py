@@ -1,5 +1,6 @@
 """Accuracy of a model on images that are at hand."""
 
+from flysurgery.evaluation.calibration import load_calibration as load_calibration
 from flysurgery.evaluation.comparison import Comparison as Comparison
 from flysurgery.evaluation.data import ImageData as ImageData
 from flysurgery.evaluation.data import load_data as load_data

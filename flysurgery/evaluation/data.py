@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,19 +97,26 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
 def _folder(folder: Path, wanted: Preparation) -> ImageData:
     if not folder.is_dir():
         raise DataError(f"there is no data set '{folder}': expected 'digits' or a folder with one folder of images for each class")
-    from timm.data.transforms_factory import create_transform
     from torchvision.datasets import ImageFolder
 
-    options = {**wanted.config, "mean": wanted.mean, "std": wanted.std}
-    transform: Any = create_transform(**options, is_training=False)
     try:
-        dataset = ImageFolder(folder, transform=transform, loader=lambda path: _read_image(path, wanted.channels))
+        dataset = ImageFolder(folder, transform=transform_of(wanted), loader=lambda path: read_image(path, wanted.channels))
     except OSError as error:  # torchvision's word for no folders, or one without images
         raise DataError(f"{folder} is no image folder, with one folder of images for each class: {_first_line(error)}") from error
     return ImageData(str(folder), dataset, len(dataset), len(dataset.classes))
 
 
-def _read_image(path: str, channels: int) -> Any:
+def transform_of(wanted: Preparation) -> Callable[[Any], Any]:
+    """What timm does to an image before it is shown to the model, without augmentation."""
+    from timm.data.transforms_factory import create_transform
+
+    options: Any = {**wanted.config, "mean": wanted.mean, "std": wanted.std}
+    transform: Any = create_transform(**options, is_training=False)
+    return transform
+
+
+def read_image(path: str, channels: int) -> Any:
+    """The image in a file, grey or in colours. Raises ``DataError`` for what is no image, or is cut short."""
     from PIL import Image
 
     try:

@@ -1,4 +1,11 @@
 """Dense matrices to the nearest products of Kronecker-sparse factors."""
 
+from flysurgery.projection.calibrated import CalibratedProjection as CalibratedProjection
+from flysurgery.projection.calibrated import project_calibrated as project_calibrated
+from flysurgery.projection.metric import Metric as Metric
+from flysurgery.projection.metric import OutputError as OutputError
+from flysurgery.projection.metric import metric_of as metric_of
+from flysurgery.projection.metric import output_error as output_error
+from flysurgery.projection.moments import Moments as Moments
 from flysurgery.projection.project import project as project
 from flysurgery.projection.report import Projection as Projection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
@@ -33,8 +34,19 @@ def project(
             real floating values, or the architecture has more than two factors and is not chainable.
     """
     started = perf_counter()
-    matrix = _checked(weight, architecture)
-    factors = tuple(factor.to(device=weight.device, dtype=weight.dtype) for factor in _nearest(matrix, architecture))
+    matrix = checked_matrix(weight, architecture)
+    return as_projection(weight, matrix, architecture, _nearest(matrix, architecture), started)
+
+
+def as_projection(
+    weight: Tensor,  # shape: (out_features, in_features)
+    matrix: Tensor,  # the same in float64
+    architecture: Architecture,
+    found: Sequence[Tensor],  # factors, float64
+    started: float,
+) -> Projection:
+    """Round the factors to what ``weight`` is stored in, and measure them."""
+    factors = tuple(factor.to(device=weight.device, dtype=weight.dtype) for factor in found)
     relative_error, block_errors = relative_and_block_errors(matrix, factors)
     return Projection(
         architecture=architecture,
@@ -54,7 +66,8 @@ def _nearest(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
     return hierarchical(matrix, architecture)
 
 
-def _checked(weight: Tensor, architecture: Architecture) -> Tensor:
+def checked_matrix(weight: Tensor, architecture: Architecture) -> Tensor:
+    """``weight`` in float64 on the CPU, if it can be projected; raises what ``project`` raises."""
     if weight.dim() != 2:
         raise PatternError(f"expected a matrix of shape {architecture.shape}, got a tensor of shape {tuple(weight.shape)}")
     check_fits(architecture, *weight.shape)

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from flysurgery.calibration import Data, samples_of
+from flysurgery.errors import OptionError
+from flysurgery.surgery.calibrating import project_calibrated_layers
 from flysurgery.surgery.change import Change
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.plan import Plan
@@ -16,8 +19,23 @@ from flysurgery.surgery.report import Report, row_of
 from flysurgery.surgery.verify import check_runs
 
 
-def apply(plan: Plan, model: nn.Module, *, progress: Progress | None = None, verify: bool = True) -> Report:
+def apply(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    calibrate: Data | None = None,
+    samples: int | None = None,
+    sequential: bool = False,
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> Report:
     """Replace the planned layers of ``model``, in place, by their projections.
+
+    With ``calibrate`` the factors are fitted to what the layers are given on these data, and biases take up what the mean of their
+    output loses; see ``projection.project_calibrated``. ``calibrate`` holds inputs as the model takes them: a tensor of them, an
+    iterable of batches (alone or first in a tuple), or ``Samples``; of these ``samples`` are taken, by default 512 or as many as there
+    are, and kept in memory, each fifth of them to measure errors only. ``sequential`` goes block by block, with the blocks before
+    converted already: half as many passes as there are blocks instead of one.
 
     Every check comes before the first change. The new modules are made aside, with the dtype, device, mode, biases
     and ``requires_grad`` of the old ones; then all are swapped in, the plan's switches are set, and with ``verify`` one
@@ -29,12 +47,21 @@ def apply(plan: Plan, model: nn.Module, *, progress: Progress | None = None, ver
         SurgeryError: the model is converted already, has no weights (meta), or fails the verifying forward.
         PlanError: the plan does not fit the model.
         ProjectionError: a weight or bias has NaN or infinite entries; the message names the layer.
+        DataError: calibration samples that the model does not take, or fewer than ``samples``.
+        OptionError: options of calibration without data.
     """
     started = perf_counter()
     dense = check_plan(plan, model)
     check_weights(dense)
     params_before = _count(model)
-    modules, rows = project_layers(plan, dense, progress)
+    calibration = None
+    if calibrate is None:
+        if samples is not None or sequential:
+            raise OptionError("samples and sequential are options of calibration; give data to calibrate with")
+        modules, rows = project_layers(plan.replaced, dense, progress)
+    else:
+        taken = samples_of(calibrate, count=samples, shape=_sample_shape(plan))
+        modules, rows, calibration = project_calibrated_layers(plan, model, dense, taken, sequential=sequential, progress=progress)
     with Change(model) as change:
         change.convert(plan, modules)
         if verify:
@@ -45,12 +72,29 @@ def apply(plan: Plan, model: nn.Module, *, progress: Progress | None = None, ver
         model_params_after=_count(model),
         seconds=perf_counter() - started,
         verified=verify,
+        calibration=calibration,
     )
 
 
-def convert(model: nn.Module, arch: str = "monarch", *, progress: Progress | None = None, verify: bool = True, **options: Any) -> Report:
-    """``plan`` and ``apply`` in one; ``options`` are those of ``plan``. Raises what they raise."""
-    return apply(make_plan(model, arch, **options), model, progress=progress, verify=verify)
+def convert(
+    model: nn.Module,
+    arch: str = "monarch",
+    *,
+    calibrate: Data | None = None,
+    samples: int | None = None,
+    sequential: bool = False,
+    progress: Progress | None = None,
+    verify: bool = True,
+    **options: Any,
+) -> Report:
+    """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise."""
+    plan = make_plan(model, arch, **options)
+    return apply(plan, model, calibrate=calibrate, samples=samples, sequential=sequential, progress=progress, verify=verify)
+
+
+def _sample_shape(plan: Plan) -> tuple[int, ...] | None:
+    """What one sample looks like, where the plan says that the model takes one batch of samples."""
+    return plan.example[0].shape[1:] if plan.example is not None and len(plan.example) == 1 else None
 
 
 def _count(model: nn.Module) -> int:

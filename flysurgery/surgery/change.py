@@ -69,3 +69,10 @@ class Change:
         else:
             self._undo.callback(delattr, module, name)
         setattr(module, name, value)
+
+
+class Trial(Change):
+    """A change that is taken back however the block ends: a model that is converted for a while, to be run."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.__exit__(kind, error, trace)

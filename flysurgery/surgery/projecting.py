@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from time import perf_counter
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from flysurgery.errors import ProjectionError
 from flysurgery.projection import project
 from flysurgery.surgery.build import Dense, build
+from flysurgery.surgery.fitting import Inputs, LayerFit
 from flysurgery.surgery.layer_plan import LayerPlan, Part
-from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.report import PartRow, Row, row_of
 
 Progress = Callable[[int, int, str], None]
@@ -24,22 +24,27 @@ MAX_WORKERS = 4
 """Layers at work at once; each holds several copies of its weight in float64."""
 
 
-def project_layers(plan: Plan, dense: Mapping[str, Dense], progress: Progress | None) -> tuple[dict[str, nn.Module], dict[str, Row]]:
-    """The new modules and the report's rows of the replaced layers, by name. The model is only read.
+def project_layers(
+    layers: Sequence[LayerPlan],
+    dense: Mapping[str, Dense],
+    progress: Progress | None,
+    inputs: Mapping[str, Inputs] | None = None,
+) -> tuple[dict[str, nn.Module], dict[str, Row]]:
+    """The new modules and the report's rows of ``layers``, by name. The model is only read.
 
-    Layers run side by side with one BLAS thread each: their blocks are too small to share among threads, which
-    costs twice the processor time and, on a busy machine, many times the wall time.
+    With ``inputs`` the factors are fitted to what the layers are given, and biases take up what the mean loses; else they are
+    those nearest to the weights. Layers run side by side with one BLAS thread each: their blocks are too small to share among threads,
+    which costs twice the processor time and, on a busy machine, many times the wall time.
 
     Raises:
         ProjectionError: a weight that cannot be projected; the message names the layer.
     """
     threads = torch.get_num_threads()
-    layers = plan.replaced
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
     pool = ThreadPoolExecutor(min(threads, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
     try:
-        jobs = [pool.submit(_project_layer, layer, dense[layer.fqn]) for layer in layers]
+        jobs = [pool.submit(_project_layer, layer, dense[layer.fqn], None if inputs is None else inputs[layer.fqn]) for layer in layers]
         for done, (layer, job) in enumerate(zip(layers, jobs, strict=True), start=1):
             modules[layer.fqn], rows[layer.fqn] = job.result()
             if progress is not None:
@@ -50,19 +55,22 @@ def project_layers(plan: Plan, dense: Mapping[str, Dense], progress: Progress | 
     return modules, rows
 
 
-def _project_layer(layer: LayerPlan, dense: Dense) -> tuple[nn.Module, Row]:
+def _project_layer(layer: LayerPlan, dense: Dense, inputs: Inputs | None) -> tuple[nn.Module, Row]:
     started = perf_counter()
     rows: list[PartRow] = []
     lost = 0.0
+    fit = None if inputs is None else LayerFit(inputs, bias=dense.bias is not None)
 
     def weights(part: Part) -> tuple[Tensor, ...]:
         nonlocal lost
         weight = dense.weight.detach()[part.start : part.stop].flatten(1)
         if part.architecture is None:
             rows.append(PartRow(part.name, "dense", 0.0, 1.0))
+            if fit is not None:
+                fit.keep(weight)
             return (weight.clone(),)
         try:
-            projection = project(weight, part.architecture)
+            projection = project(weight, part.architecture) if fit is None else fit.project(weight, part.architecture)
         except ProjectionError as error:
             raise ProjectionError(f"layer {layer.fqn}: {error}") from error
         rows.append(PartRow(part.name, str(part.architecture), projection.relative_error, projection.energy_kept))
@@ -70,8 +78,11 @@ def _project_layer(layer: LayerPlan, dense: Dense) -> tuple[nn.Module, Row]:
         return projection.factors
 
     new = build(layer, dense, weights)
+    if fit is not None:
+        fit.correct_biases(new)
     norm = _norm(dense.weight.detach())
-    return new, row_of(layer, rows, sqrt(lost) / norm if norm else 0.0, perf_counter() - started)
+    calibration = None if fit is None else fit.row()
+    return new, row_of(layer, rows, sqrt(lost) / norm if norm else 0.0, perf_counter() - started, calibration)
 
 
 def _norm(weight: Tensor) -> float:

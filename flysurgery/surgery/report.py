@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibration, calibrated_table
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
 from flysurgery.surgery.plan_table import kept_table
 from flysurgery.surgery.table import grouped, share, short_count, text_table
@@ -40,7 +41,7 @@ class Row:
     """One linear layer of the model. Parameters with the bias; flops of one forward of one sample, without the bias.
 
     ``relative_error`` and ``energy_kept`` are those of the whole matrix, ``seconds`` what its projection took; all
-    three are None where the layer stays dense. ``reason`` says why it does.
+    three are None where the layer stays dense. ``reason`` says why it does. ``calibration`` is None where there was none.
     """
 
     fqn: str
@@ -57,6 +58,7 @@ class Row:
     energy_kept: float | None
     seconds: float | None
     parts: tuple[PartRow, ...] = ()
+    calibration: RowCalibration | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Report:
     model_params_after: int
     seconds: float
     verified: bool
+    calibration: ReportCalibration | None = None
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -95,7 +98,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Rows and totals as JSON values."""
         rows = [asdict(row) | {"parts": [asdict(part) for part in row.parts]} for row in self.rows]
-        return {"rows": rows, "totals": self.totals, "verified": self.verified}
+        calibration = None if self.calibration is None else asdict(self.calibration)
+        return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration}
 
     def __str__(self) -> str:
         totals = self.totals
@@ -108,10 +112,19 @@ class Report:
         head = f"replaced {totals['replaced']} of {totals['layers']} linear layers in {self.seconds:.1f} s"
         head += ", and one forward called each" if self.verified else ", not verified by a forward"
         kept = [(row.fqn, row.role, row.size, row.reason) for row in self.rows if row.status == "keep"]
-        return "\n\n".join([head, _replaced_table(self.replaced), "\n".join(sums), *([kept_table(kept)] if kept else [])])
+        blocks = [head, _replaced_table(self.replaced), "\n".join(sums)]
+        if self.calibration is not None:
+            blocks += [str(self.calibration), calibrated_table([(row.fqn, row.role, row.calibration) for row in self.rows])]
+        return "\n\n".join([*blocks, *([kept_table(kept)] if kept else [])])
 
 
-def row_of(layer: LayerPlan, parts: Sequence[PartRow], relative_error: float | None, seconds: float | None) -> Row:
+def row_of(
+    layer: LayerPlan,
+    parts: Sequence[PartRow],
+    relative_error: float | None,
+    seconds: float | None,
+    calibration: RowCalibration | None = None,
+) -> Row:
     """The row of a layer that was replaced, or kept (no parts, None and None)."""
     return Row(
         fqn=layer.fqn,
@@ -128,6 +141,7 @@ def row_of(layer: LayerPlan, parts: Sequence[PartRow], relative_error: float | N
         energy_kept=None if relative_error is None else 1 - relative_error**2,
         seconds=seconds,
         parts=tuple(parts),
+        calibration=calibration,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from flysurgery.calibration import unchanged_state
 from flysurgery.errors import SurgeryError
 from flysurgery.surgery.plan import ExampleInput, Plan
 
@@ -27,7 +27,7 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
     hooks = [model.get_submodule(layer.fqn).register_forward_hook(_note(layer.fqn, ran)) for layer in plan.replaced]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), _unchanged_state(model):
+        with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
             model(*inputs)
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -59,20 +59,3 @@ def _input(example: ExampleInput, model: nn.Module) -> Tensor:
         return torch.zeros(example.shape, dtype=dtype, device=weight.device)
     # The model's dtype and not the plan's: a plan made on a float32 skeleton serves a half-precision model.
     return torch.randn(example.shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
-
-
-@contextmanager
-def _unchanged_state(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards each module has its own mode and its own buffers with their old values."""
-    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for _, _, buffers in modules for buffer in buffers.values() if buffer is not None]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training, buffers in modules:
-            module.training = training
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for buffer, value in values:
-            buffer.copy_(value)

@@ -1,0 +1,77 @@
+"""The moments of layers' inputs, from forwards over some batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.calibration.unchanged import unchanged_state
+from flysurgery.errors import DataError, SurgeryError
+from flysurgery.projection import Moments
+
+
+class _AllSeen(Exception):  # noqa: N818
+    """The way out of a forward in which every wanted layer has had its inputs."""
+
+
+@torch.no_grad()
+def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tensor]) -> dict[str, Moments]:
+    """Run ``model`` over ``batches``, in eval mode, and sum up the moments of what enters each of ``layers``.
+
+    ``layers`` gives the names of linear layers and how often a forward calls each; a forward ends with the last of these calls. Keeps one
+    n×n matrix in float64 a layer, and nothing of the batches. Layers that are given the same tensor share one
+    sum. The model's modes, buffers and hooks are as before.
+
+    Raises:
+        DataError: the model fails on a batch; the message has its reason.
+        SurgeryError: a layer that a forward does not call, or whose inputs are not finite.
+    """
+    found = {fqn: Moments(int(model.get_submodule(fqn).in_features)) for fqn in layers}  # pyright: ignore[reportArgumentType]
+    parameter = next(model.parameters())
+    watch = _Watch(layers, found)
+    handles = [model.get_submodule(fqn).register_forward_pre_hook(watch.hook(fqn)) for fqn in layers]
+    try:
+        with unchanged_state(model):
+            for batch in batches:
+                watch.start()
+                try:
+                    model(batch.to(parameter.device, parameter.dtype))
+                except _AllSeen:
+                    continue
+                except Exception as error:
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
+                    raise DataError(f"the model fails on calibration inputs of shape {tuple(batch.shape)}: {reason}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    for fqn, moments in found.items():
+        if not moments.rows:
+            raise SurgeryError(f"layer {fqn} was not called on the calibration data, so nothing is known of its inputs; exclude it")
+        if not moments.is_finite:
+            raise SurgeryError(f"layer {fqn} is given NaN or infinite inputs on the calibration data")
+    return found
+
+
+class _Watch:
+    """Adds up what the hooks see in one forward after another."""
+
+    def __init__(self, layers: Mapping[str, int], found: dict[str, Moments]) -> None:
+        self._layers = layers
+        self._found = found
+        self._left: dict[str, int] = {}
+
+    def start(self) -> None:
+        self._left = dict(self._layers)
+
+    def hook(self, fqn: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        def see(module: nn.Module, inputs: tuple[object, ...]) -> None:
+            (x,) = inputs
+            assert isinstance(x, Tensor)
+            self._found[fqn].add(x)
+            self._left[fqn] -= 1
+            if not any(left > 0 for left in self._left.values()):
+                raise _AllSeen
+
+        return see

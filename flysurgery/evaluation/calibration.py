@@ -1,0 +1,80 @@
+"""Images to calibrate with: as the model takes them, without the classes, and none of those that accuracy is measured on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from flysurgery.calibration import DEFAULT_SAMPLES, Samples, samples_of
+from flysurgery.errors import DataError
+from flysurgery.evaluation.data import load_data, preparation, read_image, transform_of
+from flysurgery.evaluation.digits import digits
+
+
+def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
+    """Take ``samples`` images of the data set ``name``, prepared for ``model``, whose weights may live on meta.
+
+    "digits" is the part of scikit-learn's digits that ``load_data`` does not measure on. A folder may hold images at any depth; what
+    its folders are called does not matter. Images that cannot be read are left out, and named in ``Samples.skipped``. The
+    images are spread evenly over the sorted names. By default 512 are taken, or as many as there are.
+
+    Raises:
+        DataError: there is no such data set, or it has fewer readable images than ``samples``, or fewer than two.
+        OptionError: ``samples`` below 2.
+    """
+    wanted = preparation(model)
+    size = (wanted.channels, wanted.height, wanted.width)
+    skipped: list[str] = []
+    if str(name) == "digits":
+        inputs = _spread(digits("train", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std), samples)
+    elif Path(name).is_dir():
+        transform = transform_of(wanted)
+        paths = _image_files(Path(name))
+        inputs = _read(paths, lambda path: transform(read_image(str(path), wanted.channels)), samples, skipped)
+        if not inputs:
+            raise DataError(f"none of the {len(paths)} images in {name} can be read, the first is {paths[0].name}")
+        if skipped and len(inputs) < (samples or 2):
+            raise DataError(
+                f"{name}: {samples or 2} samples are needed, and only {len(inputs)} images can be read; "
+                f"unreadable are {', '.join(skipped[:5])}{', ...' if len(skipped) > 5 else ''}"
+            )
+    else:
+        inputs = _spread(load_data(name, model).dataset, samples)
+    return samples_of(Samples(torch.stack(inputs), str(name), tuple(skipped)), count=samples, shape=size)
+
+
+def _image_files(folder: Path) -> list[Path]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
+    if not paths:
+        raise DataError(f"there are no images in {folder}; expected files ending in {', '.join(IMG_EXTENSIONS)}")
+    return paths
+
+
+def _order(count: int, wanted: int) -> list[int]:
+    """All positions: first ``wanted`` of them that are spread evenly, then the others, to make up for unreadable images."""
+    chosen = [index * count // wanted for index in range(min(wanted, count))] if count > wanted else list(range(count))
+    return chosen + sorted(set(range(count)) - set(chosen))
+
+
+def _spread(dataset: Dataset[Any], samples: int | None) -> list[Tensor]:
+    count, wanted = len(dataset), samples or DEFAULT_SAMPLES  # pyright: ignore[reportArgumentType]
+    return [dataset[index][0] for index in _order(count, wanted)[:wanted]]
+
+
+def _read(paths: list[Path], read: Any, samples: int | None, skipped: list[str]) -> list[Tensor]:
+    wanted = samples or DEFAULT_SAMPLES
+    found: list[Tensor] = []
+    for index in _order(len(paths), wanted):
+        try:
+            found.append(read(paths[index]))
+        except DataError:
+            skipped.append(paths[index].name)
+        if len(found) == wanted:
+            break
+    return found

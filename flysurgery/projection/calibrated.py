@@ -1,0 +1,67 @@
+"""From a dense matrix to a product of factors that does nearly the same to the inputs that were seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from flysurgery.factors import factors_to_dense
+from flysurgery.patterns import Architecture
+from flysurgery.projection.block_cycling import block_cycling
+from flysurgery.projection.metric import Metric
+from flysurgery.projection.project import as_projection, checked_matrix, project
+from flysurgery.projection.report import Projection
+
+
+@dataclass(frozen=True)
+class CalibratedProjection:
+    """A projection that was fitted to inputs.
+
+    Attributes:
+        projection: the factors, and their error as a matrix, which is larger than that of the plain projection.
+        shift: what to add to the bias so that the mean of the output stays, ``(W - K_1 K_2) E[x]``; shape (out_features,), float64, None
+            where the metric has no mean.
+        errors: relative errors ``sqrt(tr(D G Dᵀ) / tr(W G Wᵀ))`` at the start and after each sweep, never rising.
+        reason: why the factors are those of the plain projection all the same; None where they are not.
+    """
+
+    projection: Projection
+    shift: Tensor | None
+    errors: tuple[float, ...]
+    reason: str | None
+
+
+@torch.no_grad()
+def project_calibrated(
+    weight: Tensor,  # shape: (out_features, in_features)
+    architecture: Architecture,
+    metric: Metric,
+) -> CalibratedProjection:
+    """Find factors of ``architecture`` whose product acts nearly as ``weight`` does on inputs of the given metric.
+
+    Two factors, whatever their patterns, are fitted by ``block_cycling``. For any other number no method is known here, and
+    the plain projection is taken, with the reason. The work is done in float64 on the metric's device.
+
+    Raises:
+        PatternError, ProjectionError: as ``project`` does.
+    """
+    started = perf_counter()
+    matrix = checked_matrix(weight, architecture)
+    if len(architecture) == 2:
+        found, errors = block_cycling(matrix.to(metric.gram.device), architecture, metric.gram)
+        projection = as_projection(weight, matrix, architecture, found, started)
+        reason = None
+    else:
+        projection, errors = project(weight, architecture), ()
+        reason = f"calibration is for products of two factors, and {architecture} has {len(architecture)}"
+    return CalibratedProjection(projection, _shift(matrix, projection, metric), errors, reason)
+
+
+def _shift(matrix: Tensor, projection: Projection, metric: Metric) -> Tensor | None:
+    if metric.mean is None:
+        return None
+    product = factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
+    return (matrix - product) @ metric.mean.cpu()

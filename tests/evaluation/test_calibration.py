@@ -1,0 +1,67 @@
+"""Calibration images: prepared as for the model, none that accuracy is measured on, the unreadable left out and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flysurgery.errors import DataError
+from flysurgery.evaluation import load_calibration, load_data
+from tests.evaluation.test_data import model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten grey images, from dark to bright, at two depths and of two sizes."""
+    for index in range(10):
+        place = tmp_path / "images" / ("a" if index < 5 else "b/c")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20 + index, 40, 3), 25 * index, np.uint8)).save(place / f"{index}.png")
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def test_digits_to_calibrate_with_are_not_those_that_are_measured_on() -> None:
+    network = model(10)
+    found = load_calibration("digits", network, samples=300)
+    assert found.inputs.shape == (300, 3, 16, 16)
+    held_out = {image.numpy().tobytes() for image, _ in load_data("digits", network).dataset}  # pyright: ignore[reportGeneralTypeIssues]
+    assert held_out.isdisjoint(image.numpy().tobytes() for image in found.inputs)
+
+
+def test_a_folder_of_any_depth_without_regard_to_classes(folder: Path) -> None:
+    found = load_calibration(folder, model(7))
+    assert found.inputs.shape == (10, 3, 16, 16) and found.skipped == ()
+    assert found.inputs.mean((1, 2, 3)).diff().min() > 0
+
+
+def test_samples_are_spread_evenly(folder: Path) -> None:
+    every, some = load_calibration(folder, model(7)), load_calibration(folder, model(7), samples=5)
+    assert torch.equal(some.inputs, every.inputs[::2])
+
+
+def test_unreadable_images_are_left_out_named_and_made_up_for(folder: Path) -> None:
+    (folder / "a" / "0.png").write_text("broken")
+    (folder / "b" / "c" / "6.png").write_bytes((folder / "b" / "c" / "6.png").read_bytes()[:40])
+    found = load_calibration(folder, model(7), samples=5)
+    assert len(found) == 5 and found.skipped == ("0.png", "6.png")
+    with pytest.raises(DataError, match=r"9 samples are needed, and only 8 images can be read; unreadable are 0\.png, 6\.png$"):
+        load_calibration(folder, model(7), samples=9)
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="there are no images in"):
+        load_calibration(tmp_path / "empty", model(7))
+    for path in folder.rglob("*.png"):
+        path.write_text("broken")
+    with pytest.raises(DataError, match="none of the 10 images"):
+        load_calibration(folder, model(7))
+    with pytest.raises(DataError, match="there is no data set 'dogs'"):
+        load_calibration("dogs", model(7))
+    with pytest.raises(DataError, match="1500 were asked for and there are 1198"):
+        load_calibration("digits", model(10), samples=1500)
