@@ -20,15 +20,15 @@ class _AllSeen(Exception):  # noqa: N818
 def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tensor]) -> dict[str, Moments]:
     """Run ``model`` over ``batches``, in eval mode, and sum up the moments of what enters each of ``layers``.
 
-    ``layers`` gives the names of linear layers and how often a forward calls each; a forward ends with the last of these calls. Keeps one
-    n×n matrix in float64 a layer, and nothing of the batches. Layers that are given the same tensor share one
-    sum. The model's modes, buffers and hooks are as before.
+    ``layers`` gives the names of linear layers, or of 1x1 convolutions, and how often a forward calls each; a forward ends with the
+    last of these calls. Keeps one n×n matrix in float64 a layer, and nothing of the batches. The model's modes, buffers and hooks
+    are as before.
 
     Raises:
         DataError: the model fails on a batch; the message has its reason.
         SurgeryError: a layer that a forward does not call, or whose inputs are not finite.
     """
-    found = {fqn: Moments(int(model.get_submodule(fqn).in_features)) for fqn in layers}  # pyright: ignore[reportArgumentType]
+    found = {fqn: Moments(_in_features(model.get_submodule(fqn))) for fqn in layers}
     parameter = next(model.parameters())
     watch = _Watch(layers, found)
     handles = [model.get_submodule(fqn).register_forward_pre_hook(watch.hook(fqn)) for fqn in layers]
@@ -54,6 +54,10 @@ def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tenso
     return found
 
 
+def _in_features(module: nn.Module) -> int:
+    return int(module.in_channels if isinstance(module, nn.Conv2d) else module.in_features)  # pyright: ignore[reportArgumentType]
+
+
 class _Watch:
     """Adds up what the hooks see in one forward after another."""
 
@@ -69,7 +73,7 @@ class _Watch:
         def see(module: nn.Module, inputs: tuple[object, ...]) -> None:
             (x,) = inputs
             assert isinstance(x, Tensor)
-            self._found[fqn].add(x)
+            self._found[fqn].add(x.movedim(1, -1) if isinstance(module, nn.Conv2d) else x)
             self._left[fqn] -= 1
             if not any(left > 0 for left in self._left.values()):
                 raise _AllSeen

@@ -9,6 +9,7 @@ from time import perf_counter
 from torch import nn
 
 from flysurgery.calibration import Samples, collect
+from flysurgery.surgery.build import Dense
 from flysurgery.surgery.calibration_report import ReportCalibration
 from flysurgery.surgery.change import Trial
 from flysurgery.surgery.fitting import Inputs
@@ -21,7 +22,7 @@ from flysurgery.surgery.report import Row
 def project_calibrated_layers(
     plan: Plan,
     model: nn.Module,
-    dense: Mapping[str, nn.Linear],
+    dense: Mapping[str, Dense],
     samples: Samples,
     *,
     sequential: bool,

@@ -68,3 +68,15 @@ def test_a_plan_for_convolutions_refuses_others() -> None:
     with pytest.raises(PlanError, match="layer up: expected a 1x1 convolution without stride"):
         apply(made, model)
     assert isinstance(model.down, nn.Conv2d)
+
+
+def test_calibration_sees_their_channels() -> None:
+    model = Mobile()
+    generator = torch.Generator().manual_seed(1)
+    decay = 0.6 ** torch.arange(16)[:, None] * torch.randn(16, 16, generator=generator)
+    x = torch.einsum("bchw,cn->bnhw", torch.randn(40, 16, 8, 8, generator=generator), decay)
+    report = apply(plan(model, example=X, convs=True), model, calibrate=x)
+    assert isinstance(model.up, ButterflyConv)
+    for row in report.replaced:
+        assert row.calibration is not None
+        assert row.calibration.output_error < 0.95 * row.calibration.plain_output_error
