@@ -53,3 +53,7 @@ class CheckpointError(FlysurgeryError, ValueError):
 
 class DataError(FlysurgeryError, ValueError):
     """A data set that cannot be found or read, or that does not fit the model."""
+
+
+class TrainingError(FlysurgeryError, RuntimeError):
+    """Training that cannot begin or go on. What was saved before is left as it is."""

@@ -8,5 +8,6 @@ from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.save_dense import check_dense_folder as check_dense_folder
 from flysurgery.checkpoint.save_dense import save_dense as save_dense
+from flysurgery.checkpoint.shell import build_random as build_random
 from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured
 from flysurgery.checkpoint.weights import load_weights as load_weights

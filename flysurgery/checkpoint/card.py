@@ -23,7 +23,7 @@ tags:
 - Base arguments: `{base_args}`
 - Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
 - Weights stored in: {dtypes}
-{errors}{accuracy}
+{errors}{accuracy}{finetune}
 ## Load
 
 ```python
@@ -58,6 +58,7 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str) ->
         dtypes=dtypes,
         errors=_errors(report),
         accuracy=_accuracy(report),
+        finetune=_finetune(report),
         plan=plan,
     )
 
@@ -85,3 +86,15 @@ def _accuracy(report: Mapping[str, Any]) -> str:
         f"- Accuracy on {measured['data']}, {after['samples']} samples: top-1 {before['top1']:.2%} before, {after['top1']:.2%} after; "
         f"top-5 {before['top5']:.2%} before, {after['top5']:.2%} after\n"
     )
+
+
+def _finetune(report: Mapping[str, Any]) -> str:
+    """One line on the training after the conversion, where there was any."""
+    run = report.get("finetune")
+    if run is None:
+        return ""
+    teacher = f", with {run['teacher']} as teacher" if run["teacher"] else ""
+    before, after = run["before"], run["after"]
+    accuracy = f"; top-1 {before['top1']:.2%} before, {after['top1']:.2%} after, of {after['samples']} samples" if before and after else ""
+    what = "Trained from random weights" if run["scratch"] else "Fine-tuned"
+    return f"- {what} on {run['images']:,} images of {run['data']} in {run['updates']:,} updates{teacher}{accuracy}\n"

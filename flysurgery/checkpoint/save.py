@@ -37,7 +37,7 @@ def save(
     *,
     dtype: torch.dtype | str | None = None,
     force: bool = False,
-    report: Report | None = None,
+    report: Report | Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Any] | None = None,
 ) -> None:
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
@@ -45,7 +45,8 @@ def save(
     ``load(folder)`` then gives outputs bit-equal to the model's; with ``dtype``, to those of ``model.to(dtype)``. Before
     anything is written the base is rebuilt without weights, to be sure of that. Tensors that the model uses twice are
     stored once. The folder appears complete or not at all; ``force`` replaces an older checkpoint, and nothing else.
-    ``report`` is what ``apply`` or ``convert`` returned; without it ``report.json`` has the layers without their errors.
+    ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
+    since; without it ``report.json`` has the layers without their errors.
     ``accuracy`` is what an ``evaluation.Comparison`` gives as JSON; it goes into ``report.json`` and the model card.
 
     Raises:
@@ -83,9 +84,10 @@ def check_folder(folder: str | Path, *, force: bool = False) -> Path:
     return target
 
 
-def report_json(plan: Plan, report: Report | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
+def report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
     """What ``report.json`` holds: a row for each linear layer, what is known of totals and accuracy, the seed, and the versions."""
-    facts: dict[str, Any] = {"rows": [_row(layer) for layer in plan.layers]} if report is None else report.to_json()
+    given = {} if report is None else report if isinstance(report, Mapping) else report.to_json()
+    facts: dict[str, Any] = {"rows": [_row(layer) for layer in plan.layers]} | dict(given)
     versions = {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
     if accuracy is not None:
         facts["accuracy"] = dict(accuracy)

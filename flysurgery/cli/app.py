@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flysurgery import __version__
-from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, inspect
+from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, finetune, inspect
 from flysurgery.errors import FlysurgeryError
 
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("evaluate")(evaluate.evaluate)
+app.command("finetune")(finetune.finetune)
 app.command("densify")(densify.densify)
 app.command("doctor")(doctor.doctor)
 app.command("autotune")(autotune.autotune)

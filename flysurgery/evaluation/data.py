@@ -14,12 +14,16 @@ from torch.utils.data import Dataset
 
 from flysurgery.errors import DataError, WalkError
 from flysurgery.evaluation.digits import digits
+from flysurgery.evaluation.fractals import Fractals
 from flysurgery.walker import example_input
 
 SMALL = 512
 """Below this many images a process of its own costs more than it reads."""
 
 MAX_WORKERS = 8
+
+FRACTALS_A_CLASS = 50
+"""Held-out fractals of each class."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class ImageData:
     @property
     def workers(self) -> int:
         """How many processes to read images with; none where they lie in memory or are few."""
-        return 0 if self.name == "digits" or self.samples < SMALL else min(MAX_WORKERS, os.cpu_count() or 1)
+        return 0 if self.name in ("digits", "fractals") or self.samples < SMALL else min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,9 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
     """The data set ``name``, prepared for ``model``, whose weights may live on meta.
 
     "digits" is the held-out third of scikit-learn's digits: 599 handwritten digits of 8x8 pixels, resized to the
-    model's input. Anything else is a folder with one folder of images for each class, prepared as timm does for the
-    model's ``pretrained_cfg``; the classes are numbered in the order of their names.
+    model's input. "fractals" is computed where the model is, in as many classes as it has: 50 held-out images of each.
+    Anything else is a folder with one folder of images for each class, prepared as timm does for the model's
+    ``pretrained_cfg``; the classes are numbered in the order of their names.
 
     Raises:
         DataError: the data are not there or cannot be read, or have another number of classes than the model.
@@ -63,6 +68,8 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
     if str(name) == "digits":
         dataset = digits("held-out", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std)
         data = ImageData("digits", dataset, len(dataset), 10)
+    elif str(name) == "fractals":
+        return _fractals(wanted, model)
     else:
         data = _folder(Path(name), wanted)
     classes = getattr(model, "num_classes", None)
@@ -94,9 +101,23 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
 
 
+def _fractals(wanted: Preparation, model: nn.Module) -> ImageData:
+    classes = getattr(model, "num_classes", None)
+    if not isinstance(classes, int):
+        raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
+    device = next(model.parameters()).device
+    samples = FRACTALS_A_CLASS * classes
+    size = (wanted.height, wanted.width)
+    place = "cpu" if device.type == "meta" else device
+    dataset = Fractals("held-out", classes, size, mean=wanted.mean, std=wanted.std, device=place, samples=samples)
+    return ImageData("fractals", dataset, samples, classes)
+
+
 def _folder(folder: Path, wanted: Preparation) -> ImageData:
     if not folder.is_dir():
-        raise DataError(f"there is no data set '{folder}': expected 'digits' or a folder with one folder of images for each class")
+        raise DataError(
+            f"there is no data set '{folder}': expected 'digits', 'fractals' or a folder with one folder of images for each class"
+        )
     from torchvision.datasets import ImageFolder
 
     try:

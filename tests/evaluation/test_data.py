@@ -96,7 +96,7 @@ def test_colours_are_told_apart(pictures: Path) -> None:
     [
         ("digits", 1000, "digits has 10 classes and the model tells 1000 apart"),
         ("digits", 0, "digits has 10 classes and the model tells 0 apart"),
-        ("nowhere", 10, "no data set 'nowhere': expected 'digits' or a folder"),
+        ("nowhere", 10, "no data set 'nowhere': expected 'digits', 'fractals' or a folder"),
         ("", 10, "one folder of images for each class"),
     ],
 )

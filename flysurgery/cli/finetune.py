@@ -1,0 +1,220 @@
+"""``flysurgery finetune``: train a converted model, or a dense one, and save it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from flysurgery import checkpoint as storage
+from flysurgery import surgery
+from flysurgery.cli import options
+from flysurgery.cli.output import check_space, check_writable
+from flysurgery.cli.progress import progress
+from flysurgery.cli.source import ConvertedFolder, Source, find
+from flysurgery.cli.tables import print_json, print_table
+from flysurgery.errors import CheckpointError, OptionError
+from flysurgery.evaluation import load_data
+
+if TYPE_CHECKING:
+    from flysurgery.finetune import Outcome
+
+
+class Precision(str, Enum):
+    """What accelerate's mixed precision can be."""
+
+    no = "no"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class FactorRate(str, Enum):
+    """How the learning rate of factors follows from that of the rest."""
+
+    fan_in = "fan-in"
+    same = "same"
+
+
+def _number(name: str, text: str, minimum: float | None = None) -> Any:
+    return typer.Option(name, help=text, min=minimum)
+
+
+DATA_HELP = "The digits, the generated fractals, a folder of images a class (or its train), or a timm data set such as torch/cifar10."
+TEACHER_HELP = "Imitate this dense model's scores and blocks: a folder or a timm name."
+
+
+def finetune(
+    model: options.Model,
+    data: Annotated[str, typer.Option("--data", help=DATA_HELP, metavar="digits|fractals|FOLDER|NAME")],
+    out: Annotated[Path, typer.Option("--out", help="Output folder; the run's log and state go to OUT.training.", metavar="DIR")],
+    teacher: Annotated[str | None, typer.Option("--teacher", help=TEACHER_HELP, metavar="MODEL")] = None,
+    evaluate: Annotated[str | None, typer.Option("--evaluate", help="Held-out data, where --data has none.", metavar="DATA")] = None,
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Where timm's data sets lie.", metavar="DIR")] = None,
+    scratch: Annotated[bool, typer.Option("--scratch", help="Begin with random weights; of DIR only the plan is used.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last state in OUT.training.")] = False,
+    epochs: Annotated[int, _number("--epochs", "Times that the data are gone through.", 1)] = 10,
+    batch_size: Annotated[int, _number("--batch-size", "Images of one forward of one process.", 1)] = 64,
+    accumulation: Annotated[int, _number("--accumulation", "Forwards of one update.", 1)] = 1,
+    lr: Annotated[float, _number("--lr", "Learning rate at its highest, after the warm-up; then a cosine down to zero.")] = 3e-4,
+    factor_rate: Annotated[
+        FactorRate, typer.Option("--factor-rate", help="Scale factors' rates by their fan-in, or not.")
+    ] = FactorRate.fan_in,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="One of timm's optimizers.", metavar="NAME")] = "adamw",
+    weight_decay: Annotated[float, _number("--weight-decay", "Of matrices and factors.")] = 0.05,
+    warm_up: Annotated[float, _number("--warm-up", "Share of the updates in which the learning rate grows.")] = 0.1,
+    clip: Annotated[float, _number("--clip", "Largest norm of the gradient; 0 does not clip.")] = 1.0,
+    smoothing: Annotated[float, _number("--smoothing", "Label smoothing.")] = 0.1,
+    mixup: Annotated[float, _number("--mixup", "timm's mixup alpha.")] = 0.0,
+    cutmix: Annotated[float, _number("--cutmix", "timm's cutmix alpha.")] = 0.0,
+    crop: Annotated[float | None, _number("--crop", "Least share of an image that a random crop keeps.")] = None,
+    flip: Annotated[float | None, _number("--flip", "Probability of a mirrored image.")] = None,
+    augment: Annotated[str | None, typer.Option("--augment", help="timm's policy, as rand-m9-mstd0.5-inc1.", metavar="NAME")] = None,
+    erase: Annotated[float, _number("--erase", "Probability of random erasing.")] = 0.0,
+    logits_weight: Annotated[float, _number("--logits-weight", "The teacher's share in the loss of the scores.")] = 0.5,
+    blocks_weight: Annotated[float | None, _number("--blocks-weight", "Weight of the blocks' loss; by default 1 if it has them.")] = None,
+    temperature: Annotated[float, _number("--temperature", "By which scores are divided before they are compared.")] = 2.0,
+    densify_after: Annotated[int | None, _number("--densify-after", "Multiply the factors out after this epoch, then train dense.")] = None,
+    images_per_epoch: Annotated[int | None, _number("--images-per-epoch", "Generated images of an epoch.")] = None,
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Mixed precision; by default accelerate's.")] = None,
+    workers: Annotated[int | None, _number("--workers", "Processes that read images, for each that trains.", 0)] = None,
+    save_every: Annotated[int | None, _number("--save-every", "Updates between two states; by default an epoch.")] = None,
+    log_every: Annotated[int, _number("--log-every", "Updates between two rows of the log.", 1)] = 10,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard as well.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
+    model_args: options.ModelArgs = None,
+    base: options.Base = None,
+    checkpoint: options.Checkpoint = None,
+    pretrained: options.Pretrained = True,
+    force: options.Force = False,
+    dtype: options.StorageDtype = None,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery.cli."""
+    from flysurgery.finetune import Settings, check_installed, held_out_data, train, training_data
+
+    settings = Settings(
+        epochs=epochs,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        learning_rate=lr,
+        factor_rate=factor_rate.value,
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        warm_up=warm_up,
+        clip=clip,
+        smoothing=smoothing,
+        mixup=mixup,
+        cutmix=cutmix,
+        crop=crop,
+        flip=flip,
+        augment=augment,
+        erase=erase,
+        logits_weight=logits_weight,
+        blocks_weight=blocks_weight,
+        temperature=temperature,
+        densify_after=densify_after,
+        images_per_epoch=images_per_epoch,
+        precision=None if precision is None else precision.value,
+        workers=workers,
+        save_every=save_every,
+        log_every=log_every,
+        tensorboard=tensorboard,
+        cpu=cpu,
+        seed=seed,
+    )
+    check_installed(settings)
+    if teacher is None and (blocks_weight is not None or logits_weight != 0.5):
+        raise OptionError("--logits-weight and --blocks-weight go with --teacher MODEL, and none was given")
+    source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
+    _check_out(source, out, dense=not isinstance(source, ConvertedFolder) or densify_after is not None, force=force)
+    network, described = _network(source, scratch=scratch, pretrained=pretrained, seed=seed)
+    images = training_data(data, network, settings, root=data_root)
+    held_out = held_out_data(data, network, root=data_root) if evaluate is None else load_data(evaluate, network)
+    judge = None if teacher is None else _teacher(teacher)
+    check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
+    folder = out.with_name(f"{out.name}.training")
+    with progress("training") as step:
+        outcome = train(
+            network, images, settings, teacher=judge, held_out=held_out, folder=folder, resume=resume, force=force, progress=step
+        )
+    if not outcome.is_main:
+        return
+    facts = {"data": data, "teacher": teacher, "scratch": scratch, "settings": asdict(settings)} | outcome.to_json()
+    _save(outcome.model, out, facts, source, described, dtype=dtype, force=force)
+    _print(outcome, out, folder, as_json=as_json, facts=facts)
+
+
+def _check_out(source: Source, out: Path, *, dense: bool, force: bool) -> None:
+    check = storage.check_dense_folder if dense else storage.check_folder
+    target = check(out, force=force)
+    if isinstance(source, ConvertedFolder) and source.folder.resolve() == target:
+        raise CheckpointError(f"{out} is the model that is trained; choose another folder with --out")
+    check_writable(out)
+
+
+def _network(source: Source, *, scratch: bool, pretrained: bool, seed: int) -> tuple[nn.Module, tuple[str, dict[str, Any]]]:
+    """The model in float32 with its start, and the base that it was made from."""
+    torch.manual_seed(seed)
+    if isinstance(source, ConvertedFolder):
+        network = storage.load(source.folder, dtype=torch.float32)
+        plan = surgery.plan_of(network)
+        if plan is None or plan.base is None:
+            raise CheckpointError(f"{source.folder} does not say which dense model it was made from")
+        described = plan.base, dict(plan.base_args)
+        return (storage.build_random(plan, {}) if scratch else network), described
+    skeleton = source.skeleton()
+    described = skeleton.base, dict(skeleton.base_args)
+    if scratch:
+        return storage.build_base(*described), described
+    source.check_weights(pretrained=pretrained)
+    return source.build(pretrained=pretrained, seed=seed, device=torch.device("cpu")).float(), described
+
+
+def _teacher(text: str) -> nn.Module:
+    source = find(text, base=None, model_args={}, checkpoint=None)
+    source.check_weights(pretrained=True)
+    return source.build(pretrained=True, seed=0, device=torch.device("cpu")).float()
+
+
+def _save(
+    model: nn.Module,
+    out: Path,
+    facts: dict[str, Any],
+    source: Source,
+    described: tuple[str, dict[str, Any]],
+    *,
+    dtype: options.StorageDtype,
+    force: bool,
+) -> None:
+    model = model.cpu()
+    if surgery.plan_of(model) is None:
+        storage.save_dense(model, out, *described, force=force)
+        return
+    earlier: dict[str, Any] = {}
+    if isinstance(source, ConvertedFolder) and not facts["scratch"]:
+        file = source.folder / "report.json"
+        earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    storage.save(model, out, dtype=None if dtype is None else dtype.value, force=force, report=earlier | {"finetune": facts})
+
+
+def _print(outcome: Outcome, out: Path, folder: Path, *, as_json: bool, facts: dict[str, Any]) -> None:
+    if as_json:
+        print_json({"folder": str(out), "log": str(folder / "log.csv")} | facts)
+        return
+    rows = []
+    if outcome.before is not None and outcome.after is not None:
+        for name in ("top1", "top5"):
+            before, after = getattr(outcome.before, name), getattr(outcome.after, name)
+            what = f"{name[:3]}-{name[3]} accuracy, {outcome.after.samples} samples"
+            rows.append((what, f"{before:.2%}", f"{after:.2%}", f"{100 * (after - before):+.2f} points"))
+        print_table(("fine-tuning", "before", "after", "change"), rows, right=("before", "after", "change"))
+        typer.echo("")
+    typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
+    typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")

@@ -1,0 +1,214 @@
+"""Pictures that are computed, in as many classes as wanted: attractors of random iterated function systems.
+
+They need no download and no disk, are made on any device, and are hard enough that a model has to see: a class is the shape of an
+attractor, while its place, size, turn, colours, background and a random bending of its maps change from picture to picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from flysurgery.errors import DataError
+
+MAPS = 4
+"""Contractions of the plane in a system."""
+
+BURN_IN, STEPS = 12, 32
+"""Steps of each walker before its places are drawn, and those that are drawn."""
+
+PIXELS_A_WALKER = 16
+WALKERS = 128, 4096
+"""Fewest and most walkers of a picture: one for each PIXELS_A_WALKER pixels in between."""
+
+BENDING = 0.12
+"""How far the entries of a picture's maps lie from those of its class, as a standard deviation; the maps' own entries are below 1."""
+
+TURN, GROWTH, SHIFT = math.radians(25), 0.25, 0.2
+"""Largest turn of a picture's attractor, change of its size, and shift in half pictures."""
+
+SPREAD = 2.2
+"""Standard deviations of an attractor from the middle of the picture to its edge."""
+
+SALTS = {"train": 1, "held-out": 2}
+"""What the numbers of the two parts' pictures are mixed with, so that they share none."""
+
+DRAWS = 72
+"""Random numbers of a picture."""
+
+
+class Fractals(Dataset[Any]):
+    """Pictures of shape (channels, height, width), normalized, float32 on ``device``, with their classes.
+
+    A class is a system of four contractions, the same in both parts and for every ``seed``. A picture is a function of its part,
+    number and seed: the attractor of the class's system, slightly bent, in a frame, colours and light of its own. Training pictures
+    have random classes and no end: ``batch`` takes any numbers, and ``len`` is that of the held-out part, whose classes take turns.
+    Other devices round otherwise, so that their pictures differ in single points.
+
+    Cost: (BURN_IN + STEPS) small products for each of at most 4096 walkers; thousands of pictures of 224x224 a second on a GPU.
+
+    Raises:
+        DataError: fewer than two classes.
+
+    Source: M. Barnsley, Fractals Everywhere, 1988, for the random walk; H. Kataoka et al., Pre-training without Natural Images,
+    arXiv:2101.08515, for classes of such systems.
+    """
+
+    def __init__(
+        self,
+        part: Literal["train", "held-out"],
+        classes: int,
+        size: tuple[int, int],
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        samples: int = 0,
+    ) -> None:
+        if classes < 2:
+            raise DataError(f"fractals come in at least 2 classes, got {classes}")
+        self.part, self.classes, self.size, self.samples = part, classes, size, samples
+        self.device = torch.device(device)
+        self._salt = SALTS[part] + 16 * seed
+        self._mean, self._std = (torch.tensor(values, device=self.device).view(1, -1, 1, 1) for values in (mean, std))
+        self._channels = len(mean)
+        maps, shares = _systems(classes)
+        self._maps, self._bounds = maps.to(self.device), shares.cumsum(1).to(self.device)
+        walkers = min(max(size[0] * size[1] // PIXELS_A_WALKER, WALKERS[0]), WALKERS[1])
+        # One table for all pictures: which map a walker takes at each step follows from it and the class's shares.
+        self._table = torch.rand(BURN_IN + STEPS, walkers, generator=torch.Generator().manual_seed(0)).to(self.device)
+
+    def to(self, device: torch.device | str) -> Fractals:
+        """Make pictures on ``device`` from now on. Gives itself."""
+        self.device = torch.device(device)
+        for name in ("_mean", "_std", "_maps", "_bounds", "_table"):
+            setattr(self, name, getattr(self, name).to(self.device))
+        return self
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, int]]:
+        """Several pictures at once, as PyTorch's loader asks for them."""
+        images, classes = self.batch(numbers)
+        return list(zip(images.unbind(), classes.tolist(), strict=True))
+
+    @torch.no_grad()
+    def batch(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """The pictures of these numbers, shape (batch, channels, height, width), and their classes."""
+        index = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
+        drawn = _uniform(index, self._salt)
+        classes = index % self.classes if self.part == "held-out" else (drawn[:, -1] * self.classes).long()
+        counts = self._walk(classes, drawn)
+        return (_paint(counts, drawn, self._channels) - self._mean) / self._std, classes
+
+    def _walk(self, classes: Tensor, drawn: Tensor) -> Tensor:  # shape: (batch, MAPS, height, width)
+        """How often the walkers of each picture came to each pixel, by the map that took them there."""
+        batch, walkers = len(classes), self._table.shape[1]
+        height, width = self.size
+        bends = drawn[:, : MAPS * 6].view(batch, MAPS, 6) + drawn[:, MAPS * 6 : MAPS * 12].view(batch, MAPS, 6) - 1
+        maps = self._maps[classes] + BENDING * math.sqrt(6) * bends  # the sum of two uniform numbers has variance 1/6
+        rows = maps.view(batch * MAPS, 6)
+        bounds, first = self._bounds[classes], MAPS * torch.arange(batch, device=self.device)[:, None]
+        x, y = (torch.zeros(batch, walkers, device=self.device) for _ in range(2))
+        frame, places = None, torch.zeros(batch * MAPS * height * width, device=self.device)
+        ones = torch.ones(batch * walkers, device=self.device)
+        for step, table in enumerate(self._table):
+            choice = sum((table > bounds[:, k : k + 1]).long() for k in range(MAPS - 1))
+            a, b, c, d, e, f = rows[(first + choice).flatten()].view(batch, walkers, 6).unbind(-1)
+            x, y = a * x + b * y + e, c * x + d * y + f
+            # A bent map may have ceased to contract; what has run away is far outside the picture, and stays finite.
+            x, y = x.clamp(-9, 9), y.clamp(-9, 9)
+            if step < BURN_IN:
+                continue
+            if frame is None:
+                frame = _frame(x, y, drawn[:, MAPS * 12 :])
+            u, v = _in_frame(x, y, frame)
+            column, row = ((u + 1) * (width / 2)).floor().long(), ((v + 1) * (height / 2)).floor().long()
+            inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+            pixel = ((first + choice) * height + row.clamp(0, height - 1)) * width + column.clamp(0, width - 1)
+            # Whole numbers, so that the order of the sum does not matter.
+            places.scatter_add_(0, pixel.flatten(), ones * inside.flatten())
+        return places.view(batch, MAPS, height, width)
+
+
+def _systems(classes: int) -> tuple[Tensor, Tensor]:
+    """The maps (a, b, c, d, e, f): (x, y) -> (a x + b y + e, c x + d y + f) of each class, and how often each is taken."""
+    maps, shares = torch.empty(classes, MAPS, 6), torch.empty(classes, MAPS)
+    for number in range(classes):
+        draw = torch.rand(MAPS, 7, generator=torch.Generator().manual_seed(number + 1), dtype=torch.float64)
+        turn, tilt = (2 * math.pi * draw[:, k] for k in (0, 1))
+        wide = 0.35 + 0.45 * draw[:, 2]
+        narrow = wide * (0.25 + 0.75 * draw[:, 3]) * torch.where(draw[:, 4] < 0.5, -1.0, 1.0)
+        cos, sin, tilt_cos, tilt_sin = turn.cos(), turn.sin(), tilt.cos(), tilt.sin()
+        a, b = wide * cos * tilt_cos - narrow * sin * tilt_sin, -wide * cos * tilt_sin - narrow * sin * tilt_cos
+        c, d = wide * sin * tilt_cos + narrow * cos * tilt_sin, -wide * sin * tilt_sin + narrow * cos * tilt_cos
+        maps[number] = torch.stack([a, b, c, d, 2 * draw[:, 5] - 1, 2 * draw[:, 6] - 1], dim=1)
+        area = (wide * narrow).abs() + 0.02
+        shares[number] = area / area.sum()
+    return maps, shares
+
+
+def _frame(x: Tensor, y: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
+    """Where a picture is taken: the middle of its attractor, and the turn that is scaled to half pictures, with a shift."""
+    middle = x.mean(1, keepdim=True), y.mean(1, keepdim=True)
+    extent = ((x - middle[0]).square().mean(1, keepdim=True) + (y - middle[1]).square().mean(1, keepdim=True)).sqrt() + 1e-3
+    random = 2 * drawn[:, :4] - 1
+    scale = math.sqrt(2) / SPREAD * (1 + GROWTH * random[:, 0:1]) / extent
+    angle = TURN * random[:, 1:2]
+    return *middle, scale * angle.cos(), scale * angle.sin(), SHIFT * random[:, 2:3], SHIFT * random[:, 3:4]
+
+
+def _in_frame(x: Tensor, y: Tensor, frame: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    middle_x, middle_y, cos, sin, right, down = frame
+    x, y = x - middle_x, y - middle_y
+    return cos * x - sin * y + right, sin * x + cos * y + down
+
+
+def _paint(counts: Tensor, drawn: Tensor, channels: int) -> Tensor:  # shape: (batch, channels, height, width)
+    """Give each map a colour and the whole a background with a slope and a wave, all by the picture's own numbers, in [0, 1]."""
+    batch, _, height, width = counts.shape
+    spare = drawn[:, MAPS * 12 + 4 : -1]
+    colours, dark, bright, waves = spare[:, : channels * 2].view(batch, 2, channels), spare[:, 6:7], spare[:, 7:8], spare[:, 8:12]
+    total = counts.sum(1, keepdim=True)
+    # Two colours, between which the maps lie in turn.
+    share = torch.linspace(0, 1, MAPS, device=counts.device)
+    palette = colours[:, :1] + share.view(1, -1, 1) * (colours[:, 1:] - colours[:, :1])  # shape: (batch, MAPS, channels)
+    colour = torch.einsum("bmhw,bmc->bchw", counts, palette) / total.clamp_min(1)
+    opacity = (total.log1p() / total.amax((2, 3), keepdim=True).clamp_min(1).log1p()).sqrt()
+    across = torch.linspace(-1, 1, width, device=counts.device).view(1, 1, 1, -1)
+    along = torch.linspace(-1, 1, height, device=counts.device).view(1, 1, -1, 1)
+    first, second, third, fourth = (waves[:, k].view(-1, 1, 1, 1) for k in range(4))
+    slope = 0.2 * ((2 * first - 1) * across + (2 * second - 1) * along)
+    wave = 0.1 * torch.sin(8 * ((2 * third - 1) * across + (2 * fourth - 1) * along) + 6 * first)
+    ground = dark.view(-1, 1, 1, 1) + slope + wave
+    # Never the background's own brightness, so that there is something to see.
+    light = ((dark + 0.35 + 0.3 * bright) % 1).view(-1, 1, 1, 1) + 0.35 * (colour - 0.5)
+    return (ground.clamp(0, 1) * (1 - opacity) + light * opacity).clamp(0, 1).expand(-1, channels, -1, -1)
+
+
+def _uniform(index: Tensor, salt: int) -> Tensor:  # shape: (batch, DRAWS)
+    """Numbers in [0, 1) that follow from the picture's number and the salt alone, the same on every device."""
+    state = index[:, None] * DRAWS + torch.arange(DRAWS, device=index.device)
+    state = _mixed(state + _mixed(torch.tensor(salt, dtype=torch.int64, device=index.device)))
+    return ((state >> 40) & 0xFFFFFF).float() / (1 << 24)
+
+
+def _mixed(state: Tensor) -> Tensor:
+    """Stir the 64 bits so that neighbours have nothing in common; int64 products wrap around.
+
+    Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014: the finalizer of SplitMix64.
+    """
+    state = state * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return state ^ ((state >> 31) & ((1 << 33) - 1))

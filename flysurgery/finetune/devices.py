@@ -1,0 +1,58 @@
+"""accelerate, which decides about devices, processes and precision."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from flysurgery.errors import OptionError, TrainingError
+from flysurgery.finetune.settings import Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def check_installed(settings: Settings) -> None:
+    """See that what the run needs is installed.
+
+    Raises:
+        TrainingError: it is not; the message says how to install it.
+    """
+    if find_spec("accelerate") is None:
+        raise TrainingError("training needs accelerate, which is not installed: pip install 'flysurgery[train]'")
+    if settings.tensorboard and find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
+        raise TrainingError("TensorBoard logs need tensorboard, which is not installed: pip install tensorboard")
+
+
+def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
+    """accelerate's own object for this process, as ``accelerate launch`` or ``accelerate config`` set it up.
+
+    Raises:
+        TrainingError: accelerate or tensorboard is missing.
+        OptionError: a precision that this machine does not have.
+    """
+    check_installed(settings)
+    from accelerate import Accelerator
+
+    logger = "tensorboard" if settings.tensorboard and folder is not None else None
+    try:
+        return Accelerator(cpu=settings.cpu, mixed_precision=settings.precision, log_with=logger, project_dir=folder)
+    except ValueError as error:
+        raise OptionError(f"accelerate cannot run with these options: {str(error).splitlines()[0].rstrip('.')}") from error
+
+
+def seed_everything(*numbers: int) -> None:
+    """Start every generator of this process from ``numbers``.
+
+    Called before each update with its number, so that what is drawn depends on the seed, the update and the process, and
+    never on what ran before: a run that is taken up again draws what it would have drawn.
+    """
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
