@@ -1,0 +1,150 @@
+"""The pieces of a run: losses, groups, teachers, data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from torch import nn
+
+from flysurgery.checkpoint import build_base
+from flysurgery.errors import DataError, TrainingError
+from flysurgery.finetune import Settings, held_out_data, training_data
+from flysurgery.finetune.batches import Place
+from flysurgery.finetune.groups import parameter_groups
+from flysurgery.finetune.losses import blocks_loss, logits_loss
+from flysurgery.finetune.teacher import Teacher, converted_blocks
+from flysurgery.surgery import convert
+from tests.finetune.conftest import ARGUMENTS, BASE
+
+Make = Callable[[], nn.Module]
+HERE = Place(torch.device("cpu"), 0, 1)
+
+
+def test_logits_loss_is_the_divergence_of_softened_scores() -> None:
+    mine, theirs = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 0.0]])
+    p, q = (1 / (1 + math.exp(-difference / 2)) for difference in (2.0, -2.0))  # first class, teacher and student
+    expected = 4 * (p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)))
+    assert float(logits_loss(mine, theirs, 2.0)) == pytest.approx(expected, rel=1e-5)
+    assert float(logits_loss(theirs, theirs, 2.0)) == 0
+
+
+def test_blocks_loss_is_relative_to_the_teacher() -> None:
+    wanted = {"a": torch.full((2, 3), 2.0), "b": torch.full((4,), 1e3)}
+    assert float(blocks_loss({"a": torch.zeros(2, 3), "b": wanted["b"]}, wanted)) == pytest.approx(0.5)
+
+
+def test_factors_learn_by_their_fan_in_and_vectors_do_not_decay(converted: Make) -> None:
+    model = converted()
+    groups = parameter_groups(model, Settings(weight_decay=0.1))
+    found = {id(parameter): (group["lr_scale"], group["weight_decay"]) for group in groups for parameter in group["params"]}
+    assert len(found) == len(list(model.parameters()))
+    layer = model.get_submodule("blocks.0.mlp.fc2")  # 32x128 Monarch of 4 blocks: (1,8,8,4),(4,8,32,1)
+    assert [found[id(factor)] for factor in layer.factors] == [(128 / 8, 0.1), (128 / 32, 0.1)]  # pyright: ignore
+    assert found[id(layer.bias)] == (1.0, 0.0) and found[id(model.get_parameter("pos_embed"))] == (1.0, 0.0)
+    assert found[id(model.get_parameter("head.weight"))] == (1.0, 0.1)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    CosineLRScheduler(optimizer, t_initial=10, t_in_epochs=False).step_update(0)
+    assert {group["lr"] / group["lr_scale"] for group in optimizer.param_groups} == {1e-3}
+    assert {group["lr_scale"] for group in parameter_groups(model, Settings(factor_rate="same"))} == {1.0}
+
+
+def test_blocks_are_the_nearest_numbered_modules_that_are_called(converted: Make) -> None:
+    assert converted_blocks(converted()) == ("blocks.0", "blocks.1")
+    arguments = {"image_size": 16, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64, "dim_head": 16}
+    model = build_base("vit_pytorch:ViT", arguments)
+    convert(model, base="vit_pytorch:ViT", base_args=arguments)
+    assert converted_blocks(model) == ("transformer.layers.0.0", "transformer.layers.0.1")
+
+
+def test_a_teacher_gives_its_scores_and_blocks_and_is_left_as_it_was(converted: Make, dense: nn.Module) -> None:
+    dense.train()
+    teacher = Teacher(dense, converted(), Settings())
+    images = torch.randn(2, 1, 8, 8)
+    scores, blocks = teacher(images)
+    with torch.no_grad():
+        assert torch.equal(scores, dense(images)) and not scores.requires_grad
+        assert torch.equal(dense.forward_head(dense.norm(blocks["blocks.1"])), scores)  # pyright: ignore
+    teacher.close()
+    assert dense.training and not dense.get_submodule("blocks.0")._forward_hooks and all(p.requires_grad for p in dense.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_classes": 7}, "7 classes apart and the model 10"),
+        ({"img_size": 16}, "1x16x16 and the model of 1x8x8"),
+        ({"in_chans": 3}, "3x8x8 and the model of 1x8x8"),
+    ],
+)
+def test_a_teacher_that_does_not_match(converted: Make, changes: dict, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        Teacher(build_base(BASE, ARGUMENTS | changes), converted(), Settings())
+
+
+def test_a_teacher_without_the_blocks_gives_its_scores_alone(converted: Make) -> None:
+    shallow = build_base(BASE, ARGUMENTS | {"depth": 1})
+    assert Teacher(shallow, converted(), Settings()).blocks == ()
+    with pytest.raises(TrainingError, match=r"do not share block blocks.1.*--blocks-weight 0"):
+        Teacher(shallow, converted(), Settings(blocks_weight=1.0))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of 12 pictures each, black and white, with 2 of each held out."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for part, count in (("train", 12), ("val", 2)):
+        for name, grey in (("10", 0), ("9", 255)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (20, 16), grey).save(folder / part / name / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_folders_and_named_sets_number_classes_as_the_evaluation_does(pictures: Path, named: bool) -> None:
+    model = build_base(BASE, ARGUMENTS | {"num_classes": 2})
+    name, root = ("torch/image_folder", pictures) if named else (str(pictures), None)
+    settings = Settings(batch_size=8, workers=0)
+    data = training_data(name, model, settings, root=root)
+    assert (data.samples, data.num_classes) == (24, 2)
+    batches = data.open(HERE)
+    assert len(batches) == 3
+    for images, classes in batches.epoch(0, 0):
+        assert images.shape == (8, 1, 8, 8)
+        assert torch.equal(images.mean((1, 2, 3)) > 0, classes == 1), "in the order of the names '10' comes before '9'"
+    held_out = held_out_data(name, model, root=root)
+    assert held_out is not None and held_out.samples == 4
+    assert all((image.mean() > 0) == (target == 1) for image, target in (held_out.dataset[i] for i in range(4)))
+
+
+def test_an_epoch_begun_in_its_middle_has_the_same_batches(pictures: Path) -> None:
+    model = build_base(BASE, ARGUMENTS | {"num_classes": 2})
+    for name in (str(pictures), "fractals"):
+        batches = training_data(name, model, Settings(batch_size=4, workers=0, images_per_epoch=20)).open(HERE)
+        whole, rest = list(batches.epoch(1, 0)), list(batches.epoch(1, 2))
+        assert len(rest) == len(whole) - 2
+        assert all(torch.equal(a, b) and torch.equal(c, d) for (a, c), (b, d) in zip(whole[2:], rest, strict=True))
+        assert not torch.equal(whole[0][0], next(iter(batches.epoch(2, 0)))[0]), "another epoch is another order"
+
+
+def test_data_that_are_not_there_or_do_not_fit(pictures: Path, dense: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data set 'nowhere'"):
+        training_data("nowhere", dense, Settings())
+    with pytest.raises(DataError, match="--data-root DIR"):
+        training_data("torch/cifar10", dense, Settings())
+    with pytest.raises(DataError, match="2 classes and the model tells 10"):
+        training_data(str(pictures), dense, Settings())
+    two = build_base(BASE, ARGUMENTS | {"num_classes": 2})
+    with pytest.raises(DataError, match="24 images for training, fewer than one batch of 64"):
+        training_data(str(pictures), two, Settings())
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"broken.png cannot be read as an image"):
+        one = build_base(BASE, ARGUMENTS | {"num_classes": 1})
+        list(training_data(str(tmp_path), one, Settings(batch_size=1, workers=0)).open(HERE).epoch(0, 0))

@@ -1,0 +1,168 @@
+"""Runs: what they learn, what they leave, that a stopped one goes on as if nothing had been, and where they stop."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flysurgery.errors import DataError, OptionError, TrainingError
+from flysurgery.finetune import Settings, held_out_data, train, training_data
+from flysurgery.layers import ButterflyLinear
+from flysurgery.surgery import plan_of
+
+Make = Callable[[], nn.Module]
+
+QUICK = Settings(epochs=2, batch_size=128, log_every=1, save_every=4, learning_rate=3e-3, cpu=True, workers=0)
+
+
+class StoppedError(Exception):
+    """Stands for a kill."""
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The log without what depends on the clock."""
+    with (folder / "log.csv").open() as file:
+        return [{name: value for name, value in row.items() if name != "images_per_second"} for row in csv.DictReader(file)]
+
+
+def states(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def stop_at(update: int) -> Callable[[int, int, str], None]:
+    def progress(done: int, total: int, text: str) -> None:
+        if done == update:
+            raise StoppedError
+
+    return progress
+
+
+def test_a_stopped_run_goes_on_with_the_losses_of_one_that_was_not(converted: Make, dense: nn.Module, tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch, after updates that no state holds; dropout, mixup and a teacher draw and add what they do."""
+    settings = replace(QUICK, mixup=0.4, erase=0.3)
+    whole, parts = converted(), converted()
+    data = training_data("digits", whole, settings)
+    held_out = held_out_data("digits", whole)
+    first = train(whole, data, settings, teacher=dense, held_out=held_out, folder=tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        train(parts, data, settings, teacher=dense, held_out=held_out, folder=tmp_path / "parts", progress=stop_at(14))
+    assert states(tmp_path / "parts") == ["state-00000012"]
+    (tmp_path / "parts" / ".new-00000016").mkdir()  # as a kill while saving leaves it
+    torch.manual_seed(77)
+    second = train(converted(), data, settings, teacher=dense, held_out=held_out, folder=tmp_path / "parts", resume=True)
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole") and len(rows(tmp_path / "whole")) == 19
+    assert first.after == replace(second.after, seconds=first.after.seconds) and first.before is not None  # pyright: ignore
+    for (name, one), other in zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert states(tmp_path / "parts") == ["state-00000018"]
+
+
+def test_it_learns(converted: Make) -> None:
+    model = converted()
+    settings = replace(QUICK, epochs=4, batch_size=64, warm_up=0.2)
+    outcome = train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model))
+    assert outcome.before is not None and outcome.after is not None
+    assert outcome.before.top1 < 0.3 < 0.5 < outcome.after.top1, "guessing gives 0.1"
+    assert outcome.model is model and not model.training and plan_of(model) is not None
+    assert outcome.images == outcome.updates * 64 == 4 * 18 * 64
+
+
+def test_two_small_batches_are_one_large_one(converted: Make) -> None:
+    """Generated images are numbered, so that an update of two batches sees those of one twice as large."""
+    losses = []
+    for batch, accumulation in ((16, 1), (8, 2)):
+        model = converted()
+        settings = replace(QUICK, batch_size=batch, accumulation=accumulation, epochs=1, images_per_epoch=48, log_every=3)
+        losses.append(train(model, training_data("fractals", model, settings), settings).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_sparse_to_dense_and_on_from_a_state_behind_the_change(converted: Make, tmp_path: Path) -> None:
+    settings = replace(QUICK, densify_after=1, save_every=12)
+    whole, parts = converted(), converted()
+    data = training_data("digits", whole, settings)
+    outcome = train(whole, data, settings, folder=tmp_path / "whole")
+    assert plan_of(outcome.model) is None and not any(isinstance(each, ButterflyLinear) for each in outcome.model.modules())
+    losses = [float(row["loss"]) for row in rows(tmp_path / "whole") if row["loss"]]
+    assert abs(losses[9] - losses[8]) < 0.3, "the change itself changes no output"
+    with pytest.raises(StoppedError):
+        train(parts, data, settings, folder=tmp_path / "parts", progress=stop_at(13))
+    train(converted(), data, settings, folder=tmp_path / "parts", resume=True)
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+
+
+def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp_path: Path) -> None:
+    model = converted()
+    settings = replace(QUICK, epochs=1)
+    data = training_data("digits", model, settings)
+
+    def spoil(done: int, total: int, text: str) -> None:
+        if done == 5:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+
+    with pytest.raises(TrainingError, match=r"updates 6 to 6.*the last good state, of update 4, is kept.*lower learning rate"):
+        train(model, data, settings, folder=tmp_path, progress=spoil)
+    assert states(tmp_path) == ["state-00000004"]
+    lower = replace(settings, learning_rate=1e-4)
+    assert train(converted(), data, lower, folder=tmp_path, resume=True).loss < 3
+
+
+def test_another_plan_other_settings_and_a_run_that_is_there_are_refused(converted: Make, dense: nn.Module, tmp_path: Path) -> None:
+    settings = replace(QUICK, epochs=1)
+    model = converted()
+    data = training_data("digits", model, settings)
+    with pytest.raises(TrainingError, match="holds no state to resume from"):
+        train(converted(), data, settings, folder=tmp_path, resume=True)
+    with pytest.raises(StoppedError):
+        train(model, data, settings, folder=tmp_path, progress=stop_at(5))
+    with pytest.raises(TrainingError, match="the run of another plan"):
+        train(dense, data, settings, folder=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="begun with seed 0, not 1"):
+        train(converted(), data, replace(settings, seed=1), folder=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="has come to update 4.*--resume"):
+        train(converted(), data, settings, folder=tmp_path)
+    (tmp_path / "state-00000004" / "run.json").write_text(json.dumps({"plan_sha256": ""}))
+    with pytest.raises(TrainingError, match="damaged"):
+        train(converted(), data, settings, folder=tmp_path, resume=True)
+
+
+def test_missing_accelerate_says_how_to_install_it(converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    data = training_data("digits", model, QUICK)
+    monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"pip install 'flysurgery\[train\]'"):
+        train(model, data, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a positive number"),
+        ({"warm_up": 1.5}, "warm_up must be between 0 and 1"),
+        ({"mixup": 0.2, "batch_size": 7}, "batch_size must be even"),
+        ({"epochs": 3, "densify_after": 3}, "densify_after must be from 1 to 2"),
+    ],
+)
+def test_settings_out_of_range(changes: dict, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        Settings(**changes)
+
+
+def test_an_unknown_optimizer_and_too_few_batches(converted: Make) -> None:
+    model = converted()
+    data = training_data("digits", model, QUICK)
+    with pytest.raises(OptionError, match="no optimizer 'adamwww'"):
+        train(model, data, replace(QUICK, optimizer="adamwww"))
+    with pytest.raises(DataError, match="lower the accumulation"):
+        train(model, data, replace(QUICK, accumulation=10))
+    with pytest.raises(OptionError, match="nothing to densify in a dense model"):
+        train(nn.Linear(2, 2), data, replace(QUICK, densify_after=1))
