@@ -11,11 +11,15 @@ from pathlib import Path
 import torch
 
 import flysurgery
+from flysurgery.bench.clocks import clocks_mhz
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a row needs besides its numbers so that it can be compared or repeated. ``driver`` is None on the CPU."""
+    """What a row needs besides its numbers so that it can be compared or repeated.
+
+    ``driver`` and ``clocks_mhz`` (multiprocessors/memory, at the time of the stamp) are None on the CPU.
+    """
 
     date: str
     device: str
@@ -24,6 +28,7 @@ class Stamp:
     torch: str
     flysurgery: str
     commit: str
+    clocks_mhz: str | None = None
 
 
 def take_stamp(device: torch.device) -> Stamp:
@@ -37,6 +42,7 @@ def take_stamp(device: torch.device) -> Stamp:
         torch=torch.__version__,
         flysurgery=flysurgery.__version__,
         commit=_commit(),
+        clocks_mhz=clocks_mhz(device),
     )
 
 

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
 import torch
 from torch import Tensor
 
-SAMPLE_MS = 2.0
-"""Shortest sample on the CPU: faster candidates are called several times a sample."""
+from flysurgery.bench.samplers import Run, Sample, cpu_sampler, eager_sampler, graph_sampler, rotating
 
-CACHE_MULTIPLE = 3
-"""On CUDA, the inputs that one sample goes through are together this many times larger than the L2 cache."""
+FEWEST_ROUNDS = 3
+"""Samples of each candidate at least, however long they take."""
+
+STEADY = 0.01
+"""Two rounds in a row whose sum of samples differs by less: the clocks are steady."""
+
+WARM_UP_SECONDS = 1.0
+"""Longest warm-up."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds for one call: the median and the quartiles of all rounds."""
+    """Milliseconds for one call: the median and the quartiles of all rounds. ``launch`` is ``graph`` or ``eager``."""
 
     median_ms: float
     lower_ms: float
     upper_ms: float
+    launch: str = "eager"
 
     @property
     def iqr_ms(self) -> float:
@@ -33,65 +39,75 @@ class Timing:
 
 
 def time_interleaved(
-    candidates: Mapping[str, Callable[[Tensor], Tensor]],
-    x: Tensor,
+    candidates: Mapping[str, Run],
+    x: Tensor | Mapping[str, Tensor],
     *,
     rounds: int = 30,
+    seconds: float | None = None,
+    launch: str = "graph",
     seed: int = 0,
 ) -> dict[str, Timing]:
     """Time each candidate on ``x``, with warm caches on the CPU and cold ones on CUDA.
 
-    On the CPU by the wall clock, each sample after a call that is not timed. On CUDA each candidate is captured once as a graph,
-    which runs it over copies of x larger together than the L2 cache, with all outputs kept, so that neither inputs nor outputs are
-    found in the cache and the time of launching from Python does not count.
+    On the CPU by the wall clock, each sample after a call that is not timed. On CUDA each candidate runs over copies of x larger
+    together than the L2 cache, so that neither inputs nor outputs are found there: in a captured graph, where the time of
+    launching from Python does not count (``launch="graph"``), or launched one by one (``"eager"``). A candidate that cannot be captured
+    is launched one by one, and its ``Timing`` says so. On CUDA nothing counts before the clocks are steady.
+
+    Args:
+        x: one input for all, or one for each candidate by its name.
+        rounds: samples of each candidate at most.
+        seconds: time for the samples of one candidate; after it a candidate that has ``FEWEST_ROUNDS`` samples gets no more.
     """
-    take_sample = {name: (_cuda_sampler if x.is_cuda else _cpu_sampler)(run, x) for name, run in candidates.items()}
+    inputs = dict(x) if isinstance(x, Mapping) else dict.fromkeys(candidates, x)
+    samplers, launches = _samplers(candidates, inputs, launch)
+    if any(each.is_cuda for each in inputs.values()):
+        _warm_up(list(samplers.values()))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    spent = dict.fromkeys(candidates, 0.0)
     order, shuffle = list(candidates), random.Random(seed).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            samples[name].append(take_sample[name]())
-    return {name: _summary(values) for name, values in samples.items()}
+            if seconds is not None and spent[name] > seconds and len(samples[name]) >= FEWEST_ROUNDS:
+                continue
+            start = time.perf_counter()
+            samples[name].append(samplers[name]())
+            spent[name] += time.perf_counter() - start
+    return {name: _summary(values, launches[name]) for name, values in samples.items()}
 
 
-def _summary(samples: Sequence[float]) -> Timing:
+def _samplers(candidates: Mapping[str, Run], inputs: Mapping[str, Tensor], launch: str) -> tuple[dict[str, Sample], dict[str, str]]:
+    samplers: dict[str, Sample] = {}
+    launches: dict[str, str] = {}
+    copies: dict[int, list[Tensor]] = {}
+    pool = torch.cuda.graph_pool_handle() if launch == "graph" and any(x.is_cuda for x in inputs.values()) else None
+    for name, run in candidates.items():
+        x = inputs[name]
+        if not x.is_cuda:
+            samplers[name], launches[name] = cpu_sampler(run, x), "eager"
+            continue
+        rotation = copies.get(id(x)) or copies.setdefault(id(x), rotating(x))
+        if launch == "graph":
+            try:
+                samplers[name], launches[name] = graph_sampler(run, rotation, pool), "graph"
+                continue
+            except RuntimeError:  # an operation that waits for the device, or allocates in a way that a graph cannot hold
+                torch.cuda.synchronize()
+        samplers[name], launches[name] = eager_sampler(run, rotation), "eager"
+    return samplers, launches
+
+
+def _warm_up(samplers: Sequence[Sample]) -> None:
+    """Run all until two rounds in a row take the same time, or ``WARM_UP_SECONDS`` are over."""
+    end, before = time.perf_counter() + WARM_UP_SECONDS, 0.0
+    while time.perf_counter() < end:
+        now = sum(sample() for sample in samplers)
+        if abs(now - before) <= STEADY * now:
+            return
+        before = now
+
+
+def _summary(samples: Sequence[float], launch: str) -> Timing:
     lower, median, upper = quantiles(samples, n=4, method="inclusive")
-    return Timing(median, lower, upper)
-
-
-def _cpu_sampler(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], float]:
-    def sample(calls: int) -> float:
-        run(x)  # so that each finds the cache and the allocator as its own last call left them
-        start = time.perf_counter()
-        for _ in range(calls):
-            run(x)
-        return (time.perf_counter() - start) * 1e3 / calls
-
-    sample(1)
-    calls = max(1, round(SAMPLE_MS / sample(1)))
-    return lambda: sample(calls)
-
-
-def _cuda_sampler(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], float]:
-    cache_bytes = torch.cuda.get_device_properties(x.device).L2_cache_size
-    inputs = [x.clone() for _ in range(1 + CACHE_MULTIPLE * cache_bytes // max(1, x.nbytes))]
-    stream = torch.cuda.Stream(x.device)
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run(inputs[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = [run(copy) for copy in inputs]
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def sample() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / len(outputs)
-
-    sample()
-    return sample
+    return Timing(median, lower, upper, launch)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
 import typer
 
+from flysurgery.cli import bench_options as own
 from flysurgery.cli import options
-from flysurgery.cli.tables import print_json, print_table
-
-if TYPE_CHECKING:
-    from flysurgery.bench import MultiplyRow
+from flysurgery.cli.bench_layer import layer
+from flysurgery.cli.bench_model import model
+from flysurgery.cli.bench_projection import projection
+from flysurgery.cli.bench_show import TIMES, print_records
 
 app = typer.Typer(help="Measure speed: times and ratios to dense, taken in one run.", no_args_is_help=True)
+app.command("layer")(layer)
+app.command("model")(model)
+app.command("projection")(projection)
 
-LEFT = ("arch", "layer", "candidate", "status")
-
-
-class Precision(str, Enum):
-    """The dtypes that are measured."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+QUICK_ROWS = 788
+"""Four images at 197 tokens."""
 
 
 @app.callback()
@@ -34,48 +27,42 @@ def bench() -> None:
 
 @app.command("multiply")
 def multiply(
-    arch: Annotated[list[options.Family] | None, typer.Option("--arch", help="A family of architectures; repeatable.")] = None,
-    width: Annotated[int, typer.Option("--width", min=1, help="Width of the transformer; the FFN is 4 times as wide.")] = 384,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x, that is tokens of all images.")] = 3152,
-    dtype: Annotated[Precision, typer.Option("--dtype", help="Dtype of x and the weights.")] = Precision.float32,
+    arch: own.Families = None,
+    width: own.Width = 384,
+    rows: own.Rows = None,
+    mode: own.Modes = "fp32",
+    launch: own.Launch = own.LaunchName.graph,
     device: options.Device = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default PyTorch's number.")] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Samples of each candidate.")] = 30,
+    threads: own.Threads = None,
+    rounds: own.Rounds = None,
     seed: options.Seed = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the rows to this CSV file as well.", metavar="FILE")] = None,
+    quick: own.Quick = False,
+    out: own.Out = None,
+    fresh: own.Fresh = False,
+    plot: own.Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Time every backend on the layers of a transformer block."""
-    import torch
+    from flysurgery.bench import Protocol, bench_multiply, draw_ratios
+    from flysurgery.cli.bench_run import BenchRun
 
-    from flysurgery.bench import bench_multiply, take_stamp, to_json, write_csv
-    from flysurgery.cli.progress import progress
-
-    target = options.device_of(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    families = arch or [options.Family.gonon, options.Family.monarch]
-    results: list[MultiplyRow] = []
-    with progress("timing") as step:
-        for family in families:
-            measured = bench_multiply(
-                family.value, width=width, rows=rows, dtype=getattr(torch, dtype.value), device=target, rounds=rounds, seed=seed
-            )
-            for row in measured:
-                results.append(row)
-                if step is not None:
-                    step(len({(each.arch, each.layer) for each in results}), 3 * len(families), f"{row.arch} {row.layer}")
-    stamp = take_stamp(target)
-    if out is not None:
-        write_csv(out, results, stamp)
+    target = own.prepare(device, threads)
+    families = own.families(arch)
+    modes = own.modes(mode, target)
+    settings = Protocol(launch.value, rounds or (7 if quick else 30), 0.2 if quick else 1.0, seed)
+    count = rows or (QUICK_ROWS if quick else 3152)
+    with BenchRun(target, out, fresh=fresh, plot=plot) as run:
+        for name in modes:
+            for family in families:
+                measured = bench_multiply(
+                    family, width=width, rows=count, mode=name, device=target, protocol=settings, quick=quick, done=run.has
+                )
+                for group in measured:
+                    run.add(group, f"{family} {group[0].layer} {name}")
+    if plot is not None:
+        draw_ratios(run.records, plot, group=("arch", "layer", "mode"), title=f"{run.records[0]['device']}, {count} rows")
     if as_json:
-        print_json(to_json(results, stamp))
-        return
-    columns = ("arch", "layer", "candidate", "median ms", "iqr ms", "/ dense", "error", "status")
-    print_table(columns, [_cells(row) for row in results], right=[column for column in columns if column not in LEFT])
-
-
-def _cells(row: MultiplyRow) -> tuple[str, ...]:
-    candidate = f"{row.candidate} ({row.backend})" if row.candidate == "layer" else row.candidate
-    numbers = ((row.median_ms, ".3f"), (row.iqr_ms, ".3f"), (row.ratio_to_dense, ".2f"), (row.error, ".1e"))
-    return (row.arch, row.layer, candidate, *("" if value is None else format(value, form) for value, form in numbers), row.status)
+        run.print_json()
+    else:
+        columns = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
+        print_records(run.records, columns)

@@ -36,6 +36,7 @@ def test_csv_rows_carry_the_stamp(tmp_path: Path) -> None:
         "torch": "2.11",
         "flysurgery": "0.1.0",
         "commit": "abc",
+        "clocks_mhz": "",
     }
     assert (rows[1]["name"], rows[1]["ms"]) == ("refused", "")
     assert [entry.name for entry in path.parent.iterdir()] == ["rows.csv"]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.bench import time_interleaved
+from flysurgery.bench import samplers, time_interleaved
 from flysurgery.bench import timing as module
 
 
 def test_every_candidate_is_sampled_in_every_round_in_changing_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SAMPLE_MS", 0.0)  # one call a sample
+    monkeypatch.setattr(samplers, "SAMPLE_MS", 0.0)  # one call a sample
     calls: list[str] = []
 
     def candidate(name: str) -> object:
@@ -33,9 +33,29 @@ def test_every_candidate_is_sampled_in_every_round_in_changing_order(monkeypatch
 
 def test_samples_are_summed_up_by_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([5.0, 1.0, 2.0, 4.0, 3.0])
-    monkeypatch.setattr(module, "_cpu_sampler", lambda run, x: lambda: next(samples))
+    monkeypatch.setattr(module, "cpu_sampler", lambda run, x: lambda: next(samples))
     timing = time_interleaved({"a": torch.clone}, torch.ones(3), rounds=5)["a"]
     assert (timing.lower_ms, timing.median_ms, timing.upper_ms, timing.iqr_ms) == (2.0, 3.0, 4.0, 2.0)
+
+
+def test_a_slow_candidate_gets_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    clock = iter(range(10**6))  # every look at the clock is a second later
+
+    def sampler(run: object, x: Tensor) -> object:
+        return lambda: calls.append("sample") or 1.0
+
+    monkeypatch.setattr(module, "cpu_sampler", sampler)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    module.time_interleaved({"a": torch.clone}, torch.ones(3), rounds=20, seconds=0.5)
+    assert len(calls) == module.FEWEST_ROUNDS
+
+
+@pytest.mark.gpu
+def test_what_a_graph_cannot_hold_is_launched_one_by_one() -> None:
+    x = torch.randn(512, 384, device="cuda")
+    timings = time_interleaved({"waits": lambda x: x * float(x.sum()), "product": lambda x: x @ x.mT}, x, rounds=3)
+    assert (timings["waits"].launch, timings["product"].launch) == ("eager", "graph")
 
 
 @pytest.mark.gpu

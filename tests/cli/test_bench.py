@@ -12,7 +12,7 @@ import torch
 
 from flysurgery.cli import main
 
-SMALL = ["bench", "multiply", "--arch", "lowrank", "--width", "16", "--rows", "8", "--rounds", "2", "--device", "cpu"]
+SMALL = ["bench", "multiply", "--quick", "--arch", "lowrank", "--width", "16", "--rows", "8", "--rounds", "2", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,22 +26,24 @@ def test_multiply_prints_a_table_and_writes_the_rows(tmp_path: Path, capsys: pyt
     path = tmp_path / "rows.csv"
     assert main([*SMALL, "--threads", "1", "--out", str(path)]) == 0
     title, *lines = capsys.readouterr().out.splitlines()
-    assert title.split() == ["arch", "layer", "candidate", "median", "ms", "iqr", "ms", "/", "dense", "error", "status"]
+    titles = ["arch", "layer", "mode", "candidate", "backend", "launch", "median ms", "iqr ms", "/ dense", "of bound", "error", "status"]
+    assert title.split() == " ".join(titles).split()
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(lines) == len(rows)
     assert {row["threads"] for row in rows} == {"1"}
     assert {row["architecture"] for row in rows if row["layer"] == "square"} == {"(1,16,4,1),(1,4,16,1)"}
     for line, row in zip(lines, rows, strict=True):
-        assert line.split()[:3] == [row["arch"], row["layer"], row["candidate"]]
+        assert line.split()[:3] == [row["arch"], row["layer"], row["mode"]]
+        assert row["candidate"] in line
         assert line.endswith(row["status"])
 
 
 def test_multiply_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--dtype", "bfloat16", "--json"]) == 0
+    assert main([*SMALL, "--mode", "bf16", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["stamp"]["torch"] == torch.__version__
-    assert {row["dtype"] for row in document["rows"]} == {"bfloat16"}
+    assert {row["mode"] for row in document["rows"]} == {"bf16"}
     assert [row["ratio_to_dense"] for row in document["rows"] if row["candidate"] == "linear"] == [1.0, 1.0, 1.0]
 
 
@@ -53,3 +55,44 @@ def test_a_width_that_fits_no_layer_is_one_line(capsys: pytest.CaptureFixture[st
 def test_unknown_options_are_usage_errors() -> None:
     assert main(["bench", "multiply", "--arch", "butterfly"]) == 2
     assert main(["bench", "multiply", "--rounds", "1"]) == 2
+
+
+TINY_VIT = ("vit_tiny_patch16_224", "--model-args", '{"embed_dim": 48, "depth": 1, "num_heads": 2, "img_size": 32, "patch_size": 8}')
+
+
+def test_layer_measures_the_parts_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "layer", *TINY_VIT, "--quick", "--batch", "2", "--part", "FFN,qkv*", "--device", "cpu", "--json"]
+    assert main([*command, "--out", str(tmp_path / "rows.csv"), "--plot", str(tmp_path / "bars.svg")]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["unit"] for row in rows} == {"FFN", "qkv + bias"}
+    assert all(row["error"] < 1e-5 for row in rows if row["error"] is not None)
+    assert (tmp_path / "bars.svg").read_text().startswith("<?xml")
+    assert main([*command, "--part", "tail"]) == 2
+    assert "no part of vit_tiny_patch16_224 is called tail" in capsys.readouterr().err
+
+
+def test_model_answers_and_writes_the_table_of_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "latency.csv"
+    assert main(["bench", "model", *TINY_VIT, "--quick", "--batch", "2", "--device", "cpu", "--table", str(table)]) == 0
+    assert "the converted model takes" in capsys.readouterr().out.splitlines()[-1]
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["fqn"] for row in rows} == {"blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
+    assert all(float(row["ms"]) > 0 for row in rows)
+    assert [row["architecture"] for row in rows[:2]] == ["dense", "(1,12,12,4),(4,12,12,1)"]
+
+
+def test_projection_tells_seconds_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "projection", "--arch", "monarch", "--arch", "gonon", "--width", "16", "--quick", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    square = {(row["arch"], row["matrix"]): row for row in rows if row["layer"] == "square"}
+    gaussian, falling = square["monarch", "gaussian"], square["monarch", "falling spectrum"]
+    assert 0 < falling["relative_error"] < gaussian["relative_error"] < 1
+    assert any(row["status"].startswith("no: ") and row["seconds"] is None for row in rows if row["arch"] == "gonon")
+
+
+def test_what_cannot_be_drawn_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.csv"
+    assert main([*SMALL, "--out", str(out), "--plot", str(tmp_path / "bars.doc")]) == 2
+    assert "--plot takes a file that ends in" in capsys.readouterr().err
+    assert not out.exists()

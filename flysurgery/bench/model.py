@@ -1,0 +1,229 @@
+"""Whether conversion is worth it here: each layer of a model and the model as a whole, converted beside dense."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.bench.candidates import architectures_for
+from flysurgery.bench.ceilings import Ceilings, measure_ceilings
+from flysurgery.bench.fused import fused_modules
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.modes import in_mode
+from flysurgery.bench.units import reset
+from flysurgery.bench.variants import by_definition, chosen_backends, dense_linear
+from flysurgery.bench.work import work_of
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.patterns import Architecture
+from flysurgery.surgery import LayerPlan, Plan, Reason, grouped, install
+
+WHOLE = "(model)"
+"""Stands in the column ``layer`` of rows about the whole model."""
+
+DENSE, PLANNED, WHERE_FASTER, FUSED = "dense", "converted", "converted where faster", "converted, fused modules"
+CHECKED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One candidate for one layer of a model, or for the model. ``layers`` is how many layers the row stands for.
+
+    ``candidate`` is ``dense``, an architecture that every part of the layer gets, or ``converted``: what the plan gives. Times are
+    of one call; a layer is called ``calls`` times in a forward.
+    """
+
+    model: str
+    batch: int
+    mode: str
+    device_type: str
+    layer: str
+    role: str
+    layers: int
+    calls: int
+    rows: int
+    out_features: int
+    in_features: int
+    candidate: str
+    backend: str | None
+    planned: bool
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are alike, ``fqns`` by name, and what the plan gives the first of them. ``rows`` is for one call at batch 1."""
+
+    name: str
+    fqns: tuple[str, ...]
+    layer: LayerPlan
+
+    @property
+    def rows(self) -> int:
+        """Rows of one call for one sample."""
+        return max(1, self.layer.rows // max(1, self.layer.calls))
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What is measured. ``search`` times more architectures than the plan's own; ``name`` stands in the rows."""
+
+    name: str
+    batch: int = 1
+    mode: str = "fp32"
+    search: bool = True
+    quick: bool = False
+    protocol: Protocol = field(default_factory=Protocol)
+
+
+def groups_of(plan: Plan) -> list[Group]:
+    """The layers that a plan replaces, those together that are alike in all that matters for time."""
+
+    def alike(layer: LayerPlan) -> object:
+        return (layer.role, layer.in_features, layer.out_features, layer.bias, layer.calls, layer.rows, layer.parts)
+
+    found = grouped(plan.replaced, lambda layer: layer.fqn, alike)
+    return [Group(name, tuple(each.fqn for each in members), members[0]) for name, members in found]
+
+
+def bench_model_layers(
+    plan: Plan,
+    settings: ModelSettings,
+    device: torch.device,
+    *,
+    done: Callable[[Mapping[str, object]], bool] = lambda key: False,
+) -> Iterator[list[ModelRow]]:
+    """Measure each kind of layer that the plan replaces: dense, as planned, and further architectures. Random weights."""
+    ceilings: Ceilings | None = None
+    for group in groups_of(plan):
+        if done(_head(settings, device, group)):
+            continue
+        ceilings = ceilings or measure_ceilings(settings.mode, device, quick=settings.quick)
+        yield _layer_rows(group, settings, device, ceilings)
+
+
+def _head(settings: ModelSettings, device: torch.device, group: Group) -> dict[str, object]:
+    layer = group.layer
+    return {
+        **_run_head(settings, device),
+        "layer": group.name,
+        "role": layer.role,
+        "layers": len(group.fqns),
+        "calls": layer.calls,
+        "rows": settings.batch * group.rows,
+        "out_features": layer.out_features,
+        "in_features": layer.in_features,
+    }
+
+
+def _run_head(settings: ModelSettings, device: torch.device) -> dict[str, object]:
+    return {"model": settings.name, "batch": settings.batch, "mode": settings.mode, "device_type": device.type}
+
+
+def _layer_rows(group: Group, settings: ModelSettings, device: torch.device, ceilings: Ceilings) -> list[ModelRow]:
+    layer, head = group.layer, _head(settings, device, group)
+    rows = settings.batch * group.rows
+    with in_mode(settings.mode) as dtype:
+        torch.manual_seed(settings.protocol.seed)
+        layers = {PLANNED: _converted(layer, [part.architecture for part in layer.parts])}
+        if settings.search:
+            names = [part.name for part in layer.parts]
+            for architecture in architectures_for(layer):
+                layers[str(architecture)] = _converted(layer, [architecture] * len(names))
+        layers = {name: module.to(device, dtype).requires_grad_(False).eval() for name, module in layers.items()}
+        modules: dict[str, nn.Module] = {DENSE: dense_linear(layers[PLANNED]), **layers}
+        x = torch.randn(rows, layer.in_features, device=device, dtype=dtype)
+        checked = checked_rows(rows, CHECKED_ROWS)
+        with torch.inference_mode():
+            wide = x[checked].double()
+            found = measure(
+                modules,
+                x,
+                {name: by_definition(module if name != DENSE else modules[PLANNED]).double()(wide) for name, module in modules.items()},
+                rows=checked,
+                works={name: work_of(module if name == DENSE else by_definition(module), x) for name, module in modules.items()},
+                ceilings=ceilings,
+                protocol=settings.protocol,
+            )
+    backends = {name: chosen_backends(module, x, allow_tf32=settings.mode == "tf32", rows=rows) for name, module in modules.items()}
+    return [_row(head, name, backends.get(name), found[name]) for name in _ordered(found)]
+
+
+def _row(head: Mapping[str, object], name: str, backend: str | None, measured: Measured) -> ModelRow:
+    return ModelRow(**head, candidate=name, backend=backend, planned=name == PLANNED, measured=measured)  # pyright: ignore[reportArgumentType]
+
+
+def _converted(layer: LayerPlan, architectures: list[Architecture | None]) -> ButterflyLinear | SplitLinear:
+    parts: list[ButterflyLinear | nn.Linear] = []
+    for part, architecture in zip(layer.parts, architectures, strict=True):
+        if architecture is None:
+            parts.append(nn.Linear(layer.in_features, part.stop - part.start, bias=layer.bias))
+        else:
+            parts.append(ButterflyLinear(architecture, bias=layer.bias))
+    if len(parts) == 1 and isinstance(parts[0], ButterflyLinear):
+        return parts[0]
+    return SplitLinear({part.name or str(index): module for index, (part, module) in enumerate(zip(layer.parts, parts, strict=True))})
+
+
+def bench_whole_model(
+    plan: Plan, build: Callable[[], nn.Module], settings: ModelSettings, device: torch.device, stay_dense: Mapping[str, str]
+) -> list[ModelRow]:
+    """Measure one forward of the model: dense, converted by ``plan``, and converted but for the layers ``stay_dense`` (with reasons).
+
+    ``build`` makes the dense model, with any weights; ``plan`` must say what a forward takes (``plan.example``).
+    """
+    with in_mode(settings.mode) as dtype:
+        torch.manual_seed(settings.protocol.seed)
+        models: dict[str, nn.Module] = {DENSE: build().eval()}
+        models[PLANNED] = _installed(plan, models[DENSE])
+        if stay_dense:
+            partly = _without(plan, stay_dense)
+            models[WHERE_FASTER] = _installed(partly, models[DENSE]) if partly.replaced else models[DENSE]
+        models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
+        refused: dict[str, str] = {}
+        fused = fused_modules(models[PLANNED])
+        if isinstance(fused, nn.Module):
+            models[FUSED] = fused
+        else:
+            refused[FUSED] = fused
+        x = _example(plan, settings, device, dtype)
+        checked = checked_rows(settings.batch, 2)
+        with torch.inference_mode():
+            wide = x[checked].double()
+            truths = {name: by_definition(models[PLANNED if name == FUSED else name]).double()(wide) for name in models}
+            works = {name: work_of(by_definition(models[PLANNED if name == FUSED else name]), x) for name in models}
+            ceilings = measure_ceilings(settings.mode, device, quick=settings.quick)
+            found = measure(models, x, truths, rows=checked, refused=refused, works=works, ceilings=ceilings, protocol=settings.protocol)
+    head = _run_head(settings, device) | {"layer": WHOLE, "role": "", "layers": len(plan.replaced), "calls": 1, "rows": settings.batch}
+    head |= {"out_features": 0, "in_features": 0}
+    return [_row(head, name, None, found[name]) for name in _ordered(found)]
+
+
+def _ordered(found: Mapping[str, Measured]) -> list[str]:
+    """Dense and its twin first, then what the plan gives, then the others as they come."""
+    first = [name for name in (DENSE, DENSE + AGAIN, PLANNED) if name in found]
+    return first + [name for name in found if name not in first]
+
+
+def _example(plan: Plan, settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> Tensor:
+    assert plan.example is not None and len(plan.example) == 1, "the plan was made for one tensor"
+    return torch.randn(settings.batch, *plan.example[0].shape[1:], device=device, dtype=dtype)
+
+
+def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
+    model = copy.deepcopy(dense)
+    install(plan, model)
+    reset(model)
+    return model
+
+
+def _without(plan: Plan, stay_dense: Mapping[str, str]) -> Plan:
+    layers = tuple(
+        replace(each, status="keep", reason=Reason("slower", stay_dense[each.fqn]), parts=()) if each.fqn in stay_dense else each
+        for each in plan.layers
+    )
+    kept = {each.fqn for each in layers if each.is_replaced}
+    return replace(plan, layers=layers, switches=plan.switches if kept else ())

@@ -1,0 +1,107 @@
+"""Pictures of result rows, by matplotlib, which is an extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flysurgery.bench.rows import Record
+from flysurgery.errors import OptionError
+
+Boxes = Mapping[str, Sequence[float]]
+"""Values by the label under their box."""
+
+
+def check_plot(path: Path | None) -> None:
+    """See before measuring that the picture can be drawn.
+
+    Raises:
+        OptionError: matplotlib is missing, or knows no format of this name.
+    """
+    if path is None:
+        return
+    known = _pyplot().gcf().canvas.get_supported_filetypes()
+    _pyplot().close("all")
+    if path.suffix.lstrip(".").lower() not in known:
+        raise OptionError(f"--plot takes a file that ends in .{', .'.join(sorted(known))}, got {path}")
+
+
+def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], series: str = "candidate", title: str = "") -> None:
+    """Bars of ``ratio_to_dense``, one group for each combination of the columns ``group``, one colour for each value of ``series``.
+
+    Below the line at 1 a candidate is faster than dense. Where a record has a ``paper_ratio``, a short line shows it.
+    """
+    plt = _pyplot()
+    timed = [record for record in records if record.get("ratio_to_dense")]
+    groups = list(dict.fromkeys(tuple(record[name] for name in group) for record in timed))
+    names = list(dict.fromkeys(record[series] for record in timed))
+    figure, axes = plt.subplots(figsize=(max(6.0, 0.35 * len(groups) * len(names) / 2 + 2), 4.5), layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for index, name in enumerate(names):
+        places = [(groups.index(tuple(record[key] for key in group)), record) for record in timed if record[series] == name]
+        left = [place + (index - (len(names) - 1) / 2) * width for place, _ in places]
+        axes.bar(left, [float(record["ratio_to_dense"]) for _, record in places], width, label=name)
+        paper = [(x, float(record["paper_ratio"])) for x, (_, record) in zip(left, places, strict=True) if record.get("paper_ratio")]
+        axes.hlines([y for _, y in paper], [x - width / 2 for x, _ in paper], [x + width / 2 for x, _ in paper], "black")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(groups)), ["\n".join(each) for each in groups], fontsize=7, rotation=90 if len(groups) > 8 else 0)
+    axes.set(ylabel="time / time of dense", title=title)
+    if names:
+        axes.legend(fontsize=7, ncols=min(6, len(names)))
+    _save(figure, path)
+
+
+def draw_boxes(panels: Mapping[str, tuple[str, str, Boxes]], path: Path, *, title: str = "") -> None:
+    """Box plots side by side: ``panels`` maps a title to the axes' labels and the values under each box.
+
+    The line is the median, the box the quartiles, the whiskers the 5th and 95th percentile, as in Gonon et al. 2024.
+    """
+    plt = _pyplot()
+    columns = min(3, max(1, len(panels)))
+    lines = -(-len(panels) // columns)
+    figure, grid = plt.subplots(max(1, lines), columns, figsize=(5.2 * columns, 3.8 * max(1, lines)), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    for axes, (name, (across, up, boxes)) in zip(grid.flat, panels.items(), strict=False):
+        filled = {label: values for label, values in boxes.items() if values}
+        axes.boxplot(list(filled.values()), whis=(5, 95), showfliers=False)
+        axes.set_xticks(range(1, len(filled) + 1), list(filled), rotation=90, fontsize=7)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel(across, fontsize=8)
+        axes.set_ylabel(up, fontsize=8)
+        axes.axhline(1, color="grey", linewidth=0.8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, across: str, up: str, title: str = "") -> None:
+    """One line for each series of points, both axes logarithmic."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, points in series.items():
+        ordered = sorted(points)
+        axes.plot([x for x, _ in ordered], [y for _, y in ordered], marker="o", markersize=3, label=name)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel=across, ylabel=up, title=title)
+    if series:
+        axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise OptionError("--plot draws with matplotlib, which is not installed: pip install 'flysurgery[bench]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)

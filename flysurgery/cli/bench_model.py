@@ -1,0 +1,105 @@
+"""``flysurgery bench model``: is conversion worth it on this machine, layer by layer and as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flysurgery import surgery
+from flysurgery.cli import bench_options as own
+from flysurgery.cli import options
+from flysurgery.cli.bench_run import BenchRun
+from flysurgery.cli.bench_show import TIMES, print_records
+from flysurgery.cli.source import find_dense
+from flysurgery.errors import OptionError
+
+TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
+Table = Annotated[Path | None, typer.Option("--table", help=TABLE_HELP, metavar="FILE")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Images a forward.")]
+
+COLUMNS = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
+
+
+def model(
+    model: options.Model,
+    arch: options.Arch = options.Family.monarch,
+    nblocks: options.Nblocks = 4,
+    rank: options.Rank = None,
+    roles: options.Roles = None,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    model_args: options.ModelArgs = None,
+    base: options.Base = None,
+    batch: Batch = 1,
+    mode: Annotated[str, typer.Option("--mode", help="One precision: fp32, tf32 (CUDA), fp16 or bf16.", metavar="NAME")] = "fp32",
+    launch: own.Launch = own.LaunchName.graph,
+    device: options.Device = None,
+    threads: own.Threads = None,
+    rounds: own.Rounds = None,
+    seed: options.Seed = 0,
+    quick: own.Quick = False,
+    table: Table = None,
+    out: own.Out = None,
+    fresh: own.Fresh = False,
+    plot: own.Plot = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
+    from flysurgery.bench import (
+        WHOLE,
+        ModelSettings,
+        Protocol,
+        bench_model_layers,
+        bench_whole_model,
+        draw_ratios,
+        groups_of,
+        latency_table,
+        sentence,
+        slower_layers,
+        write_records,
+    )
+
+    target = own.prepare(device, threads)
+    precision, *others = own.modes(mode, target)
+    if others:
+        raise OptionError(f"bench model takes one mode at a time, got {mode}")
+    source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=None)
+    skeleton = source.skeleton()
+    plan = surgery.plan(
+        skeleton.model,
+        arch.value,
+        roles=options.roles_of(roles),
+        include=include,
+        exclude=exclude,
+        nblocks=nblocks,
+        rank=rank,
+        base=skeleton.base,
+        base_args=skeleton.base_args,
+    )
+    protocol = Protocol(launch.value, rounds or (7 if quick else 30), 0.1 if quick else 0.5, seed)
+    settings = ModelSettings(source.name, batch, precision, search=not quick, quick=quick, protocol=protocol)
+    groups = groups_of(plan)
+    with BenchRun(target, out, fresh=fresh, plot=plot) as run:
+        for group in bench_model_layers(plan, settings, target, done=run.has):
+            run.add(group, group[0].layer)
+        own_rows = [each for each in run.records if _of_this_run(each, settings.name, batch, precision)]
+        if not any(each["layer"] == WHOLE for each in own_rows):
+            dense = slower_layers(own_rows, groups)
+            own_rows += run.add(
+                bench_whole_model(plan, lambda: source.build(pretrained=False, seed=seed, device=target), settings, target, dense), WHOLE
+            )
+    if table is not None:
+        write_records(table, latency_table(own_rows, groups))
+    if plot is not None:
+        draw_ratios(own_rows, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
+    if as_json:
+        run.print_json()
+        return
+    print_records(own_rows, COLUMNS)
+    typer.echo(sentence(own_rows, groups))
+
+
+def _of_this_run(record: dict[str, str], name: str, batch: int, mode: str) -> bool:
+    return (record["model"], record["batch"], record["mode"]) == (name, str(batch), mode)

@@ -1,0 +1,56 @@
+"""What the recipes that measure share: their options, and printing and drawing their rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flysurgery.bench import modes_of
+from flysurgery.cli.bench_run import BenchRun
+from flysurgery.cli.bench_show import print_records
+from flysurgery.cli.options import device_of
+from flysurgery.errors import FlysurgeryError
+
+
+def arguments(description: str | None, *, modes: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that every measuring recipe has; ``modes`` is the default of ``--modes``, None leaves it out."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer cases and samples: an answer within two minutes")
+    parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
+    parser.add_argument("--fresh", action="store_true", help="measure all again, and replace the rows in the file")
+    parser.add_argument("--plot", type=Path, help="draw the rows into this file")
+    parser.add_argument("--seed", type=int, default=0)
+    if modes is not None:
+        parser.add_argument("--modes", default=modes, help="out of fp32, tf32 (CUDA), fp16, bf16, or all")
+    return parser
+
+
+def device_and_modes(options: argparse.Namespace) -> tuple[torch.device, tuple[str, ...]]:
+    """The device that is meant, and the modes that it has; threads are set."""
+    device = device_of(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return device, modes_of(getattr(options, "modes", "fp32"), device)
+
+
+def start(options: argparse.Namespace, device: torch.device) -> BenchRun:
+    """The run, with the rows of an interrupted one."""
+    return BenchRun(device, options.out, fresh=options.fresh, plot=options.plot)
+
+
+def main(work: Callable[[], None]) -> None:
+    """Run a recipe; an error that was raised on purpose is one sentence and an exit code."""
+    try:
+        work()
+    except FlysurgeryError as error:
+        raise SystemExit(f"{' '.join(str(error).split())}") from error
+
+
+def show(run: BenchRun, columns: Sequence[str]) -> None:
+    """Print all rows."""
+    print_records(run.records, columns)

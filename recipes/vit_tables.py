@@ -1,0 +1,81 @@
+"""What the recipes of Tables 3 and 6 share: the paper's numbers, their options, and the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import recipe
+
+from flysurgery.bench import LAUNCHES, PROTOCOLS, LayerSettings, bench_layers, bench_training, draw_ratios
+from flysurgery.cli.bench_show import TIMES
+from flysurgery.cli.options import model_arguments, names
+
+PAPER = {
+    ("linear N x N", "bmm"): 0.82,
+    ("linear N x N", "layer"): 0.50,
+    ("linear N x N + bias", "bmm"): 0.97,
+    ("linear N x N + bias", "layer"): 0.66,
+    ("linear 4N x N", "bmm"): 0.80,
+    ("linear 4N x N", "layer"): 0.78,
+    ("linear 4N x N + bias", "bmm"): 0.93,
+    ("linear 4N x N + bias", "layer"): 0.90,
+    ("linear N x 4N", "bmm"): 0.91,
+    ("linear N x 4N", "layer"): 0.58,
+    ("linear N x 4N + bias", "bmm"): 0.94,
+    ("linear N x 4N + bias", "layer"): 0.61,
+    ("FFN", "bmm"): 0.91,
+    ("FFN", "layer"): 0.77,
+    ("attention", "bmm"): 0.87,
+    ("attention", "layer"): 0.79,
+    ("block", "bmm"): 0.90,
+    ("block", "layer"): 0.78,
+    ("model", "bmm"): 0.89,
+    ("model", "layer"): 0.78,
+}
+"""Time over dense in Tables 3 and 6 of Gonon et al. 2024 (A100, float32); their kernel stands beside our layer."""
+
+COLUMNS = ("protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES)
+
+
+def arguments(description: str | None, *, launches: str) -> argparse.ArgumentParser:
+    """The options of both recipes."""
+    parser = recipe.arguments(description, modes="all")
+    parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT of timm: vit_base_patch16_224, vit_large_patch16_224, ...")
+    parser.add_argument("--model-args", action="append", metavar="KEY=VALUE", help="arguments of its constructor; repeatable")
+    parser.add_argument("--arch", default="gonon", help="gonon (widths that are multiples of 24), monarch or lowrank")
+    parser.add_argument("--batches", default="128", help="images a forward, such as 1,8,128")
+    parser.add_argument("--protocols", default="paper,today", help="paper, today or both")
+    parser.add_argument("--launches", default=launches, help=f"out of {', '.join(LAUNCHES)}; the compiler's for today's protocol only")
+    return parser
+
+
+def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: bool = False) -> None:
+    """Measure, print and draw the parts whose names match one of ``parts``, such as ``linear*``; None takes all."""
+    device, modes = recipe.device_and_modes(options)
+    quick = options.quick
+    with recipe.start(options, device) as bench:
+        for batch in (int(each) for each in options.batches.split(",")):
+            settings = LayerSettings(
+                model=options.model,
+                model_args=model_arguments(options.model_args),
+                arch=options.arch,
+                protocols=PROTOCOLS if options.protocols == "both" else names(options.protocols, "--protocols"),
+                modes=modes[::2] if quick else modes,
+                launches=[each for each in names(options.launches, "--launches") if not quick or each in ("graph", "eager")],
+                names=parts,
+                batch=batch,
+                rounds=7 if quick else 30,
+                seconds=0.05 if quick else 0.5,
+                seed=options.seed,
+                quick=quick,
+            )
+            for group in bench_layers(settings, device, paper=PAPER if options.arch == "gonon" else None, done=bench.has):
+                bench.add(group, f"{group[0].protocol} {group[0].unit} {group[0].mode}")
+            if training:
+                for group in bench_training(settings, device, done=bench.has):
+                    bench.add(group, f"training step {group[0].mode}")
+    recipe.show(bench, COLUMNS)
+    if options.plot is not None:
+        title = f"{options.model}, {options.arch}: time over dense (short black lines: the paper's)"
+        draw_ratios(bench.records, options.plot, group=("protocol", "unit", "mode", "launch"), title=title)

@@ -1,0 +1,92 @@
+"""``bench model``: what is timed, what the answer says, and the table for ``convert --latency``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flysurgery import plan as make_plan
+from flysurgery.bench import (
+    ModelSettings,
+    Protocol,
+    bench_model_layers,
+    bench_whole_model,
+    groups_of,
+    latency_table,
+    sentence,
+    slower_layers,
+)
+from flysurgery.bench.candidates import architectures_for
+from flysurgery.checkpoint import build_base
+from flysurgery.surgery import Plan
+
+MODEL, SIZES = "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
+CPU = torch.device("cpu")
+LOW_RANK = "(1,48,8,1),(1,8,192,1)"
+SETTINGS = ModelSettings("tiny", batch=2, quick=True, protocol=Protocol(rounds=2, seconds=0.01))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(build_base(MODEL, SIZES, device="meta"), "monarch")
+
+
+def test_layers_that_are_alike_are_timed_once_and_stand_for_all(plan: Plan) -> None:
+    groups = groups_of(plan)
+    assert {(group.name, len(group.fqns), group.rows) for group in groups} == {
+        ("blocks.*.attn.qkv", 2, 17),
+        ("blocks.*.mlp.fc1", 2, 17),
+        ("blocks.*.mlp.fc2", 2, 17),
+    }
+    rows = next(bench_model_layers(plan, SETTINGS, CPU))
+    assert {row.rows for row in rows} == {34}
+    timed = {row.candidate: row.measured for row in rows}
+    assert list(timed)[:3] == ["dense", "dense again", "converted"]
+    searched = {str(architecture) for architecture in architectures_for(groups[0].layer)}
+    assert searched < timed.keys() and "(1,24,6,2),(2,6,24,1)" in searched
+    assert all(each.error is not None and each.error < 1e-6 and each.median_ms is not None for each in timed.values())
+
+
+def test_the_whole_model_is_timed_with_and_without_the_slow_layers(plan: Plan) -> None:
+    def build() -> nn.Module:
+        return build_base(MODEL, SIZES)
+
+    rows = bench_whole_model(plan, build, SETTINGS, CPU, {"blocks.0.mlp.fc1": "slower"})
+    by_name = {row.candidate: row.measured for row in rows}
+    flops = {name: each.flops for name, each in by_name.items() if each.flops is not None}
+    assert flops["converted"] < flops["converted where faster"] < flops["dense"]
+    assert all(by_name[name].median_ms for name in flops)
+
+
+def record(layer: str, candidate: str, ms: float, ratio: float, status: str = "ok") -> dict[str, Any]:
+    return {"layer": layer, "candidate": candidate, "median_ms": str(ms), "ratio_to_dense": str(ratio), "status": status}
+
+
+def test_the_table_has_a_row_for_each_layer_and_the_answer_names_what_stays_dense(plan: Plan) -> None:
+    groups = groups_of(plan)
+    own = str(next(group for group in groups if group.name == "blocks.*.mlp.fc2").layer.parts[0].architecture)
+    records = [
+        *(record("blocks.*.attn.qkv", name, ms, ms / 4) for name, ms in (("dense", 4.0), ("dense again", 4.1), ("converted", 2.0))),
+        *(record("blocks.*.mlp.fc1", name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 3.0))),
+        *(record("blocks.*.mlp.fc2", name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 1.0), (LOW_RANK, 0.5))),
+        record("(model)", "converted", 9.0, 0.9),
+        record("(model)", "converted where faster", 8.0, 0.8),
+    ]
+    slower = slower_layers(records, groups)
+    assert slower == dict.fromkeys(("blocks.0.mlp.fc1", "blocks.1.mlp.fc1"), "converted it takes 1.50 of the dense time")
+    table = latency_table(records, groups)
+    assert {(row["fqn"], row["architecture"], row["ms"]) for row in table if row["fqn"] == "blocks.1.mlp.fc2"} == {
+        ("blocks.1.mlp.fc2", "dense", 2.0),
+        ("blocks.1.mlp.fc2", own, 1.0),
+        ("blocks.1.mlp.fc2", LOW_RANK, 0.5),
+    }
+    assert len(table) == 2 * (2 + 2 + 3)
+    words = sentence(records, groups)
+    assert words.startswith(
+        "conversion is worth it here: the converted model takes 0.90 of the dense time; faster dense: blocks.*.mlp.fc1,"
+    )
+    assert words.endswith("takes 0.80")
+    assert sentence([*records[:-2], record("(model)", "converted", 9.0, 1.2, "noisy: x")], groups).startswith("this machine is too noisy")

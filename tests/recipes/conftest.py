@@ -1,0 +1,37 @@
+"""Running a recipe as a user does, in the test's process and in an empty folder."""
+
+from __future__ import annotations
+
+import csv
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+TINY_VIT = (
+    *("--model", "vit_tiny_patch16_224", "--model-args", "embed_dim=48", "--model-args", "depth=1", "--model-args", "num_heads=2"),
+    *("--model-args", "img_size=32", "--model-args", "patch_size=8", "--model-args", "num_classes=10"),
+)
+"""A ViT of one block, 48 wide, on 16 patches."""
+
+RunRecipe = Callable[..., list[dict[str, str]]]
+
+
+@pytest.fixture
+def run_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunRecipe:
+    """Run a recipe with ``--quick --device cpu`` and further arguments, and give the rows that it wrote."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    out = tmp_path / "rows.csv"
+
+    def run(name: str, *arguments: str) -> list[dict[str, str]]:
+        monkeypatch.setattr(sys, "argv", [name, "--quick", "--device", "cpu", "--out", str(out), *arguments])
+        runpy.run_path(str(RECIPES / name), run_name="__main__")
+        with out.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    return run

@@ -1,0 +1,48 @@
+"""Tables 3 and 6 on a ViT of one small block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.conftest import TINY_VIT, RunRecipe
+
+TIMED = {"dense", "dense again", "layer", "bmm", "einsum"}
+
+
+def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*TINY_VIT, "--batches", "2", "--modes", "fp32", "--plot", str(tmp_path / "bars.png"))
+    rows = run_recipe("vit_s16_table3.py", *arguments)
+    for protocol, parts in (("paper", 5), ("today", 4)):
+        own = [row for row in rows if row["protocol"] == protocol]
+        assert len({row["unit"] for row in own}) == parts
+        for unit in {row["unit"] for row in own}:
+            timed = {row["candidate"]: row for row in own if row["unit"] == unit and row["median_ms"]}
+            assert timed.keys() >= TIMED
+            assert all(float(row["error"]) < 1e-5 for row in timed.values())
+    by_name = {(row["protocol"], row["unit"], row["candidate"]): row for row in rows}
+    assert by_name["paper", "FFN", "layer"]["paper_ratio"] == "0.77"
+    assert by_name["paper", "model", "bmm"]["paper_ratio"] == "0.89"
+    assert "CUDA" in by_name["paper", "block", "two launches"]["status"]
+    # 16 rows of 48 features through (1,24,6,2),(2,6,24,1), float32: in, out and the weights of both factors
+    linear = by_name["paper", "linear N x N", "layer"]
+    assert int(linear["bytes_moved"]) == 4 * (2 * 2 * 16 * 48 + 2 * 288)
+    assert int(linear["flops"]) == 2 * 16 * 2 * 2 * 288
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+    assert "time" not in capsys.readouterr().err
+    before = {row["median_ms"] for row in rows}
+    again = run_recipe("vit_s16_table3.py", *arguments)
+    assert {row["median_ms"] for row in again} == before  # nothing was measured twice
+
+
+def test_table_6_has_the_linears_with_and_without_bias(run_recipe: RunRecipe) -> None:
+    rows = run_recipe("vit_s16_table6.py", *TINY_VIT, "--batches", "1", "--modes", "fp32", "--protocols", "paper")
+    units = {row["unit"] for row in rows}
+    assert units == {f"linear {size}{bias}" for size in ("N x N", "4N x N", "N x 4N") for bias in ("", " + bias")}
+    assert {row["paper_ratio"] for row in rows if row["unit"] == "linear N x 4N + bias"} == {"", "0.94", "0.61"}
+
+
+def test_an_unknown_mode_is_one_sentence(run_recipe: RunRecipe) -> None:
+    with pytest.raises(SystemExit, match="there is no mode 'tf32' on cpu"):
+        run_recipe("vit_s16_table6.py", "--modes", "tf32")
