@@ -27,8 +27,12 @@ def build_skeleton(plan: Plan) -> nn.Module:
     Raises:
         ModelError, PlanError: the base cannot be built, or the plan does not fit it.
     """
-    with _no_draws(), _parameters_on_meta():
-        model = build_base(_base(plan), plan.base_args, device="meta")
+    with _no_draws():
+        try:
+            with _parameters_on_meta():
+                model = build_base(_base(plan), plan.base_args, device="meta")
+        except ModelError:  # a constructor that reads numbers; what else is wrong shows again
+            model = build_base(_base(plan), plan.base_args).to("meta")
     install(plan, model)
     return model
 

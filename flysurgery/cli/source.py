@@ -48,8 +48,15 @@ class Constructor:
             check_available(self.base)
 
     def skeleton(self) -> Skeleton:
-        """The model on the meta device, in well under a second for most models."""
-        return Skeleton(build_base(self.base, self.base_args, device="meta"), self.base, self.base_args)
+        """The model on the meta device, in well under a second for most models.
+
+        One whose constructor reads its own numbers is built on the CPU.
+        """
+        try:
+            model = build_base(self.base, self.base_args, device="meta")
+        except ModelError:
+            model = build_base(self.base, self.base_args)
+        return Skeleton(model, self.base, self.base_args)
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
         """The model with its weights, in eval mode, on ``device``.

@@ -41,7 +41,7 @@ class Plan:
 
     ``switches`` are the attributes that parents need so that they call the replaced modules. ``base`` and
     ``base_args`` say how the dense model is built again, None where that is not known. ``example`` describes the
-    arguments that one forward takes, None where the walk's example was no plain tensors.
+    arguments that one forward takes, tensors or lists of tensors, None where the walk's example was something else.
 
     Raises:
         PlanError: a layer or a switch stands twice.
@@ -51,7 +51,7 @@ class Plan:
     switches: tuple[Switch, ...] = ()
     base: str | None = None
     base_args: Mapping[str, Any] = field(default_factory=dict)
-    example: tuple[ExampleInput, ...] | None = None
+    example: tuple[ExampleInput | tuple[ExampleInput, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for what, names in (
@@ -76,7 +76,7 @@ class Plan:
             "schema": SCHEMA,
             "base": self.base,
             "base_args": dict(self.base_args),
-            "example": None if self.example is None else [{"shape": list(each.shape), "dtype": each.dtype} for each in self.example],
+            "example": None if self.example is None else [_example_to_json(each) for each in self.example],
             "switches": [[switch.module_fqn, switch.attribute, switch.value] for switch in self.switches],
             "layers": [layer_to_json(layer) for layer in self.layers],
         }
@@ -115,7 +115,17 @@ def _switch_from_json(row: object) -> Switch:
     return Switch(module, attribute, value)
 
 
-def _example_from_json(row: object) -> ExampleInput:
+def _example_to_json(example: ExampleInput | tuple[ExampleInput, ...]) -> dict[str, Any] | list[Any]:
+    if isinstance(example, tuple):
+        return [_example_to_json(each) for each in example]
+    return {"shape": list(example.shape), "dtype": example.dtype}
+
+
+def _example_from_json(row: object) -> ExampleInput | tuple[ExampleInput, ...]:
+    return tuple(_input_from_json(each) for each in row) if isinstance(row, list) else _input_from_json(row)
+
+
+def _input_from_json(row: object) -> ExampleInput:
     fields = Fields(row, "an example input of the plan")
     shape, dtype = fields.take("shape", list), fields.take("dtype", str)
     fields.done()

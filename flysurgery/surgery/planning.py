@@ -166,11 +166,15 @@ def samples_of(inputs: Tensor | tuple[Any, ...]) -> int:
     return first.shape[0] if isinstance(first, Tensor) and first.dim() > 1 else 1
 
 
-def _describe(inputs: Tensor | tuple[Any, ...]) -> tuple[ExampleInput, ...] | None:
-    tensors = [argument for argument in _arguments(inputs) if isinstance(argument, Tensor)]
-    if len(tensors) < len(_arguments(inputs)):
-        return None
-    return tuple(ExampleInput(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors)
+def _describe(inputs: Tensor | tuple[Any, ...]) -> tuple[ExampleInput | tuple[ExampleInput, ...], ...] | None:
+    described = []
+    for argument in _arguments(inputs):
+        tensors = argument if isinstance(argument, list) else [argument]
+        if not tensors or not all(isinstance(each, Tensor) for each in tensors):
+            return None
+        examples = tuple(ExampleInput(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors)
+        described.append(examples if isinstance(argument, list) else examples[0])
+    return tuple(described)
 
 
 def _arguments(inputs: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:

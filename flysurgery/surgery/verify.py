@@ -22,7 +22,7 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
         raise SurgeryError(
             "the plan describes no example input to verify the model with; plan with tensors as example, or pass verify=False"
         )
-    inputs = [_input(each, model) for each in plan.example]
+    inputs = [[_input(one, model) for one in each] if isinstance(each, tuple) else _input(each, model) for each in plan.example]
     ran: set[str] = set()
     hooks = [model.get_submodule(layer.fqn).register_forward_hook(_note(layer.fqn, ran)) for layer in plan.replaced]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -13,16 +14,22 @@ from torch import Tensor, nn
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.export import run_fake
-from flysurgery.walker.shadow import device_of, one_line, shadow
+from flysurgery.walker.shadow import device_of, isolated, one_line, shadow, shadow_on_cpu
 
 EXAMPLE_BATCH = 2
 _COMMON_SIZES = (224, 256, 384, 128, 64, 32)
 # Tokens that are no patches: none, a class token, or a class token and a distillation token.
 _PREFIX_TOKENS = (0, 1, 2)
+# For models that take a list of images.
+_LISTED_SIZES = (224, 64, 32)
 
 
-def example_input(model: nn.Module) -> Tensor:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
+def example_input(
+    model: nn.Module,
+) -> Tensor | tuple[list[Tensor]]:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
     """Zeros that ``model`` accepts as its only input, in its dtype and on its device.
+
+    For a model that takes no tensor, but a list of images of any sizes (NaViT), a tuple with such a list.
 
     For a timm model: the size of its patch embedding, or else of its ``pretrained_cfg``. For others: the sizes that fit a patch embedding
     of einops' ``Rearrange`` and a linear (vit-pytorch) and the position embedding; else the usual image sizes, of which the first is
@@ -43,6 +50,14 @@ def example_input(model: nn.Module) -> Tensor:  # shape: (2, channels, height, w
             reason = reason or f", and zeros of shape {tuple(example.shape)} fail ({one_line(error)})"
             continue
         return example
+    for size in _LISTED_SIZES:
+        images = ([_zeros(model, (3, size, size))[0] for _ in range(EXAMPLE_BATCH)],)
+        double = shadow_on_cpu(model)
+        place = device_of(double)
+        with contextlib.suppress(Exception):
+            with isolated(double):  # for real, since such models read lengths and look up positions
+                double([torch.zeros_like(image, device=place) for image in images[0]])
+            return images
     name = type(model).__name__
     raise WalkError(f"no example input is known for {name}{reason}; give flysurgery.plan an example, a tensor of the shape that it takes")
 

@@ -76,9 +76,14 @@ class _Judge:
         first, second = set(), set()
         for call in self.calls.values():
             source = self.flows[call.source]
-            if self._one_row(call) or any(origin in self.by_output or origin in self.scores for origin in source):
+            if (
+                self._one_row(call)
+                or call.node in self.entered
+                or any(origin in self.by_output or origin in self.scores for origin in source)
+            ):
                 continue
             before = {origin for origin, via in source.items() if origin in self.calls and via.nonlinear and not via.reduced}
+            before = {origin for origin in before if not self._one_row(self.calls[origin])}  # a gate for whole channels is none
             if before:
                 first |= before
                 second.add(call.node)

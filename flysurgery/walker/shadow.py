@@ -47,6 +47,21 @@ def shadow(model: nn.Module) -> nn.Module:
     return double.eval()
 
 
+def shadow_on_cpu(model: nn.Module) -> nn.Module:
+    """A ``shadow`` with tensors on the CPU in place of those on the meta device; nobody writes them, so they take no memory."""
+    double = shadow(model)
+    made: dict[int, Tensor] = {}
+    for module in double.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        empty = torch.empty_like(tensor, device="cpu")
+                        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    store[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
+    return double
+
+
 @contextlib.contextmanager
 def isolated(double: nn.Module) -> Iterator[None]:
     """For the time of a trace: no gradients, no warnings or printed graphs, and random states and function caches untouched by it."""

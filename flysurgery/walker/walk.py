@@ -18,7 +18,7 @@ from flysurgery.walker.linears import Call, find_calls, read_elsewhere
 from flysurgery.walker.obstacles import Obstacle, module_obstacles, obstacle
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
 from flysurgery.walker.roles import Judgement, judge
-from flysurgery.walker.shadow import device_of, shadow
+from flysurgery.walker.shadow import device_of, shadow, shadow_on_cpu
 from flysurgery.walker.switches import set_switches
 from flysurgery.walker.target import ROLES, Slice, Switch, Target
 
@@ -48,7 +48,16 @@ def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> t
     if example is None:
         example = example_input(model)
     inputs = _on_device(example if isinstance(example, tuple) else (example,), device_of(model))
-    double = shadow(model)
+    try:
+        return _walk(model, shadow(model), inputs)
+    except WalkError:
+        if device_of(model).type != "meta":
+            raise
+    # Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta.
+    return _walk(model, shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")))
+
+
+def _walk(model: nn.Module, double: nn.Module, inputs: tuple[Any, ...]) -> tuple[Target, ...]:
     switches = set_switches(double, inputs)
     traced = trace(double, inputs)
     return _targets(model, traced, Owners(double), switches)
