@@ -9,6 +9,7 @@ from timm.loss.cross_entropy import LabelSmoothingCrossEntropy, SoftTargetCrossE
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flysurgery.errors import TrainingError
 from flysurgery.finetune.settings import Settings
 
 
@@ -46,9 +47,17 @@ def blocks_loss(outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
     """Squared distance of each block's output from the teacher's, relative to the teacher's; the mean over the blocks.
 
     Zero is perfect and 1 what an output of zeros would get, whatever the scale of a block.
+
+    Raises:
+        TrainingError: the teacher's blocks are of another width.
     """
     terms = []
     for name, theirs in wanted.items():
+        if outputs[name].shape != theirs.shape:
+            raise TrainingError(
+                f"block {name} gives {tuple(outputs[name].shape)} and the teacher's {tuple(theirs.shape)}; "
+                "give --blocks-weight 0 to imitate its scores alone"
+            )
         mine, theirs = outputs[name].float(), theirs.float()
         terms.append((mine - theirs).square().mean() / theirs.square().mean().clamp_min(1e-12))
     return sum(terms[1:], terms[0]) / len(terms)

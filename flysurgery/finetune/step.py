@@ -86,7 +86,7 @@ class Stepper:
     def close(self) -> nn.Module:
         """The bare model, without accelerate's wrapping, hooks or optimizer."""
         self._outputs.close()
-        model = self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        model = self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
         self._accelerator.free_memory()
         return model
 

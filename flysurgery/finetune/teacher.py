@@ -43,13 +43,14 @@ class Teacher:
             TrainingError: other classes or images, or blocks are asked for and it has others; one sentence.
         """
         check_teacher(model, student)
-        names = converted_blocks(student)
-        known = dict(model.named_modules())
-        lacking = [name for name in names if name not in known]
-        if settings.blocks_weight and (lacking or not names):
-            what = f"block {lacking[0]}" if lacking else "converted blocks to compare"
-            raise TrainingError(f"the teacher and the model do not share {what}; give --blocks-weight 0 to imitate its scores alone")
-        self.weight = (0.0 if lacking or not names else 1.0) if settings.blocks_weight is None else settings.blocks_weight
+        names, theirs = blocks_of(student), blocks_of(model)
+        alike = names == theirs and bool(names)
+        if settings.blocks_weight and not alike:
+            raise TrainingError(
+                f"the teacher has {len(theirs)} blocks and the model {len(names)}, not the same ones by their names; "
+                "give --blocks-weight 0 to imitate its scores alone"
+            )
+        self.weight = float(alike) if settings.blocks_weight is None else settings.blocks_weight
         self.blocks = names if self.weight else ()
         self.model = model
         self._modes = {module: module.training for module in model.modules()}
@@ -88,15 +89,15 @@ def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
         )
 
 
-def converted_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The blocks that hold converted layers: for each layer, the nearest numbered module around it that is called.
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """The blocks that hold linear layers, converted or not: for each layer, the nearest numbered module around it that is called.
 
     Lists are never called, and a chain is no block but holds them.
     """
     modules = dict(model.named_modules())
     found: dict[str, None] = {}
     for fqn, module in modules.items():
-        if not isinstance(module, ButterflyLinear | SplitLinear):
+        if not isinstance(module, nn.Linear | ButterflyLinear | SplitLinear):
             continue
         parts = fqn.split(".")
         for stop in range(len(parts) - 1, 0, -1):

@@ -18,7 +18,7 @@ from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Place
 from flysurgery.finetune.groups import parameter_groups
 from flysurgery.finetune.losses import blocks_loss, logits_loss
-from flysurgery.finetune.teacher import Teacher, converted_blocks
+from flysurgery.finetune.teacher import Teacher, blocks_of
 from flysurgery.surgery import convert
 from tests.finetune.conftest import ARGUMENTS, BASE
 
@@ -55,11 +55,11 @@ def test_factors_learn_by_their_fan_in_and_vectors_do_not_decay(converted: Make)
 
 
 def test_blocks_are_the_nearest_numbered_modules_that_are_called(converted: Make) -> None:
-    assert converted_blocks(converted()) == ("blocks.0", "blocks.1")
+    assert blocks_of(converted()) == blocks_of(build_base(BASE, ARGUMENTS)) == ("blocks.0", "blocks.1")
     arguments = {"image_size": 16, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64, "dim_head": 16}
     model = build_base("vit_pytorch:ViT", arguments)
     convert(model, base="vit_pytorch:ViT", base_args=arguments)
-    assert converted_blocks(model) == ("transformer.layers.0.0", "transformer.layers.0.1")
+    assert blocks_of(model) == ("transformer.layers.0.0", "transformer.layers.0.1")
 
 
 def test_a_teacher_gives_its_scores_and_blocks_and_is_left_as_it_was(converted: Make, dense: nn.Module) -> None:
@@ -90,8 +90,10 @@ def test_a_teacher_that_does_not_match(converted: Make, changes: dict, words: st
 def test_a_teacher_without_the_blocks_gives_its_scores_alone(converted: Make) -> None:
     shallow = build_base(BASE, ARGUMENTS | {"depth": 1})
     assert Teacher(shallow, converted(), Settings()).blocks == ()
-    with pytest.raises(TrainingError, match=r"do not share block blocks.1.*--blocks-weight 0"):
+    with pytest.raises(TrainingError, match=r"the teacher has 1 blocks and the model 2.*--blocks-weight 0"):
         Teacher(shallow, converted(), Settings(blocks_weight=1.0))
+    with pytest.raises(TrainingError, match=r"block blocks.0 gives \(2, 5, 32\) and the teacher's \(2, 5, 64\).*--blocks-weight 0"):
+        blocks_loss({"blocks.0": torch.zeros(2, 5, 32)}, {"blocks.0": torch.zeros(2, 5, 64)})
 
 
 @pytest.fixture(scope="module")

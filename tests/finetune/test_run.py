@@ -127,7 +127,7 @@ def test_another_plan_other_settings_and_a_run_that_is_there_are_refused(convert
         train(dense, data, settings, folder=tmp_path, resume=True)
     with pytest.raises(TrainingError, match="begun with seed 0, not 1"):
         train(converted(), data, replace(settings, seed=1), folder=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match="has come to update 4.*--resume"):
+    with pytest.raises(TrainingError, match=r"has come to update 4.*--resume"):
         train(converted(), data, settings, folder=tmp_path)
     (tmp_path / "state-00000004" / "run.json").write_text(json.dumps({"plan_sha256": ""}))
     with pytest.raises(TrainingError, match="damaged"):

@@ -1,0 +1,95 @@
+"""Fine-tuning on the command line: the whole chain on the digits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import timm
+import torch
+
+from flysurgery.checkpoint import load, load_dense
+from flysurgery.evaluation import evaluate, load_data
+from flysurgery.surgery import plan_of
+from tests.cli.conftest import TINY, Refused, Run
+
+QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--cpu", "--workers", "0")
+
+
+def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, converted: Path) -> None:
+    document = json.loads(run("finetune", converted, *QUICK, "--out", "o", "--lr", "1e-3", "--json").out)
+    before, after = load(converted), load("o")
+    assert plan_of(after) == plan_of(before)
+    assert not torch.equal(after.get_parameter("blocks.0.mlp.fc1.factors.0"), before.get_parameter("blocks.0.mlp.fc1.factors.0"))
+    expected = evaluate(after, load_data("digits", after))
+    assert (document["after"]["top1"], document["updates"], document["images"]) == (expected.top1, 4, 1024)
+    report, earlier = (json.loads((Path(folder) / "report.json").read_text()) for folder in ("o", converted))
+    assert report["rows"] == earlier["rows"] and report["finetune"]["settings"]["learning_rate"] == 1e-3
+    assert f"top-1 {document['before']['top1']:.2%} before, {expected.top1:.2%} after" in Path("o/README.md").read_text()
+    assert Path("o.training/log.csv").read_text().startswith("update,epoch,loss,")
+    done = run("finetune", converted, *QUICK, "--out", "o", "--force").out.splitlines()
+    assert done[0].split() == ["fine-tuning", "before", "after", "change"] and done[-1].startswith("saved in o, log in o.training")
+
+
+def test_sparse_to_dense_and_from_scratch(run: Run, converted: Path) -> None:
+    run("finetune", converted, *QUICK[:2], "--epochs", "2", *QUICK[4:], "--densify-after", "1", "--scratch", "--out", "d")
+    dense, _, _ = load_dense("d")
+    again = timm.create_model("local-dir:d", pretrained=True).eval()
+    image = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(dense(image), again(image))
+    assert run("finetune", *TINY, "--scratch", *QUICK, "--out", "n", "--teacher", "d", "--seed", "3").code == 0
+    assert load_dense("n")[1] == TINY[0]
+
+
+def test_what_is_refused(run: Run, refused: Refused, converted: Path) -> None:
+    refused("finetune", converted, *QUICK, "--out", converted, words=("exists",))
+    refused("finetune", converted, *QUICK, "--out", "o", "--blocks-weight", "1", words=("--teacher MODEL",), code=2)
+    refused("finetune", converted, *QUICK, "--out", "o", "--warm-up", "2", words=("warm_up", "2"), code=2)
+    refused("finetune", converted, *QUICK, "--out", "o", "--resume", words=("o.training", "no state"))
+    refused("finetune", converted, "--data", "nothing", "--out", "o", words=("nothing", "fractals"))
+    refused("finetune", *TINY, *QUICK, "--out", "o", "--no-pretrained", "--teacher", "vit_tinny", words=("vit_tinny",))
+    run(
+        "finetune",
+        *TINY,
+        "--model-args",
+        "num_classes=7",
+        "--scratch",
+        "--data",
+        "fractals",
+        *QUICK[2:],
+        "--images-per-epoch",
+        "256",
+        "--out",
+        "t",
+    )
+    refused("finetune", converted, *QUICK, "--out", "o", "--teacher", "t", words=("7 classes", "10"))
+
+
+def test_a_run_that_was_killed_goes_on(run: Run, converted: Path) -> None:
+    """Killed for good, by the system, between two updates."""
+    arguments = ["finetune", str(converted), "--data", "digits", "--epochs", "1", "--cpu", "--workers", "0", "--save-every", "2"]
+    arguments += ["--batch-size", "128", "--log-every", "1"]
+    program = (
+        "import os, signal, sys\n"
+        "from flysurgery.cli import main\n"
+        "from flysurgery.finetune.log import Log\n"
+        "add = Log.add\n"
+        "def kill(self, row):\n"
+        "    add(self, row)\n"
+        "    row.update == 5 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Log.add = kill\n"
+        "main(sys.argv[1:])\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+    killed = subprocess.run([sys.executable, "-c", program, *arguments, "--out", "k"], env=environment, check=False, capture_output=True)
+    assert killed.returncode == -9 and not Path("k").exists()
+    assert [path.name for path in Path("k.training").glob("state-*")] == ["state-00000004"]
+    assert run(*arguments, "--out", "k", "--resume").code == 0
+    assert run(*arguments, "--out", "w").code == 0
+    logs = [[line.split(",")[:7] for line in Path(f"{name}.training/log.csv").read_text().splitlines()] for name in "kw"]
+    assert logs[0] == logs[1] and len(logs[0]) == 11
