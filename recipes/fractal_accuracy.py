@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="begin no row after this many minutes")
     parser.add_argument("--train-minutes", type=float, default=4.5, help="length of the dense training")
     parser.add_argument("--finetune-share", type=float, default=0.05, help="images of a fine-tuning over those of the training")
+    parser.add_argument("--classes", type=int, help="number of classes, instead of 100")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--quick", action="store_true")
@@ -146,6 +147,8 @@ def main() -> None:
     if device.type == "cpu" and not options.quick:
         raise SystemExit("this needs a CUDA device, and PyTorch finds none; --quick runs anywhere")
     size = QUICK if options.quick else FULL
+    if options.classes is not None:
+        size = replace(size, base_args=size.base_args | {"num_classes": options.classes})
     minutes = None if options.quick else options.train_minutes
     dense, images = kept(size, options.folder) or train_dense(size, minutes, 960, device, options.folder)
     share = options.finetune_share

@@ -35,6 +35,7 @@ class Stepper:
     ) -> None:
         self._settings, self._accelerator, self._teacher = settings, accelerator, teacher
         self._outputs = Outputs(model, teacher.blocks if teacher is not None else ())
+        self._own_forward = "forward" in vars(model)
         try:
             optimizer = create_optimizer_v2(
                 parameter_groups(model, settings), settings.optimizer, lr=settings.learning_rate, weight_decay=settings.weight_decay
@@ -87,6 +88,9 @@ class Stepper:
         """The bare model, without accelerate's wrapping, hooks or optimizer."""
         self._outputs.close()
         model = self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+        if not self._own_forward:
+            # With mixed precision accelerate leaves a forward on the instance, which copies and exports would carry along.
+            vars(model).pop("forward", None)
         self._accelerator.free_memory()
         return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 from collections.abc import Callable
@@ -72,6 +73,27 @@ def test_it_learns(converted: Make) -> None:
     assert outcome.before.top1 < 0.3 < 0.5 < outcome.after.top1, "guessing gives 0.1"
     assert outcome.model is model and not model.training and plan_of(model) is not None
     assert outcome.images == outcome.updates * 64 == 4 * 18 * 64
+
+
+def test_mixed_precision_leaves_a_plain_model_in_float32(converted: Make) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()  # accelerate keeps one precision a process
+    model = converted()
+    settings = replace(QUICK, epochs=1, precision="bf16")
+    try:
+        loss = train(model, training_data("digits", model, settings), settings).loss
+    finally:
+        AcceleratorState._reset_state()
+    exact = converted()
+    close = train(exact, training_data("digits", exact, QUICK), replace(QUICK, epochs=1)).loss
+    assert loss == pytest.approx(close, rel=2e-2) and loss != close
+    assert vars(model).keys() == vars(exact).keys() and all(each.dtype == torch.float32 for each in model.parameters())
+    image, copied = torch.randn(1, 1, 8, 8), copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(image)
+        next(model.parameters()).zero_()
+        assert torch.equal(copied(image), expected), "a copy runs its own weights"
 
 
 def test_two_small_batches_are_one_large_one(converted: Make) -> None:
