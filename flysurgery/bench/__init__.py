@@ -1,8 +1,16 @@
 """Timing in one run, each candidate against dense: stamped, interleaved, and checked before it is timed."""
 
+from flysurgery.bench.ahead import compile_ahead as compile_ahead
 from flysurgery.bench.ceilings import Ceilings as Ceilings
 from flysurgery.bench.ceilings import Work as Work
 from flysurgery.bench.ceilings import measure_ceilings as measure_ceilings
+from flysurgery.bench.energy import EnergyMeter as EnergyMeter
+from flysurgery.bench.energy_rows import energy_boxes as energy_boxes
+from flysurgery.bench.energy_rows import energy_of_factor as energy_of_factor
+from flysurgery.bench.energy_rows import energy_of_model as energy_of_model
+from flysurgery.bench.factor import FactorRow as FactorRow
+from flysurgery.bench.factor import bench_factor as bench_factor
+from flysurgery.bench.factor import factor_head as factor_head
 from flysurgery.bench.layer import CANDIDATES as CANDIDATES
 from flysurgery.bench.layer import LAUNCHES as LAUNCHES
 from flysurgery.bench.layer import LayerRow as LayerRow
@@ -22,12 +30,14 @@ from flysurgery.bench.modes import in_mode as in_mode
 from flysurgery.bench.modes import modes_of as modes_of
 from flysurgery.bench.multiply import MultiplyRow as MultiplyRow
 from flysurgery.bench.multiply import bench_multiply as bench_multiply
+from flysurgery.bench.multiply import layer_sizes as layer_sizes
 from flysurgery.bench.plots import check_plot as check_plot
 from flysurgery.bench.plots import draw_boxes as draw_boxes
 from flysurgery.bench.plots import draw_lines as draw_lines
 from flysurgery.bench.plots import draw_ratios as draw_ratios
 from flysurgery.bench.projection import ProjectionRow as ProjectionRow
 from flysurgery.bench.projection import bench_projection as bench_projection
+from flysurgery.bench.rival_rows import bench_rivals as bench_rivals
 from flysurgery.bench.rows import Record as Record
 from flysurgery.bench.rows import flat as flat
 from flysurgery.bench.rows import read_records as read_records
@@ -45,3 +55,5 @@ from flysurgery.bench.units import PROTOCOLS as PROTOCOLS
 from flysurgery.bench.verdict import latency_table as latency_table
 from flysurgery.bench.verdict import sentence as sentence
 from flysurgery.bench.verdict import slower_layers as slower_layers
+from flysurgery.bench.wins import panels as panels
+from flysurgery.bench.wins import wins_table as wins_table

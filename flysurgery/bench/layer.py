@@ -16,7 +16,7 @@ from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.units import Unit, fits, units, vit_sizes
-from flysurgery.bench.variants import VARIANTS, by_definition, chosen_backends, obstacle
+from flysurgery.bench.variants import INT8, INT8_ERROR, VARIANTS, by_definition, chosen_backends, obstacle
 from flysurgery.bench.work import work_of
 from flysurgery.errors import PatternError
 
@@ -146,7 +146,8 @@ def _rows(
                 truth,
                 rows=rows,
                 refused=refused,
-                works={name: dense_work if name == "dense" else own_work for name in settings.candidates},
+                allowed={INT8: INT8_ERROR},
+                works={name: dense_work if name in ("dense", INT8) else own_work for name in settings.candidates},
                 ceilings=ceilings,
                 protocol=Protocol(plain, settings.rounds, settings.seconds, settings.seed),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
+
+INT8 = "int8 dynamic"
+INT8_ERROR = 0.2
+"""What is left of eight bits after a whole model: more than this is no rounding."""
 
 Layer = ButterflyLinear | SplitLinear
 
@@ -102,6 +107,13 @@ def with_backend(layer: Layer, backend: str) -> Layer:
     return layer
 
 
+def quantized(module: nn.Module) -> nn.Module:
+    """Dense linears with int8 weights, and activations rounded to int8 at each call: what PyTorch itself offers on a CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is to move to another package
+        return torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
+
+
 def by_definition(module: nn.Module) -> nn.Module:
     """A copy that multiplies by einsum: in float64, what all variants are held against."""
     return swapped(module, lambda layer: with_backend(layer, "einsum"))
@@ -114,12 +126,15 @@ VARIANTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "bmm": lambda module: swapped(module, each_part(lambda layer: BoundLinear(layer, "bmm"))),
     "einsum": lambda module: swapped(module, each_part(lambda layer: BoundLinear(layer, "einsum"))),
     "bsr": lambda module: swapped(module, each_part(lambda layer: BoundLinear(layer, "bsr"))),
+    INT8: lambda module: quantized(swapped(module, dense_linear)),
 }
 """What a converted module is compared with. ``layer`` is it as it stands, on CUDA with fused kernels where they fit."""
 
 
 def obstacle(variant: str, module: nn.Module, x: Tensor, *, allow_tf32: bool) -> str | None:
     """Why a variant cannot run here; None when it can."""
+    if variant == INT8 and (x.device.type != "cpu" or x.dtype != torch.float32):
+        return "no: PyTorch quantizes at each call on the CPU, from float32"
     backend = {"two launches": "cuda"}.get(variant, variant)
     if backend not in BACKENDS or variant == "dense":
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -38,7 +40,8 @@ def test_every_variant_computes_what_the_definition_does(converted: nn.Module, n
 
 def test_the_papers_model_is_a_vit_without_class_token() -> None:
     whole = next(unit for unit in units("paper", MODEL, SIZES, "monarch", 0) if unit.name == "model")
-    module, x = whole.make(), torch.randn(2, *whole.shape)
+    module: Any = whole.make()
+    x = torch.randn(2, *whole.shape)
     assert whole.rows == 16
     with torch.no_grad():
         got = module(x)

@@ -1,0 +1,124 @@
+"""Energy of one factor by every implementation, and of whole models: Figure 7 of Gonon et al. 2024."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flysurgery.bench.energy import Energy, EnergyMeter
+from flysurgery.bench.layouts import FIRST, LAST, factor_runs, problem_of_factor
+from flysurgery.bench.measuring import relative_error
+from flysurgery.bench.modes import in_mode
+from flysurgery.bench.rows import Record
+from flysurgery.bench.units import converted_timm
+from flysurgery.bench.variants import VARIANTS, by_definition
+from flysurgery.factors import ks_einsum
+from flysurgery.patterns import Pattern
+
+MOST_ERROR = 0.05
+"""A multiplication that is further off than this, in any mode, computes something else and gets no number."""
+
+
+@dataclass(frozen=True)
+class EnergyRow:
+    """One candidate. ``what`` is a pattern "(a,b,c,d)" or a model's name; ``rewriting`` is d(b+c)/(bc), or None."""
+
+    what: str
+    rewriting: float | None
+    rows: int
+    mode: str
+    layout: str
+    candidate: str
+    energy: Energy
+
+
+def energy_of_factor(
+    meter: EnergyMeter, pattern: Pattern, rows: int, mode: str, device: torch.device, *, idle_watts: float, seconds: float, windows: int
+) -> list[EnergyRow]:
+    """Measure cuda, bmm, einsum and bsr, the last three in both memory layouts."""
+    found: list[EnergyRow] = []
+    with in_mode(mode) as dtype, torch.no_grad():
+        x = torch.randn(rows, pattern.in_features, device=device, dtype=dtype)
+        factor = torch.randn(pattern.factor_shape, device=device, dtype=dtype)
+        rewriting = pattern.d * (pattern.b + pattern.c) / (pattern.b * pattern.c)
+        for layout in (FIRST, LAST):
+            arranged = x if layout == FIRST else x.T.contiguous()
+            problem = problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32")
+            runs, refused = factor_runs(factor, layout, problem, names=("cuda", "bmm", "einsum", "bsr"))
+            truth = ks_einsum(x[:64].double(), factor.double())
+            truth = truth if layout == FIRST else truth.T
+            for name, run in runs.items():
+                energy = _checked(meter, run, arranged, truth, layout, idle_watts, seconds, windows)
+                found.append(EnergyRow(str(pattern), rewriting, rows, mode, layout, name, energy))
+            found += [EnergyRow(str(pattern), rewriting, rows, mode, layout, name, Energy(reason)) for name, reason in refused.items()]
+            torch.cuda.empty_cache()
+    return found
+
+
+def energy_of_model(
+    meter: EnergyMeter,
+    model: str,
+    arguments: Mapping[str, Any],
+    arch: str,
+    batch: int,
+    mode: str,
+    device: torch.device,
+    *,
+    idle_watts: float,
+    seconds: float,
+    windows: int,
+    candidates: Sequence[str] = ("dense", "layer", "bmm"),
+) -> list[EnergyRow]:
+    """Measure one forward of a timm ViT, converted beside dense; joules are for the whole batch."""
+    found: list[EnergyRow] = []
+    torch.manual_seed(0)
+    with in_mode(mode) as dtype, torch.no_grad():
+        module = converted_timm(model, arguments, arch).to(device, dtype).requires_grad_(False)
+        size = module.patch_embed.img_size  # pyright: ignore[reportAttributeAccessIssue]
+        x = torch.randn(batch, 3, *size, device=device, dtype=dtype)  # pyright: ignore[reportGeneralTypeIssues]
+        truth = by_definition(module).double()(x[:2].double())
+        for name in candidates:
+            energy = _checked(meter, VARIANTS[name](module), x, truth, FIRST, idle_watts, seconds, windows)
+            found.append(EnergyRow(model, None, batch, mode, FIRST, name, energy))
+    return found
+
+
+def _checked(
+    meter: EnergyMeter,
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    truth: Tensor,
+    layout: str,
+    idle_watts: float,
+    seconds: float,
+    windows: int,
+) -> Energy:
+    got = run(x)
+    rows = truth.shape[0 if layout == FIRST else 1]
+    error = relative_error(got[:rows] if layout == FIRST else got[:, :rows], truth)
+    del got
+    if error > MOST_ERROR:
+        return Energy(f"wrong: relative error {error:.2g}")
+    return meter.measure(run, x, windows=windows, seconds=seconds, idle_watts=idle_watts)
+
+
+def energy_boxes(records: Sequence[Record]) -> tuple[dict[str, list[float]], list[float]]:
+    """Energy of cuda over the least of bmm, einsum and bsr in either layout, by d(b+c)/(bc), and all of these ratios."""
+    ours: dict[tuple[str, str], float] = {}
+    theirs: dict[tuple[str, str], float] = {}
+    label: dict[tuple[str, str], str] = {}
+    for record in records:
+        if not record["rewriting"] or not record["joules"]:
+            continue
+        key, joules = (record["what"], record["mode"]), float(record["joules"])
+        label[key] = f"{float(record['rewriting']):.2g}"
+        side = ours if record["candidate"] == "cuda" else theirs
+        side[key] = min(joules, side.get(key, joules))
+    boxes: dict[str, list[float]] = {}
+    for key in sorted(ours.keys() & theirs.keys(), key=lambda key: float(label[key])):
+        boxes.setdefault(label[key], []).append(ours[key] / theirs[key])
+    return boxes, [ratio for ratios in boxes.values() for ratio in ratios]

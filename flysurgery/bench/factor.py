@@ -1,0 +1,107 @@
+"""Times of one factor by every implementation and in both memory layouts: Tables 2, 4 and 7 of Gonon et al. 2024."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flysurgery.bench.ceilings import Ceilings, Work
+from flysurgery.bench.layouts import FIRST, LAST, PRODUCT_ONLY, Run, blocks_of, factor_runs, problem_of_factor, product_only
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.modes import in_mode
+from flysurgery.bench.timing import time_interleaved
+from flysurgery.factors import ks_einsum
+from flysurgery.patterns import Pattern
+
+CHECKED_ROWS = 128
+ORDER = ("dense", "dense" + AGAIN, "bmm", "bmm" + AGAIN, "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
+
+
+@dataclass(frozen=True)
+class FactorRow:
+    """One implementation of one factor. ``rewriting`` is (b+c)/(bc). Ratios are to bmm where dense is left out."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+    rewriting: float
+    size: int
+    rows: int
+    mode: str
+    device_type: str
+    layout: str
+    candidate: str
+    measured: Measured
+
+
+def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) -> dict[str, object]:
+    """What identifies the rows of one pattern."""
+    a, b, c, d = pattern.factor_shape
+    return {"a": a, "b": b, "c": c, "d": d, "rows": rows, "mode": mode, "device_type": device.type}
+
+
+def bench_factor(pattern: Pattern, rows: int, mode: str, device: torch.device, ceilings: Ceilings, protocol: Protocol) -> list[FactorRow]:
+    """Measure one factor, weights uniform with variance 1/(3c) and Gaussian x, first in one layout, then in the other."""
+    found: list[FactorRow] = []
+    with in_mode(mode) as dtype, torch.no_grad():
+        generator = torch.Generator(device=device).manual_seed(protocol.seed)
+        x = torch.randn(rows, pattern.in_features, generator=generator, device=device, dtype=dtype)
+        factor = torch.empty(pattern.factor_shape, device=device).uniform_(-(pattern.c**-0.5), pattern.c**-0.5, generator=generator)
+        factor = factor.to(dtype)
+        checked = checked_rows(rows, CHECKED_ROWS)
+        truth = ks_einsum(x[checked].double(), factor.double())
+        size = pattern.in_features * pattern.out_features
+        work = Work(x.element_size() * (rows * (pattern.in_features + pattern.out_features) + pattern.nnz), rows * pattern.flops_per_row)
+        for layout in (FIRST, LAST):
+            arranged = x if layout == FIRST else x.T.contiguous()
+            measured = _one_layout(arranged, factor, pattern, layout, checked, truth, mode, ceilings, work, protocol)
+            head = (*pattern.factor_shape, (pattern.b + pattern.c) / (pattern.b * pattern.c), size, rows, mode, device.type, layout)
+            found += [FactorRow(*head, name, measured[name]) for name in ORDER if name in measured]
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return found
+
+
+def _one_layout(
+    x: Tensor,
+    factor: Tensor,
+    pattern: Pattern,
+    layout: str,
+    checked: list[int],
+    truth: Tensor,
+    mode: str,
+    ceilings: Ceilings,
+    work: Work,
+    protocol: Protocol,
+) -> dict[str, Measured]:
+    rows = x.shape[0 if layout == FIRST else 1]
+    runs, refused = factor_runs(factor, layout, problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32"))
+    measured = measure(
+        {name: run if layout == FIRST else _rows_first(run) for name, run in runs.items()},
+        x,
+        truth,
+        baseline="dense" if "dense" in runs else "bmm",
+        rows=checked,
+        refused=refused,
+        works=work,
+        ceilings=ceilings,
+        protocol=protocol,
+    )
+    blocks = blocks_of(x, pattern, layout).contiguous()
+    timing = time_interleaved(
+        {PRODUCT_ONLY: product_only(factor, layout)},
+        blocks,
+        rounds=protocol.rounds,
+        seconds=protocol.seconds,
+        launch=protocol.launch,
+    )[PRODUCT_ONLY]
+    measured[PRODUCT_ONLY] = Measured(timing.launch, "ok", None, None, timing.median_ms, timing.iqr_ms)
+    return measured
+
+
+def _rows_first(run: Run) -> Run:
+    """The same, with the result seen as (rows, features): a view, which costs nothing."""
+    return lambda x: run(x).T

@@ -1,0 +1,58 @@
+"""Tables 3 and 6 on a CPU: linears, FFN, attention, block and a whole ViT-S/16 on two threads, butterfly beside dense.
+
+    python recipes/cpu_tables.py --out recipes/results/cpu_tables.csv --plot recipes/results/cpu_tables.png
+
+timm's model, batch 16 at 224 pixels, float32 and bfloat16, called as it is and through ``torch.compile`` (which needs a C++ compiler),
+beside dense and beside dense with int8 weights and activations (dynamic quantization, float32 only). Let nothing else run
+meanwhile: a row whose two dense runs differ says noisy.
+"""
+
+from __future__ import annotations
+
+import recipe
+
+from flysurgery.bench import LayerSettings, bench_layers, draw_ratios
+from flysurgery.cli.bench_show import TIMES
+from flysurgery.cli.options import model_arguments, names
+
+CANDIDATES = ("dense", "layer", "bmm", "einsum", "int8 dynamic")
+COLUMNS = ("protocol", "unit", "mode", "compiled", "candidate", "backend", *TIMES)
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = recipe.arguments(__doc__, modes="fp32,bf16")
+    parser.add_argument("--model", default="vit_small_patch16_224")
+    parser.add_argument("--model-args", action="append", metavar="KEY=VALUE")
+    parser.add_argument("--archs", default="gonon,monarch", help="families of architectures")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--protocols", default="paper,today")
+    parser.add_argument("--launches", default="eager,compile")
+    parser.set_defaults(device="cpu", threads=2)
+    options = parser.parse_args()
+    device, modes = recipe.device_and_modes(options)
+    with recipe.start(options, device) as run:
+        for arch in names(options.archs, "--archs"):
+            settings = LayerSettings(
+                model=options.model,
+                model_args=model_arguments(options.model_args),
+                arch=arch,
+                protocols=names(options.protocols, "--protocols"),
+                modes=modes,
+                launches=("eager",) if options.quick else names(options.launches, "--launches"),
+                candidates=CANDIDATES,
+                batch=options.batch,
+                rounds=5 if options.quick else 15,
+                seconds=0.02 if options.quick else 3.0,
+                seed=options.seed,
+                quick=options.quick,
+            )
+            for group in bench_layers(settings, device, done=run.has):
+                run.add(group, f"{arch} {group[0].unit} {group[0].mode}")
+    recipe.show(run, ("arch", *COLUMNS))
+    if options.plot is not None:
+        draw_ratios(run.records, options.plot, group=("arch", "unit", "mode", "compiled"), title=f"{run.records[0]['device']}, 2 threads")
+
+
+if __name__ == "__main__":
+    recipe.main(main)

@@ -1,0 +1,61 @@
+"""Figure 7 of Gonon et al. 2024 on this machine: joules of a call, one factor by every implementation, and a whole ViT-S/16.
+
+    python recipes/energy.py --out recipes/results/energy_h200.csv --plot recipes/results/energy_h200.png
+
+Energy is read from NVML's counter of the whole device, over windows of at least a second of replayed graphs; idle power is measured
+at the start and noted in each row. Patterns come in one shuffled order, so that runs that go on add to a random subset.
+Needs an NVIDIA GPU and nvidia-ml-py; elsewhere it says so and measures nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import recipe
+
+from flysurgery.bench import EnergyMeter, draw_boxes, energy_boxes, energy_of_factor, energy_of_model
+from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled
+
+COLUMNS = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts", "call_ms", "status")
+
+
+def main() -> None:
+    """Measure for as long as told, print, draw."""
+    parser = recipe.arguments(__doc__, modes="fp32")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--count", type=int, help="how many patterns; 60 by default, 2 with --quick")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
+    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--model", default="vit_small_patch16_224")
+    parser.add_argument("--batch", type=int, default=128)
+    options = parser.parse_args()
+    device, modes = recipe.device_and_modes(options)
+    meter = EnergyMeter(device)
+    end = time.monotonic() + 60 * options.minutes
+    how = {"seconds": 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
+    patterns = shuffled(energy_patterns(), options.seed)[: options.count or (2 if options.quick else 60)]
+    with recipe.start(options, device) as run:
+        for mode in modes:
+            if not run.has({"what": options.model, "rows": options.batch, "mode": mode}):
+                run.add(energy_of_model(meter, options.model, {}, "gonon", options.batch, mode, device, **how), options.model)
+        for pattern, mode in ((each, mode) for each in patterns for mode in modes):
+            if run.has({"what": str(pattern), "rows": options.rows, "mode": mode}):
+                continue
+            if time.monotonic() > end:
+                print("the time is over; the next run goes on", flush=True)
+                break
+            run.add(energy_of_factor(meter, pattern, options.rows, mode, device, **how), f"{pattern} {mode}")
+    recipe.show(run, COLUMNS)
+    boxes, ratios = energy_boxes(run.records)
+    if ratios:
+        share = sum(ratio < 1 for ratio in ratios) / len(ratios)
+        print(f"energy of cuda over the least of bmm, einsum, bsr: median {median(ratios):.2f}, below 1 on {share:.0%} of {len(ratios)}")
+        print("Gonon et al. report a median of 0.85, and 72 %, on a V100")
+    if options.plot is not None:
+        panel = ("d(b+c)/(bc)", "energy of cuda / least of bmm, einsum, bsr", boxes)
+        draw_boxes({"Figure 7": panel}, options.plot, title=f"{run.records[0]['device']}, {', '.join(modes)}")
+
+
+if __name__ == "__main__":
+    recipe.main(main)

@@ -1,0 +1,72 @@
+"""Tables 2, 4 and 7 and Figures 5, 6 and 9 to 17 of Gonon et al. 2024: one factor by every implementation, on their patterns.
+
+    python recipes/patterns_table.py --out recipes/results/patterns_h200.csv --plot recipes/results/patterns_h200.png
+
+25088 rows, float32 and float16 if not told otherwise, both memory layouts for the implementations that have them; for each mode a picture
+of its own (``patterns_h200.fp32.png``). The 627 patterns come in one shuffled order, so that a run that ends after ``--minutes`` has
+measured a random subset, and the next run with the same ``--out`` goes on. Without a graph (bsr) a time is that of single
+launches, and its row says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import recipe
+import torch
+
+from flysurgery.bench import Protocol, Record, bench_factor, compile_ahead, draw_boxes, factor_head, measure_ceilings, panels, wins_table
+from flysurgery.bench.paper_patterns import ROWS, shuffled, time_patterns
+from flysurgery.cli.bench_show import TIMES, print_records
+from flysurgery.cli.tables import print_table
+
+COLUMNS = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES)
+
+
+def main() -> None:
+    """Measure for as long as told, print shares of wins and median factors, draw."""
+    parser = recipe.arguments(__doc__, modes="fp32,fp16")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--count", type=int, help="how many patterns in all; all 627 by default, 6 with --quick")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
+    parser.add_argument("--largest", type=int, help="only patterns with at most this many features in and out")
+    options = parser.parse_args()
+    device, modes = recipe.device_and_modes(options)
+    end = time.monotonic() + 60 * options.minutes
+    patterns = shuffled(time_patterns(), options.seed)
+    if options.largest is not None:
+        patterns = [each for each in patterns if max(each.shape) <= options.largest]
+    patterns = patterns[: options.count or (6 if options.quick else len(patterns))]
+    protocol = Protocol("graph", 5 if options.quick else 15, 0.02 if options.quick else 0.15, options.seed)
+    with recipe.start(options, device) as run:
+        todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, options.rows, mode, device))]
+        compile_ahead([each for each, _ in todo[: 2 * len(modes) * 150]], modes, device)
+        ceilings = {mode: measure_ceilings(mode, device, quick=options.quick) for mode in dict.fromkeys(mode for _, mode in todo)}
+        for done, (pattern, mode) in enumerate(todo):
+            if time.monotonic() > end:
+                print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
+                break
+            try:
+                run.add(bench_factor(pattern, options.rows, mode, device, ceilings[mode], protocol), f"{pattern} {mode}")
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                print(f"{pattern} in {mode} does not fit into this device's memory, and has no rows", flush=True)
+    if options.quick:
+        print_records(run.records, COLUMNS)
+    titles = ("mode", "table", "claim", "holds", "median factor", "patterns", "paper (A100)")
+    print_table(titles, wins_table(run.records, modes), right=("holds", "median factor", "patterns"))
+    if options.plot is not None:
+        draw(run.records, modes, options.plot, options.rows)
+
+
+def draw(records: Sequence[Record], modes: Sequence[str], plot: Path, rows: int) -> None:
+    """One picture for each mode, named after it."""
+    for mode in modes:
+        title = f"{records[0]['device']}, {mode}, {rows} rows"
+        draw_boxes(panels(records, mode), plot.with_name(f"{plot.stem}.{mode}{plot.suffix}"), title=title)
+
+
+if __name__ == "__main__":
+    recipe.main(main)

@@ -1,0 +1,47 @@
+"""A butterfly layer beside its rivals: low rank, magnitude pruning, 2:4 sparsity, int8, fp8, lazylinop; each right, in one run.
+
+    python recipes/rivals.py --out recipes/results/rivals_h200.csv --plot recipes/results/rivals_h200.png
+
+The linears of a ViT-S/16 at 25088 rows. Low rank has as many weights as the butterfly. Magnitude pruning runs as a CSR product
+(float32) with the butterfly's density and with others, to show at which it would cross. What is optional and not installed
+(torchao, lazylinop) has a row that says so. Each is held against float64 with its own weights: what pruning and rounding do to a
+model's accuracy is no part of this table.
+"""
+
+from __future__ import annotations
+
+import recipe
+
+from flysurgery.bench import Protocol, bench_rivals, draw_ratios, layer_sizes, measure_ceilings
+from flysurgery.cli.bench_show import TIMES
+
+COLUMNS = ("layer", "mode", "candidate", "density", "launch", *TIMES)
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    parser = recipe.arguments(__doc__, modes="all")
+    parser.add_argument("--arch", default="gonon")
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--rows", type=int, default=25088)
+    options = parser.parse_args()
+    device, modes = recipe.device_and_modes(options)
+    protocol = Protocol("graph", 7 if options.quick else 30, 0.05 if options.quick else 0.5, options.seed)
+    with recipe.start(options, device) as run:
+        for mode in modes:
+            ceilings = None
+            for layer, (out_features, in_features) in layer_sizes(options.width).items():
+                if run.has({"layer": layer, "out_features": out_features, "rows": options.rows, "mode": mode, "arch": options.arch}):
+                    continue
+                ceilings = ceilings or measure_ceilings(mode, device, quick=options.quick)
+                densities = {"densities": (0.1,)} if options.quick else {}
+                head = (options.arch, layer, out_features, in_features, options.rows, mode, device, ceilings, protocol)
+                run.add(bench_rivals(*head, **densities), f"{layer} {mode}")
+    recipe.show(run, COLUMNS)
+    if options.plot is not None:
+        title = f"{run.records[0]['device']}, {options.rows} rows"
+        draw_ratios(run.records, options.plot, group=("layer", "mode"), title=title)
+
+
+if __name__ == "__main__":
+    recipe.main(main)

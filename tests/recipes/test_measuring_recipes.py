@@ -1,0 +1,50 @@
+"""The other measuring recipes, on sizes that take seconds on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.conftest import TINY_VIT, RunRecipe
+
+
+def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
+    run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--rows", "24", "--largest", "400", "--modes", "fp32")
+    rows = run_recipe("patterns_table.py", *small, "--count", "1", "--plot", str(tmp_path / "boxes.png"))
+    timed = {(row["candidate"], row["layout"]) for row in rows if row["median_ms"]}
+    both = {(name, layout) for name in ("dense", "bmm", "einsum", "bsr", "sparse", "bmm product only") for layout in ("first", "last")}
+    assert timed >= both
+    assert all(float(row["error"]) < 1e-6 for row in rows if row["error"])
+    assert "99.67 %, x6.57" in capsys.readouterr().out
+    assert (tmp_path / "boxes.fp32.png").stat().st_size > 5000
+    more = run_recipe("patterns_table.py", *small, "--count", "2")
+    assert more[: len(rows)] == rows and len(more) == 2 * len(rows)
+
+
+def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecipe) -> None:
+    rows = run_recipe("rivals.py", "--rows", "40", "--width", "48", "--modes", "fp32")
+    square = {row["candidate"]: row for row in rows if row["layer"] == "square"}
+    assert {"dense", "dense again", "butterfly", "low rank, two linears", "magnitude pruning, CSR"} <= {
+        name for name, row in square.items() if row["median_ms"]
+    }
+    assert square["low rank, two linears"]["note"] == "rank 6"  # as many weights as (1,24,6,2),(2,6,24,1): 576
+    assert "CUDA" in square["2:4 semi-structured"]["status"]
+    assert all(float(row["error"]) < 1e-6 for row in square.values() if row["error"])
+    assert all(row["status"] for row in rows)
+
+
+def test_cpu_tables_hold_int8_beside_the_butterfly(run_recipe: RunRecipe) -> None:
+    one = ("--threads", "1", "--modes", "fp32", "--archs", "monarch", "--protocols", "today")
+    rows = run_recipe("cpu_tables.py", *TINY_VIT, "--batch", "2", *one)
+    model = {row["candidate"]: row for row in rows if row["unit"] == "model"}
+    assert float(model["layer"]["error"]) < 1e-5 < float(model["int8 dynamic"]["error"]) < 0.2
+    assert model["int8 dynamic"]["median_ms"]
+
+
+def test_energy_without_a_counter_is_one_sentence(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="energy is read from an NVIDIA GPU's counter"):
+        run_recipe("energy.py")
+    assert list(tmp_path.iterdir()) == []
