@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.clocks import nvml_handle
-from flysurgery.bench.samplers import Run, rotating
+from flysurgery.bench.samplers import Run, captured, rotating
 from flysurgery.errors import OptionError
 
 WINDOW_SECONDS = 1.0
@@ -101,16 +101,8 @@ def _work(run: Run, inputs: list[Tensor]) -> tuple[Any, int]:
         for x in inputs:
             run(x)
 
-    stream = torch.cuda.Stream(inputs[0].device)
-    stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
-    with torch.cuda.stream(stream):
-        run(inputs[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=stream):
-            eager()
-    except RuntimeError:
+        return captured(run, inputs, torch.cuda.graph_pool_handle()).replay, len(inputs)
+    except RuntimeError:  # an operation that waits for the device
         torch.cuda.synchronize()
         return eager, len(inputs)
-    return graph.replay, len(inputs)

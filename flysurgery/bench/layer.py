@@ -167,8 +167,8 @@ def _candidates(
         reason = obstacle(name, module, x, allow_tf32=mode == "tf32")
         if reason is None:
             try:
-                variant = fused_modules(module) if name == FUSED else VARIANTS[name](module)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
+                variant = fused_modules(module, x) if name == FUSED else VARIANTS[name](module)
+            except Exception as error:  # one variant's failure is its row
                 variant = f"failed: {one_line(error)}"
             if isinstance(variant, nn.Module):
                 made[name] = compiled(variant, launch) if launch in COMPILED else variant

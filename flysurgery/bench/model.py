@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flysurgery.bench.candidates import architectures_for
 from flysurgery.bench.ceilings import Ceilings, measure_ceilings
 from flysurgery.bench.fused import fused_modules
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.units import reset
 from flysurgery.bench.variants import by_definition, chosen_backends, dense_linear
@@ -184,12 +184,15 @@ def bench_whole_model(
             models[WHERE_FASTER] = _installed(partly, models[DENSE]) if partly.replaced else models[DENSE]
         models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
         refused: dict[str, str] = {}
-        fused = fused_modules(models[PLANNED])
+        x = _example(plan, settings, device, dtype)
+        try:
+            fused = fused_modules(models[PLANNED], x)
+        except Exception as error:  # the other rows stand without it
+            fused = f"failed: {one_line(error)}"
         if isinstance(fused, nn.Module):
             models[FUSED] = fused
         else:
             refused[FUSED] = fused
-        x = _example(plan, settings, device, dtype)
         checked = checked_rows(settings.batch, 2)
         with torch.inference_mode():
             wide = x[checked].double()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,24 +60,45 @@ def eager_sampler(run: Run, inputs: list[Tensor]) -> Sample:
 
 
 def graph_sampler(run: Run, inputs: list[Tensor], pool: Any) -> Sample:
-    """Milliseconds of one call within a captured graph that holds one call an input.
+    """Milliseconds of one call within a captured graph that holds one call an input; raises as ``captured`` does."""
+    sample = _between_events(captured(run, inputs, pool).replay, len(inputs))
+    sample()
+    return sample
+
+
+def captured(run: Run, inputs: list[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of one call an input.
 
     The outputs of one graph all differ while it is captured, so that none is found in the cache. Graphs of one ``pool`` use the same
     memory one after the other; what they leave there is not to be read.
+
+    Raises:
+        RuntimeError: ``run`` waits for the device. It is found out before the capture, as one that fails leaves PyTorch's random
+            numbers and its memory pool unusable.
     """
     stream = torch.cuda.Stream(inputs[0].device)
     stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
     with torch.cuda.stream(stream):
-        for _ in range(2):
+        run(inputs[0])
+        with _no_waiting():
             run(inputs[0])
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, pool=pool):
         outputs = [run(x) for x in inputs]
     del outputs
-    sample = _between_events(graph.replay, len(inputs))
-    sample()
-    return sample
+    return graph
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Let operations that wait for the device raise."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _between_events(work: Callable[[], None], calls: int) -> Sample:

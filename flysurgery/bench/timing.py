@@ -92,7 +92,7 @@ def _samplers(candidates: Mapping[str, Run], inputs: Mapping[str, Tensor], launc
             try:
                 samplers[name], launches[name] = graph_sampler(run, rotation, pool), "graph"
                 continue
-            except RuntimeError:  # an operation that waits for the device, or allocates in a way that a graph cannot hold
+            except RuntimeError:  # an operation that waits for the device
                 torch.cuda.synchronize()
         samplers[name], launches[name] = eager_sampler(run, rotation), "eager"
     return samplers, launches
