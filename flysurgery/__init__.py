@@ -4,6 +4,8 @@
 from flysurgery.checkpoint import load as load
 from flysurgery.checkpoint import save as save
 from flysurgery.evaluation import evaluate as evaluate
+from flysurgery.inference import optimize as optimize
+from flysurgery.inference import restore as restore
 from flysurgery.surgery import apply as apply
 from flysurgery.surgery import convert as convert
 from flysurgery.surgery import densify as densify

@@ -43,6 +43,10 @@ class SurgeryError(FlysurgeryError, RuntimeError):
     """Surgery that could not be completed. The model is unchanged."""
 
 
+class InferenceError(FlysurgeryError, RuntimeError):
+    """A model that cannot be optimized or captured, or a call that a captured model does not take. The model is unchanged."""
+
+
 class ModelError(FlysurgeryError, ValueError):
     """A model that cannot be named, built or given its weights."""
 

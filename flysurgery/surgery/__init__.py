@@ -7,6 +7,7 @@ from flysurgery.surgery.install import install as install
 from flysurgery.surgery.layer_plan import LayerPlan as LayerPlan
 from flysurgery.surgery.layer_plan import Part as Part
 from flysurgery.surgery.layer_plan import Reason as Reason
+from flysurgery.surgery.mark import OPTIMIZED as OPTIMIZED
 from flysurgery.surgery.mark import plan_of as plan_of
 from flysurgery.surgery.plan import ExampleInput as ExampleInput
 from flysurgery.surgery.plan import Plan as Plan

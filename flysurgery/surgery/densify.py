@@ -9,7 +9,7 @@ from flysurgery.errors import SurgeryError
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery.change import Change
-from flysurgery.surgery.mark import SWITCHES_BEFORE, converted_layers
+from flysurgery.surgery.mark import SWITCHES_BEFORE, converted_layers, refuse_optimized
 
 
 def densify(model: nn.Module) -> int:
@@ -20,8 +20,9 @@ def densify(model: nn.Module) -> int:
     rounded once to the factors' dtype. Returns the number of layers; a shared one counts once.
 
     Raises:
-        SurgeryError: the model has no converted layer, or is itself one, which cannot be replaced in place.
+        SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized.
     """
+    refuse_optimized(model)
     layers = converted_layers(model)
     if not layers:
         raise SurgeryError("the model has no converted layer, so there is nothing to densify")

@@ -1,4 +1,4 @@
-"""What a converted model carries: the plan it was converted by, and how its parents' switches stood before."""
+"""What a converted model carries: the plan it was converted by, and how its parents' switches stood before; what an optimized one does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from flysurgery.surgery.plan import Plan
 
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
+OPTIMIZED = "_flysurgery_optimized"
+"""On a model that is optimized for inference: the modules to put back."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -28,8 +30,15 @@ def converted_layers(model: nn.Module) -> dict[str, ButterflyLinear | SplitLinea
 
 
 def refuse_converted(model: nn.Module) -> None:
-    """Raise ``SurgeryError`` for a model that is converted already."""
+    """Raise ``SurgeryError`` for a model that is converted already, or optimized."""
+    refuse_optimized(model)
     layers = converted_layers(model)
     if layers:
         first = next(iter(layers)) or type(model).__name__
         raise SurgeryError(f"the model is converted already ({len(layers)} layers, such as {first}); densify it first")
+
+
+def refuse_optimized(model: nn.Module) -> None:
+    """Raise ``SurgeryError`` for a model whose fused modules refer to the layers that surgery would replace."""
+    if any(OPTIMIZED in vars(module) for module in model.modules()):
+        raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")

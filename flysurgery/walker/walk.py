@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from flysurgery.errors import WalkError
-from flysurgery.walker.dataflow import Dataflow, follow
-from flysurgery.walker.example import example_input
-from flysurgery.walker.export import Trace, trace
+from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.layout import Prover
-from flysurgery.walker.linears import Call, find_calls, read_elsewhere
+from flysurgery.walker.linears import Call, read_elsewhere
 from flysurgery.walker.obstacles import Obstacle, module_obstacles, obstacle
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
-from flysurgery.walker.roles import Judgement, judge
-from flysurgery.walker.shadow import device_of, shadow, shadow_on_cpu
-from flysurgery.walker.switches import set_switches
-from flysurgery.walker.target import ROLES, Slice, Switch, Target
+from flysurgery.walker.roles import Judgement
+from flysurgery.walker.survey import Survey, survey
+from flysurgery.walker.target import ROLES, Slice, Target
 
 
 def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> tuple[Target, ...]:
@@ -43,38 +37,15 @@ def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> t
     Raises:
         WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
     """
-    if not isinstance(model, nn.Module):
-        raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
-    if example is None:
-        example = example_input(model)
-    inputs = _on_device(example if isinstance(example, tuple) else (example,), device_of(model))
-    try:
-        return _walk(model, shadow(model), inputs)
-    except WalkError:
-        if device_of(model).type != "meta":
-            raise
-    # Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta.
-    return _walk(model, shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")))
+    return _targets(model, survey(model, example))
 
 
-def _walk(model: nn.Module, double: nn.Module, inputs: tuple[Any, ...]) -> tuple[Target, ...]:
-    switches = set_switches(double, inputs)
-    traced = trace(double, inputs)
-    return _targets(model, traced, Owners(double), switches)
-
-
-def _on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    return pytree.tree_map_only(Tensor, lambda t: t if t.device == device else torch.empty_like(t, device=device), example)
-
-
-def _targets(model: nn.Module, traced: Trace, owners: Owners, switches: dict[str, Switch]) -> tuple[Target, ...]:
-    calls = find_calls(traced, owners)
-    dataflow = follow(traced, calls)
-    judgements = judge(traced, calls, dataflow)
-    read = read_elsewhere(traced, owners, calls)
+def _targets(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
+    calls, dataflow, owners = seen.calls, seen.dataflow, seen.owners
+    read = read_elsewhere(seen.trace, owners, calls)
     prover = Prover(dataflow)
     grouped: dict[str, list[tuple[Call, Judgement]]] = {}
-    for call, judgement in zip(calls, judgements, strict=True):
+    for call, judgement in zip(calls, seen.judgements, strict=True):
         grouped.setdefault(call.fqn, []).append((call, judgement))
 
     targets = []
@@ -96,7 +67,7 @@ def _targets(model: nn.Module, traced: Trace, owners: Owners, switches: dict[str
                 obstacles=tuple(found),
                 split=_common_split(prover, calls, dataflow, [member for member, _ in group]) if judgement.role == "qkv" else None,
                 aliases=() if call.kind == "raw" else owners.further_names(fqn),
-                switches=(switches[fqn],) if fqn in switches and fqn not in read else (),
+                switches=(seen.switches[fqn],) if fqn in seen.switches and fqn not in read else (),
             )
         )
     return (*targets, *_idle(model, owners, set(grouped)))

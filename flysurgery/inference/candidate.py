@@ -1,0 +1,58 @@
+"""A group with its fused module, and whether that is to be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flysurgery.inference.clock import medians_ms
+from flysurgery.inference.steps import Step
+from flysurgery.surgery import Reason
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Candidate:
+    """One group: its kind, the name of its last linear, its fused module, and the shapes of the inputs that this takes.
+
+    ``reason`` says why the group is left as it is; None where it is fused.
+    """
+
+    group: str
+    fqn: str
+    step: Step
+    shapes: Shapes
+    reason: Reason | None = None
+    plain_ms: float | None = None
+    fused_ms: float | None = None
+
+
+def decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
+    """Ask the kernel, and on a real device the clock, whether the candidate is fused.
+
+    ``measured`` keeps the milliseconds of groups that are alike.
+    """
+    with torch.no_grad():
+        # Without data: the answer follows from shapes, dtypes and the device.
+        obstacle = candidate.step.obstacle(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
+        if obstacle is not None:
+            candidate.reason = Reason("no-kernel", obstacle)
+        elif device.type != "meta":
+            key = (candidate.group, candidate.step.likeness(), candidate.shapes, dtype)
+            if key not in measured:
+                measured[key] = _measure(candidate.step, candidate.shapes, dtype, device)
+            candidate.plain_ms, candidate.fused_ms = measured[key]
+            if candidate.fused_ms >= candidate.plain_ms:
+                candidate.reason = Reason(
+                    "slower", f"fused it takes {candidate.fused_ms:.3g} ms here, by its own modules {candidate.plain_ms:.3g} ms"
+                )
+    candidate.step.enabled = candidate.reason is None
+
+
+def _measure(step: Step, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes]
+    plain_ms, fused_ms = medians_ms((step.plain, step.fused), inputs)
+    return plain_ms, fused_ms

@@ -1,0 +1,78 @@
+"""Steps along a traced graph: what a value is once the operators that do nothing are passed over, and who alone uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from flysurgery.walker import is_in_place, name_of
+
+_COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift_fresh"))
+_CASTS = frozenset(("to", "_to_copy", "type_as"))
+_DROPOUTS = frozenset(("dropout", "feature_dropout"))
+
+
+def is_idle(node: Node) -> bool:
+    """Whether the node gives its first argument as it is: an inactive dropout, a copy, a cast to the same dtype."""
+    name = name_of(node)
+    if name in _DROPOUTS:
+        return len(node.args) > 2 and node.args[2] is False
+    if name in _CASTS:
+        return _kind(node) is not None and _kind(node) == _kind(node.args[0])
+    return name in _COPIES
+
+
+def origin(node: Node) -> Node:
+    """The node itself, or what it passes on where it is idle."""
+    while is_idle(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def users(node: Node) -> list[Node]:
+    """The nodes that use a value, idle ones passed over. An idle end counts as a user; the exporter's assertions do not."""
+    found: list[Node] = []
+    for user in node.users:
+        if "_assert" in name_of(user):
+            continue
+        beyond = users(user) if is_idle(user) else []
+        found += beyond or [user]
+    return list(dict.fromkeys(found))
+
+
+def sole_user(node: Node) -> Node | None:
+    """The one node that uses a value, None where there are more or none."""
+    found = users(node)
+    return found[0] if len(found) == 1 else None
+
+
+def between(start: Node, end: Node) -> set[Node]:
+    """The idle nodes through which ``end`` takes the value of ``start``."""
+    found: set[Node] = set()
+    pending = [start]
+    while pending:
+        idle = [user for user in pending.pop().users if user is not end and is_idle(user)]
+        found.update(idle)
+        pending += idle
+    return found
+
+
+def summands(node: Node) -> tuple[Node, Node] | None:
+    """What a fresh sum of two tensors of one shape adds up; None for any other node."""
+    if name_of(node) != "add" or is_in_place(node) or node.kwargs or len(node.args) != 2:
+        return None
+    left, right = node.args
+    if not (isinstance(left, Node) and isinstance(right, Node)) or _shape(left) != _shape(right):
+        return None
+    return left, right
+
+
+def _kind(node: object) -> tuple[Any, ...] | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return (value.dtype, value.device) if isinstance(value, Tensor) else None
+
+
+def _shape(node: Node) -> object:
+    return getattr(node.meta.get("val"), "shape", None)

@@ -1,0 +1,97 @@
+"""What was found in a graph: groups of operators that one kernel can do together, by the names of their modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A layer norm over the last dimension: the module that holds its weight and bias, if any, and what it adds to the variance."""
+
+    fqn: str
+    eps: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A layer scale: a parameter with one entry a feature, and the module that holds it."""
+
+    fqn: str
+    leaf: str
+
+    def of(self, model: nn.Module) -> tuple[nn.Module, str]:
+        """The module in ``model``, and the parameter's name in it."""
+        return model.get_submodule(self.fqn), self.leaf
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What follows a linear: a layer scale, if any, and the sum with a residual stream, if any; ``nodes`` includes the idle ones."""
+
+    scale: Scale | None
+    residual: Node | None
+    result: Node
+    nodes: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """[LN -> linear]: the norm and the one linear that reads it. ``source`` is what the norm reads, ``result`` the linear's node."""
+
+    norm: Norm
+    norm_node: Node
+    linear: str
+    source: Node
+    result: Node
+    nodes: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """[LN -> linear -> activation -> linear], and the tail. ``branch`` is the node of the second linear."""
+
+    norm: Norm
+    norm_node: Node
+    first: str
+    second: str
+    activation: str
+    source: Node
+    branch: Node
+    nodes: frozenset[Node]  # without the tail's
+    tail: Tail
+
+
+@dataclass(frozen=True)
+class AttentionOut:
+    """[linear after attention], and its tail."""
+
+    linear: str
+    branch: Node
+    tail: Tail
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that computes ``x = x + scale*attention(norm(x)); x = x + scale*ffn(norm(x))`` and nothing else.
+
+    ``attention`` is the module whose last step is ``out``. ``projection`` is None where it is not one linear alone that reads the
+    norm.
+    """
+
+    fqn: str
+    attention: str
+    norm: Norm
+    projection: Projection | None
+    out: AttentionOut
+    feed_forward: FeedForward
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A convolution whose stride is its kernel: a product of flattened patches and a matrix."""
+
+    fqn: str

@@ -1,0 +1,122 @@
+"""Everything in a model that kernels could do together, from one trace of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from flysurgery.inference.block import match_block
+from flysurgery.inference.chain import origin
+from flysurgery.inference.forms import Seen, watch
+from flysurgery.inference.found import AttentionOut, Block, FeedForward, Patches, Projection
+from flysurgery.inference.match import Matcher
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.surgery import Reason
+from flysurgery.walker import Survey, name_of, shadow, survey
+
+
+@dataclass
+class Findings:
+    """The groups by the name of their last linear (of patches, the convolution), and the reasons of those that are none.
+
+    ``calls`` are those of every module in one forward. ``open_blocks`` says, by the same name, why a feed-forward group or an
+    attention's output lies in no proven block.
+    """
+
+    seen: Survey
+    calls: dict[str, Seen]
+    blocks: dict[str, Block] = field(default_factory=dict)
+    projections: dict[str, Projection] = field(default_factory=dict)
+    feed_forwards: dict[str, FeedForward] = field(default_factory=dict)
+    outs: dict[str, AttentionOut] = field(default_factory=dict)
+    patches: dict[str, Patches] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
+    open_blocks: dict[str, Reason] = field(default_factory=dict)
+
+
+def look(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> Findings:
+    """Trace the model with its converted layers seen as linears, and match the groups.
+
+    Raises:
+        WalkError: as ``flysurgery.walker.survey``.
+    """
+    seen = survey(_with_linears(model), example)
+    matcher, found = Matcher(seen), Findings(seen, watch(seen))
+    for role, group, match, kept in (
+        ("qkv", "qkv", matcher.projection, found.projections),
+        ("attn_out", "attn_out", matcher.attention_out, found.outs),
+        ("ffn_out", "ffn", matcher.feed_forward, found.feed_forwards),
+    ):
+        for call in matcher.of_role(role):
+            outcome = match(call)
+            if call.fqn in kept or call.fqn in found.reasons:
+                outcome = Reason("calls", "it is called more than once in one forward")
+                kept.pop(call.fqn, None)
+            if isinstance(outcome, Reason):
+                found.reasons[call.fqn] = (group, outcome)
+            else:
+                kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
+    _find_blocks(matcher, found)
+    _find_patches(found)
+    return found
+
+
+def _find_blocks(matcher: Matcher, found: Findings) -> None:
+    outs = {out.tail.result: out for out in found.outs.values() if out.tail.residual is not None}
+    projections = {each.norm_node: each for each in found.projections.values()}
+    for name, feed_forward in found.feed_forwards.items():
+        outcome = match_block(matcher, feed_forward, outs, projections)
+        if isinstance(outcome, Reason):
+            found.open_blocks[name] = outcome
+            if feed_forward.source in outs:
+                found.open_blocks[outs[feed_forward.source].linear] = outcome
+        else:
+            found.blocks[outcome.fqn] = outcome
+
+
+def _find_patches(found: Findings) -> None:
+    seen = found.seen
+    for node in seen.trace.graph.nodes:
+        source = node.args[0] if name_of(node) == "conv2d" else None
+        if not isinstance(source, Node) or origin(source) not in seen.trace.inputs:
+            continue
+        fqn = seen.owners.innermost(node) or ""
+        module = seen.owners.modules[fqn]
+        if type(module) is nn.Conv2d and _is_tiling(module):
+            found.patches[fqn] = Patches(fqn)
+        else:
+            found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
+
+
+def _is_tiling(module: nn.Conv2d) -> bool:
+    """Whether the windows of a convolution lie side by side and cover the image."""
+    plain = module.padding == (0, 0) and module.dilation == (1, 1) and module.groups == 1
+    return plain and module.kernel_size == module.stride and max(module.kernel_size) > 1
+
+
+def _with_linears(model: nn.Module) -> nn.Module:
+    """A stand-in of the model whose converted layers are linears without weights of their own, so that roles can be found."""
+    double = shadow(model)
+    for name, module in list(double.named_modules()):
+        if not isinstance(module, ButterflyLinear | SplitLinear) or not name:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        holder = double.get_submodule(parent)
+        if not isinstance(holder, SplitLinear):
+            holder._modules[leaf] = _linear_like(module)
+    return double
+
+
+def _linear_like(module: ButterflyLinear | SplitLinear) -> nn.Linear:
+    parameter = next(module.parameters())
+    has_bias = any(name.rpartition(".")[2] == "bias" for name, _ in module.named_parameters())
+    like = nn.Linear(module.in_features, module.out_features, bias=has_bias, device="meta")
+    empty = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+    like.weight = nn.Parameter(empty.expand(module.out_features, module.in_features), requires_grad=False)
+    if has_bias:
+        like.bias = nn.Parameter(empty.expand(module.out_features), requires_grad=False)
+    return like

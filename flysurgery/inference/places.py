@@ -1,0 +1,105 @@
+"""All candidates of a model, with the places that they would take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.fx import Node
+
+from flysurgery.inference.candidate import Candidate
+from flysurgery.inference.forms import form_of
+from flysurgery.inference.found import Block, FeedForward, Projection, Scale
+from flysurgery.inference.look import Findings
+from flysurgery.inference.place import Place, block_place, feed_forward_place, patches_place, projection_place
+from flysurgery.inference.steps import FeedForward as FeedForwardStep
+from flysurgery.inference.steps import LinearResidual, NormLinear, Patches
+from flysurgery.surgery import Reason
+from flysurgery.walker import shape_of
+
+NO_BLOCK = Reason("no-block", "its residual sum is made outside of any module that is one block")
+
+
+@dataclass
+class Places:
+    """Places to take, and the groups that have none: kind, name, and why."""
+
+    places: list[Place] = field(default_factory=list)
+    without: list[tuple[str, str, Reason]] = field(default_factory=list)
+
+
+class Builder:
+    """Makes the candidates of ``model``. ``scale_rows`` is the number of times the traced rows are taken for measuring."""
+
+    def __init__(self, model: nn.Module, found: Findings, scale_rows: int) -> None:
+        self.model, self.found, self.scale_rows = model, found, scale_rows
+        self.sources = {call.node: call.source for call in found.seen.calls}
+
+    def build(self) -> Places:
+        """Blocks first, then what they do not cover."""
+        found, built = self.found, Places()
+        built.without = [(group, fqn, reason) for fqn, (group, reason) in found.reasons.items()]
+        covered: set[str] = set()
+        for block in found.blocks.values():
+            form = form_of(block, found.calls)
+            if isinstance(form, Reason):
+                found.open_blocks[block.out.linear] = form
+                continue
+            candidates = self._of_block(block)
+            covered |= {candidate.fqn for candidate in candidates.values()}
+            built.places.append(block_place(self.model, found, block, form, candidates))
+        for fqn, projection in found.projections.items():
+            if fqn not in covered:
+                candidate = self._projection(projection)
+                self._add(built, candidate, projection_place(self.model, found, projection, candidate))
+        for fqn, group in found.feed_forwards.items():
+            if fqn not in covered:
+                candidate = self._feed_forward(group, whole=False)
+                self._add(built, candidate, feed_forward_place(self.model, found, group, candidate))
+        built.without += [("attn_out", fqn, found.open_blocks.get(fqn, NO_BLOCK)) for fqn in found.outs if fqn not in covered]
+        for fqn in found.patches:
+            candidate = self._patches(fqn)
+            self._add(built, candidate, patches_place(self.model, candidate))
+        return built
+
+    @staticmethod
+    def _add(built: Places, candidate: Candidate, place: Place | Reason) -> None:
+        if isinstance(place, Reason):
+            built.without.append((candidate.group, candidate.fqn, place))
+        else:
+            built.places.append(place)
+
+    def _of_block(self, block: Block) -> dict[str, Candidate]:
+        candidates = {} if block.projection is None else {"qkv": self._projection(block.projection)}
+        out = LinearResidual(self._module(block.out.linear), self._scale(block.out.tail.scale))
+        shapes = self._rows(self.sources[block.out.branch]), self._rows(block.out.branch)
+        candidates["attn_out"] = Candidate("attn_out", block.out.linear, out, shapes)
+        candidates["ffn"] = self._feed_forward(block.feed_forward, whole=True)
+        return candidates
+
+    def _projection(self, group: Projection) -> Candidate:
+        step = NormLinear(self._module(group.norm.fqn), group.norm.eps, self._module(group.linear))
+        return Candidate("qkv", group.linear, step, (self._rows(group.source),))
+
+    def _feed_forward(self, group: FeedForward, *, whole: bool) -> Candidate:
+        norm, first, second = (self._module(fqn) for fqn in (group.norm.fqn, group.first, group.second))
+        scale = self._scale(group.tail.scale) if whole else None
+        step = FeedForwardStep(norm, group.norm.eps, first, second, group.activation, scale, whole)
+        return Candidate("ffn", group.second, step, (self._rows(group.source),))
+
+    def _patches(self, fqn: str) -> Candidate:
+        convolution = self._module(fqn)
+        assert isinstance(convolution, nn.Conv2d)  # the match has seen to it
+        images, *sizes = self.found.calls[fqn].first_input.shape
+        return Candidate("patches", fqn, Patches(convolution), ((images * self.scale_rows, *sizes),))
+
+    def _module(self, fqn: str) -> nn.Module:
+        return self.model.get_submodule(fqn)
+
+    def _scale(self, scale: Scale | None) -> tuple[nn.Module, str] | None:
+        return None if scale is None else scale.of(self.model)
+
+    def _rows(self, node: Node) -> tuple[int, ...]:
+        *batch, features = shape_of(node) or (0, 0)
+        return (math.prod(batch) * self.scale_rows, features)

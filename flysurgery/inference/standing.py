@@ -1,0 +1,122 @@
+"""Modules that stand in the place of others: same parameters, buffers and children under the same names, another forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Condition:
+    """Whether fused modules may run: none of the modules that they cover is in training mode or has hooks that wait for its call."""
+
+    def __init__(self, covered: Iterable[nn.Module]) -> None:
+        self.covered = tuple(covered)
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Cover more modules, such as those that stand in for others."""
+        self.covered = (*self.covered, *modules)
+
+    def obstacle(self) -> tuple[str, nn.Module] | None:
+        """``"training"`` or ``"hooked"``, and the first module that is; None where the fused modules may run."""
+        for module in self.covered:
+            if module.training:
+                return "training", module
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+                return "hooked", module
+        return None
+
+
+class StandIn(nn.Module):
+    """Takes the place of ``original``, whose dictionaries of parameters, buffers and children it shares.
+
+    State dicts, moves to a device or dtype, and the training mode are therefore those of the original, whose other attributes can be
+    read through it.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.training = original.training
+        self._kept = (original,)  # in a tuple, so that it is no child
+        self._parameters = original._parameters
+        self._buffers = original._buffers
+        self._non_persistent_buffers_set = original._non_persistent_buffers_set
+        self._modules = original._modules
+
+    @property
+    def original(self) -> nn.Module:
+        """The module that stood here before."""
+        return self._kept[0]
+
+    def train(self, mode: bool = True) -> StandIn:
+        self.original.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_kept"][0], name)
+
+
+class Passed(StandIn):
+    """A norm whose work a fused module further on does: gives its input as it is, as long as that one runs."""
+
+    def __init__(self, original: nn.Module, condition: Condition) -> None:
+        super().__init__(original)
+        self.condition = condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.condition.obstacle() is None else self.original(x)
+
+
+class Stepped(StandIn):
+    """A module whose work ``step`` does, for calls with one argument."""
+
+    def __init__(self, original: nn.Module, step: nn.Module, condition: Condition) -> None:
+        super().__init__(original)
+        self.condition = condition
+        self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._step[0](x) if self.condition.obstacle() is None else self.original(x)
+
+
+class Through(nn.Module):
+    """Gives its input as it is, in a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: Mapping[tuple[str, str], Any] | None = None) -> nn.Module:
+    """``module`` with other children below it, and attributes of other values; the module itself stays as it is.
+
+    Only the modules on the way to the replaced ones are copied, and they share parameters, buffers and hooks with their originals.
+
+    Args:
+        replacements: by the names of the replaced modules below ``module``.
+        attributes: values by module names ("" for ``module`` itself) and attribute names.
+    """
+    copies: dict[str, nn.Module] = {}
+
+    def copy_of(path: str) -> nn.Module:
+        if path not in copies:
+            old = module.get_submodule(path)
+            new = copies[path] = type(old).__new__(type(old))
+            new.__dict__.update(old.__dict__)
+            new.__dict__["_modules"] = dict(old._modules)
+            parent, _, name = path.rpartition(".")
+            if path:
+                copy_of(parent)._modules[name] = new
+        return copies[path]
+
+    copy_of("")
+    for path, new in replacements.items():
+        parent, _, name = path.rpartition(".")
+        copy_of(parent)._modules[name] = new
+    for (path, name), value in (attributes or {}).items():
+        setattr(copy_of(path), name, value)
+    return copies[""]

@@ -1,0 +1,173 @@
+"""The fused modules: each computes one group by its kernel, or by the modules of the group where the kernel does not take the call."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flysurgery.inference import kernels
+
+DENSE = "it is dense, and the kernels multiply factors"
+
+_ACTIVATIONS = {"gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "silu": functional.silu}
+
+
+class Step(nn.Module):
+    """A group of operators. ``enabled`` is false where the kernel is not to be used although it could run."""
+
+    enabled = True
+
+    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+        """Why the kernel cannot compute the group for these inputs; None where it can."""
+        raise NotImplementedError
+
+    def likeness(self) -> tuple[object, ...]:
+        """What tells apart groups that take different times, besides the sizes of their inputs."""
+        raise NotImplementedError
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        """The group by its own modules."""
+        raise NotImplementedError
+
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
+        """The group by its kernel."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        if self.enabled and kernels.under_autocast(x) is None and self.obstacle(x, *others) is None:
+            return self.fused(x, *others)
+        return self.plain(x, *others)
+
+
+class NormLinear(Step):
+    """``linear(norm(x))``, where ``linear`` may be a projection of several parts side by side."""
+
+    def __init__(self, norm: nn.Module, eps: float, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.eps, self.linear = norm, eps, linear
+
+    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+        group = kernels.group_of(self.linear)
+        return DENSE if group is None else kernels.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
+
+    def likeness(self) -> tuple[object, ...]:
+        return _shapes(self.norm, self.linear)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
+        group = kernels.group_of(self.linear)
+        assert group is not None  # else there was an obstacle
+        return kernels.norm_linear(x, kernels.norm_of(self.norm, self.eps), group)
+
+
+class LinearResidual(Step):
+    """``residual + scale * linear(x)``; called with x and the residual."""
+
+    def __init__(self, linear: nn.Module, scale: tuple[nn.Module, str] | None) -> None:
+        super().__init__()
+        self.linear = linear
+        self._scale = scale
+
+    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+        linear = kernels.factors_of(self.linear)
+        return DENSE if linear is None else kernels.linear_residual_reason(x, linear, others[0], _value(self._scale))
+
+    def likeness(self) -> tuple[object, ...]:
+        return (*_shapes(self.linear), self._scale is None)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return others[0] + _scaled(self.linear(x), self._scale)
+
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
+        linear = kernels.factors_of(self.linear)
+        assert linear is not None  # else there was an obstacle
+        return kernels.linear_residual(x, linear, others[0], _value(self._scale))
+
+
+class FeedForward(Step):
+    """``x + scale * second(activation(first(norm(x))))``; without ``x +`` where ``residual`` is false."""
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        eps: float,
+        first: nn.Module,
+        second: nn.Module,
+        activation: str,
+        scale: tuple[nn.Module, str] | None,
+        residual: bool,
+    ) -> None:
+        super().__init__()
+        self.norm, self.eps, self.first, self.second = norm, eps, first, second
+        self.activation, self._scale, self.residual = activation, scale, residual
+
+    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+        first, second = kernels.factors_of(self.first), kernels.factors_of(self.second)
+        if first is None or second is None:
+            return DENSE
+        norm = kernels.norm_of(self.norm, self.eps)
+        return kernels.ffn_reason(x, norm, first, second, self.activation, _value(self._scale), self.residual)
+
+    def likeness(self) -> tuple[object, ...]:
+        return (*_shapes(self.norm, self.first, self.second), self.activation, self._scale is None, self.residual)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        hidden = _ACTIVATIONS[self.activation](self.first(self.norm(x)))
+        branch = _scaled(self.second(hidden), self._scale)
+        return x + branch if self.residual else branch
+
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
+        first, second = kernels.factors_of(self.first), kernels.factors_of(self.second)
+        assert first is not None and second is not None  # else there was an obstacle
+        norm = kernels.norm_of(self.norm, self.eps)
+        return kernels.ffn(x, norm, first, second, self.activation, _value(self._scale), self.residual)
+
+
+class Patches(Step):
+    """A convolution whose stride is its kernel's size, as one product of the flattened patches and a matrix.
+
+    Gives what the convolution gives, (images, features, rows, columns), with the features of a patch side by side in memory.
+    """
+
+    def __init__(self, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.convolution = convolution
+
+    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+        weight = self.convolution.weight
+        if x.dim() != 4 or x.shape[2] % weight.shape[2] or x.shape[3] % weight.shape[3]:
+            return f"the patches of {weight.shape[2]}x{weight.shape[3]} do not tile the image"
+        if x.dtype != weight.dtype:
+            return f"images are {x.dtype}, the weight is {weight.dtype}"
+        return None
+
+    def likeness(self) -> tuple[object, ...]:
+        return _shapes(self.convolution)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.convolution(x)
+
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
+        weight, bias = self.convolution.weight, self.convolution.bias
+        if kernels.patch_embedding_reason(x, weight, bias) is None:
+            tokens = kernels.patch_embedding(x, weight, bias)
+        else:
+            images, channels, height, width = x.shape
+            rows, columns = height // weight.shape[2], width // weight.shape[3]
+            patches = x.reshape(images, channels, rows, weight.shape[2], columns, weight.shape[3]).permute(0, 2, 4, 1, 3, 5)
+            tokens = functional.linear(patches.reshape(images, rows * columns, -1), weight.flatten(1), bias)
+        return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
+
+
+def _shapes(*modules: nn.Module) -> tuple[object, ...]:
+    return tuple(tuple((name, parameter.shape) for name, parameter in module.named_parameters()) for module in modules)
+
+
+def _value(scale: tuple[nn.Module, str] | None) -> Tensor | None:
+    return None if scale is None else getattr(*scale)
+
+
+def _scaled(branch: Tensor, scale: tuple[nn.Module, str] | None) -> Tensor:
+    return branch if scale is None else branch * getattr(*scale)

@@ -1,0 +1,91 @@
+"""The inference operators composed of PyTorch's own: what they mean, on any device, in any dtype, with gradients.
+
+The fused kernels round less often: they keep sums, norms and activations in float32 between the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.multiply import ks_linear
+from flysurgery.ops.parts import FusedFactors, Norm
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def ffn(
+    x: Tensor,  # shape: (*batch, in_features)
+    norm: Norm | None,
+    up: FusedFactors,
+    down: FusedFactors,
+    activation: str = "gelu",
+    scale: Tensor | None = None,  # shape: (out_features,)
+    residual: bool = True,
+) -> Tensor:  # shape: (*batch, out_features)
+    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false."""
+    hidden = _activation(activation)(_linear(_normed(x, norm), up))
+    y = _scaled(_linear(hidden, down), scale)
+    return x + y if residual else y
+
+
+def norm_linear(
+    x: Tensor,  # shape: (*batch, in_features)
+    norm: Norm | None,
+    group: Sequence[FusedFactors],
+    activation: str = "none",
+) -> Tensor:  # shape: (*batch, len(group) * out_features)
+    """``activation`` of the linears' outputs for ``norm(x)``, side by side."""
+    normed = _normed(x, norm)
+    return _activation(activation)(torch.cat([_linear(normed, member) for member in group], dim=-1))
+
+
+def linear_residual(
+    x: Tensor,  # shape: (*batch, in_features)
+    linear: FusedFactors,
+    residual: Tensor,  # shape: (*batch, out_features)
+    scale: Tensor | None = None,  # shape: (out_features,)
+) -> Tensor:  # shape: (*batch, out_features)
+    """``residual + scale * linear(x)``."""
+    return residual + _scaled(_linear(x, linear), scale)
+
+
+def patch_embedding(
+    images: Tensor,  # shape: (images, channels, height, width)
+    weight: Tensor,  # shape: (features, channels, patch height, patch width)
+    bias: Tensor | None,  # shape: (features,)
+    position: Tensor | None = None,  # shape: (patches, features)
+    prefix: Tensor | None = None,  # shape: (tokens, features)
+) -> Tensor:  # shape: (images, tokens + patches, features)
+    """A convolution of patches that do not overlap, ``position`` added, the rows of ``prefix`` put before each image's."""
+    patches = F.conv2d(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+    patches = patches if position is None else patches + position
+    return patches if prefix is None else torch.cat([prefix.expand(len(images), -1, -1), patches], dim=1)
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in ACTIVATIONS:
+        raise BackendError(f"expected an activation out of {', '.join(ACTIVATIONS)}, got '{name}'")
+    return ACTIVATIONS[name]
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
+def _linear(x: Tensor, linear: FusedFactors) -> Tensor:
+    return ks_linear(x, linear.factors, linear.bias)
+
+
+def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:
+    return y if scale is None else y * scale

@@ -1,0 +1,71 @@
+"""The traced graph of a model with all that one pass over it tells; what a walk and the fusion of layers start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flysurgery.errors import WalkError
+from flysurgery.walker.dataflow import Dataflow, follow
+from flysurgery.walker.example import example_input
+from flysurgery.walker.export import Trace, trace
+from flysurgery.walker.linears import Call, find_calls
+from flysurgery.walker.owners import Owners
+from flysurgery.walker.roles import Judgement, judge
+from flysurgery.walker.shadow import device_of, shadow, shadow_on_cpu
+from flysurgery.walker.switches import set_switches
+from flysurgery.walker.target import Switch
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A traced model: its graph, who owns what in it, its multiplications by a weight, and the role of each.
+
+    ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on the
+    model's device. ``switches`` has the linears' names as keys. ``judgements`` are in the order of ``calls``.
+    """
+
+    double: nn.Module
+    example: tuple[Any, ...]
+    trace: Trace
+    owners: Owners
+    calls: list[Call]
+    judgements: list[Judgement]
+    dataflow: Dataflow
+    switches: dict[str, Switch]
+
+
+def survey(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> Survey:
+    """Trace ``model`` in eval mode on fake tensors, and find its linear maps and their roles. The model stays as it is.
+
+    Raises:
+        WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
+    """
+    if not isinstance(model, nn.Module):
+        raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
+    if example is None:
+        example = example_input(model)
+    inputs = _on_device(example if isinstance(example, tuple) else (example,), device_of(model))
+    try:
+        return _survey(shadow(model), inputs)
+    except WalkError:
+        if device_of(model).type != "meta":
+            raise
+    # Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta.
+    return _survey(shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")))
+
+
+def _survey(double: nn.Module, inputs: tuple[Any, ...]) -> Survey:
+    switches = set_switches(double, inputs)
+    traced, owners = trace(double, inputs), Owners(double)
+    calls = find_calls(traced, owners)
+    dataflow = follow(traced, calls)
+    return Survey(double, inputs, traced, owners, calls, judge(traced, calls, dataflow), dataflow, switches)
+
+
+def _on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    return pytree.tree_map_only(Tensor, lambda t: t if t.device == device else torch.empty_like(t, device=device), example)

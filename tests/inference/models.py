@@ -1,0 +1,28 @@
+"""Small models of each kind, converted, with weights that leave nothing at zero or one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import flysurgery
+from flysurgery.walker import example_input
+
+SIZE = 32
+
+
+def ready(model: nn.Module, *, convert: bool = True) -> nn.Module:
+    """The model in eval mode, every weight moved at random (layer scales and norms too), and by default converted."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.eval().requires_grad_(False)
+    if convert:
+        flysurgery.convert(model, "monarch", roles=("ffn", "qkv", "attn_out"), nblocks=4)
+    return model
+
+
+def images(model: nn.Module, count: int = 2) -> Tensor:
+    example = example_input(model)
+    return torch.randn((count, *example.shape[1:]), generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,209 @@
+"""Which groups are fused in models of each kind, that outputs stay, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import flysurgery
+from flysurgery.errors import InferenceError, SurgeryError
+from flysurgery.inference.standing import StandIn
+from tests.inference.models import images, ready
+from tests.support.tolerance import assert_equal
+
+TIMM = {"img_size": 32, "num_classes": 5}
+SMALL = {**TIMM, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+WHOLE = ["patch_embedding", *["norm_linear", "linear_residual", "ffn"] * 2]
+VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 2, "mlp_dim": 96, "dim_head": 24}
+
+
+def build(name: str, options: dict[str, object]) -> nn.Module:
+    if ":" not in name:
+        return timm.create_model(name, **options)  # pyright: ignore[reportArgumentType]
+    module, _, of = name.partition(":")
+    return getattr(importlib.import_module(module), of)(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kernels", "left"),
+    [
+        ("vit_small_patch16_224", SMALL, WHOLE, set()),
+        ("deit3_small_patch16_224", SMALL, WHOLE, set()),
+        ("beit_base_patch16_224", SMALL, WHOLE, set()),
+        ("vit_small_patch16_224", {**SMALL, "act_layer": "gelu_tanh", "class_token": False, "global_pool": "avg"}, WHOLE, set()),
+        ("eva02_tiny_patch14_224", SMALL, ["patch_embedding"], {"weight-read", "no-block", "gated"}),
+        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 2}, ["patch_embedding", "norm_linear", "norm_linear"], {"no-block", "gated"}),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "num_classes": 5},
+            ["patch_embedding", "ffn", "ffn"],
+            {"no-norm", "no-block", "no-attention"},
+        ),
+        ("vit_pytorch.vit:ViT", VIT, ["norm_linear", "ffn"] * 2, {"no-norm"}),
+        ("vit_pytorch.simple_vit:SimpleViT", VIT, ["norm_linear", "ffn"] * 2, {"no-norm"}),
+    ],
+)
+def test_groups_are_found_and_outputs_stay(
+    called: list[str], name: str, options: dict[str, object], kernels: list[str], left: set[str]
+) -> None:
+    model = ready(build(name, options))
+    x = images(model)
+    before, names, modules = model(x), list(model.state_dict()), list(model.modules())
+    report = flysurgery.optimize(model)
+    assert not called  # nothing is measured here
+    # the stand-ins are made of the same operators in the same order, so not a bit differs
+    assert_equal(model(x), before)
+    assert called == kernels
+    assert {row.reason.code for row in report.rows if row.reason is not None} - {"no-attention"} == left - {"no-attention"}
+    assert list(model.state_dict()) == names
+    assert report.restore() > 0
+    assert list(model.modules()) == modules
+    assert_equal(model(x), before)
+    assert called == kernels
+
+
+def test_dense_layers_are_left_with_the_reason(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
+    report = flysurgery.optimize(model)
+    assert {row.reason.code for row in report.rows if row.reason} == {"no-kernel"}
+    assert [row.group for row in report.fused] == ["patches"]
+    assert "dense" in str(report)
+
+
+def test_layers_may_be_mixed(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
+    flysurgery.convert(model, roles=("ffn",), exclude=r"blocks\.1", nblocks=4)
+    x = images(model)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", "ffn"]
+    assert [row.fqn for row in report.fused] == ["patch_embed.proj", "blocks.0.mlp.fc2"]
+
+
+def test_training_mode_and_hooks_leave_a_group_as_it_was(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    model.blocks[0].mlp.train()  # pyright: ignore[reportIndexIssue]
+    model.blocks[1].norm1.register_forward_hook(lambda *_: None)  # pyright: ignore[reportIndexIssue]
+    report = flysurgery.optimize(model)
+    reasons = {row.fqn: row.reason.code for row in report.rows if row.reason}
+    assert reasons == {
+        f"blocks.{index}.{name}": code for index, code in ((0, "training"), (1, "hooked")) for name in ("attn.qkv", "attn.proj", "mlp.fc2")
+    }
+
+
+def test_hooks_set_later_and_training_mode_get_the_own_modules(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    x = images(model)
+    before = model(x)
+    seen: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    norm = model.get_submodule("blocks.0.norm2")
+    handle = norm.register_forward_hook(lambda module, args, result: expected.append(result))
+    model(x)
+    handle.remove()
+    flysurgery.optimize(model)
+    handle = model.get_submodule("blocks.0.norm2").register_forward_hook(lambda module, args, result: seen.append(result))
+    assert_equal(model(x), before)
+    assert_equal(seen[0], expected[0])
+    assert called == ["patch_embedding", "norm_linear", "linear_residual", "ffn"]
+    handle.remove()
+    called.clear()
+    model.train()
+    model(x)
+    assert called == []
+    model.eval()
+    assert_equal(model(x), before)
+    assert called == WHOLE
+
+
+def test_a_hook_on_a_norm_whose_work_was_moved_sees_its_result(called: list[str]) -> None:
+    model = ready(build("vit_pytorch.vit:ViT", VIT))
+    x = images(model)
+    seen: list[torch.Tensor] = []
+    name = "transformer.layers.0.0.norm"
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, result: seen.append(result))
+    before = model(x)
+    handle.remove()
+    flysurgery.optimize(model)
+    model.get_submodule(name).register_forward_hook(lambda module, args, result: seen.append(result))
+    assert_equal(model(x), before)
+    assert_equal(seen[1], seen[0])
+
+
+def test_an_active_dropout_is_no_group(called: list[str]) -> None:
+    class Always(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x, 0.5, training=True)
+
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    model.blocks[0].mlp.drop1 = Always()  # pyright: ignore[reportIndexIssue]
+    model.blocks[1].drop_path2 = Always()  # pyright: ignore[reportIndexIssue]
+    report = flysurgery.optimize(model)
+    fused = {row.fqn for row in report.fused}
+    assert "blocks.0.mlp.fc2" not in fused
+    assert "blocks.1.attn.proj" not in fused
+    step = model.get_submodule("blocks.1.mlp")
+    assert isinstance(step, StandIn)  # without the dropout and the sum behind it
+
+
+def test_copies_pickles_and_state_dicts_follow(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    x = images(model)
+    plain = copy.deepcopy(model)
+    flysurgery.optimize(model)
+    double = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    changed = {name: 0.5 * tensor for name, tensor in model.state_dict().items()}
+    before = plain(x)
+    plain.load_state_dict(changed)
+    model.load_state_dict(changed, assign=True)
+    for each, expected in ((model, plain(x)), (double, before), (read, before)):
+        called.clear()
+        assert_equal(each(x), expected)
+        assert called == WHOLE
+        assert flysurgery.restore(each) == 3
+        assert_equal(each(x), expected)
+    half = model.bfloat16()
+    flysurgery.optimize(half)
+    assert_equal(half(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
+
+
+def test_what_would_pull_the_layers_away_is_refused(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    flysurgery.optimize(model)
+    with pytest.raises(InferenceError, match="optimized already"):
+        flysurgery.optimize(model)
+    for change in (flysurgery.densify, flysurgery.convert):
+        with pytest.raises(SurgeryError, match="restore"):
+            change(model)
+    assert flysurgery.restore(model) == 3
+    assert flysurgery.restore(model) == 0
+    flysurgery.densify(model)
+
+
+def test_a_slower_kernel_is_left_with_both_times(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.inference.candidate.medians_ms", lambda ways, inputs: (1.0, 1.5))
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    report = flysurgery.optimize(model)
+    assert report.fused == ()
+    assert {row.reason.code for row in report.rows if row.reason} == {"slower"}
+    assert (report.rows[0].plain_ms, report.rows[0].fused_ms) == (1.0, 1.5)
+    assert not any(isinstance(module, StandIn) for module in model.modules())
+
+
+def test_without_kernels_only_the_patches_can_be_fused() -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    report = flysurgery.optimize(model)
+    assert {row.group for row in report.rows if row.reason and row.reason.code == "no-kernel"} == {"qkv", "attn_out", "ffn"}
+    times = next(row for row in report.rows if row.group == "patches")
+    assert times.plain_ms and times.fused_ms
