@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flysurgery.checkpoint import build_base
+from flysurgery.cli.options import device_of
 from flysurgery.evaluation import Fractals, ImageData, evaluate, preparation
 from flysurgery.finetune import Settings, train, training_data
 
@@ -51,16 +52,20 @@ QUICK = Size(
 )
 
 
-def settings_for(size: Size, images: int, batch: int, rate: float) -> Settings:
-    """One epoch of ``images`` new images: they never repeat, so epochs mean nothing."""
+def learn(model: nn.Module, size: Size, images: int, *, rate: float, batch: int, seed: int, teacher: nn.Module | None = None) -> float:
+    """Train in place on ``images`` new images, which never repeat, and give the speed in images a second."""
     updates = max(1, images // batch)
     precision: Any = size.precision
-    return Settings(epochs=1, batch_size=batch, images_per_epoch=updates * batch, learning_rate=rate, precision=precision, log_every=25)
-
-
-def learn(model: nn.Module, size: Size, images: int, *, rate: float, batch: int, seed: int, teacher: nn.Module | None = None) -> float:
-    """Train in place and give the speed in images a second."""
-    settings = replace(settings_for(size, images, batch, rate), seed=seed)
+    settings = Settings(
+        epochs=1,
+        batch_size=batch,
+        images_per_epoch=updates * batch,
+        learning_rate=rate,
+        precision=precision,
+        log_every=25,
+        seed=seed,
+        cpu=next(model.parameters()).device.type == "cpu",
+    )
     data = training_data("fractals", model, settings)
 
     def progress(done: int, total: int, text: str) -> None:
@@ -87,7 +92,7 @@ def train_dense(size: Size, minutes: float | None, images: int, device: torch.de
         images = int(60 * minutes * probe)
         print(f"{probe:.0f} images a second, so {images} images in {minutes:g} minutes", flush=True)
     torch.manual_seed(0)
-    model = build_base(size.base, size.base_args)
+    model = build_base(size.base, size.base_args).to(device)
     started = time.perf_counter()
     learn(model, size, images, rate=size.rate, batch=size.batch, seed=0)
     seconds = time.perf_counter() - started
@@ -141,9 +146,10 @@ def main() -> None:
     parser.add_argument("--classes", type=int, help="number of classes, instead of 100")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(options.device)
     if device.type == "cpu" and not options.quick:
         raise SystemExit("this needs a CUDA device, and PyTorch finds none; --quick runs anywhere")
     size = QUICK if options.quick else FULL

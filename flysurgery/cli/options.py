@@ -59,8 +59,10 @@ Convs = Annotated[bool, _option("--convs", "Replace 1x1 convolutions of the sele
 DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights.")]
 
 # Measuring.
-DATA = "digits|FOLDER"
-Data = Annotated[str, _option("--data", "scikit-learn's digits, or a folder that holds one folder of images a class.", DATA)]
+DATA = "digits|fractals|FOLDER"
+Data = Annotated[
+    str, _option("--data", "scikit-learn's digits, generated fractals, or a folder that holds one folder of images a class.", DATA)
+]
 Evaluate = Annotated[str | None, _option("--evaluate", "Measure the accuracy on this data before and after.", DATA)]
 BatchSize = Annotated[int, _option("--batch-size", "Images a step of the evaluation.", minimum=1)]
 CALIBRATE_HELP = "Fit the factors to what the layers do to these images; folders in it need not be classes."

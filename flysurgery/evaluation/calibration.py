@@ -11,14 +11,14 @@ from torch.utils.data import Dataset
 
 from flysurgery.calibration import DEFAULT_SAMPLES, Samples, samples_of
 from flysurgery.errors import DataError
-from flysurgery.evaluation.data import load_data, preparation, read_image, transform_of
+from flysurgery.evaluation.data import fractals, load_data, preparation, read_image, transform_of
 from flysurgery.evaluation.digits import digits
 
 
 def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
     """Take ``samples`` images of the data set ``name``, prepared for ``model``, whose weights may live on meta.
 
-    "digits" is the part of scikit-learn's digits that ``load_data`` does not measure on. A folder may hold images at any depth; what
+    "digits" and "fractals" are the parts of these that ``load_data`` does not measure on. A folder may hold images at any depth; what
     its folders are called does not matter. Images that cannot be read are left out, and named in ``Samples.skipped``. The
     images are spread evenly over the sorted names. By default 512 are taken, or as many as there are.
 
@@ -31,6 +31,8 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
     skipped: list[str] = []
     if str(name) == "digits":
         inputs = _spread(digits("train", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std), samples)
+    elif str(name) == "fractals":
+        inputs = _spread(fractals("train", model, wanted), samples)
     elif Path(name).is_dir():
         transform = transform_of(wanted)
         paths = _image_files(Path(name))

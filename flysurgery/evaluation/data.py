@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from timm.data.config import resolve_data_config
 from torch import nn
@@ -69,7 +69,8 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
         dataset = digits("held-out", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std)
         data = ImageData("digits", dataset, len(dataset), 10)
     elif str(name) == "fractals":
-        return _fractals(wanted, model)
+        dataset = fractals("held-out", model, wanted)
+        return ImageData("fractals", dataset, len(dataset), dataset.classes)
     else:
         data = _folder(Path(name), wanted)
     classes = getattr(model, "num_classes", None)
@@ -101,16 +102,19 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
 
 
-def _fractals(wanted: Preparation, model: nn.Module) -> ImageData:
+def fractals(part: Literal["train", "held-out"], model: nn.Module, wanted: Preparation) -> Fractals:
+    """Fractals in as many classes as ``model`` has, made where it is; of the held-out ones a fixed number of each class.
+
+    Raises:
+        DataError: the model does not say how many classes it has.
+    """
     classes = getattr(model, "num_classes", None)
     if not isinstance(classes, int):
         raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
     device = next(model.parameters()).device
-    samples = FRACTALS_A_CLASS * classes
-    size = (wanted.height, wanted.width)
     place = "cpu" if device.type == "meta" else device
-    dataset = Fractals("held-out", classes, size, mean=wanted.mean, std=wanted.std, device=place, samples=samples)
-    return ImageData("fractals", dataset, samples, classes)
+    size = (wanted.height, wanted.width)
+    return Fractals(part, classes, size, mean=wanted.mean, std=wanted.std, device=place, samples=FRACTALS_A_CLASS * classes)
 
 
 def _folder(folder: Path, wanted: Preparation) -> ImageData:
