@@ -93,7 +93,8 @@ def model(
     if table is not None:
         write_records(table, latency_table(own_rows, groups))
     if plot is not None:
-        draw_ratios(own_rows, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
+        drawn = [each for each in own_rows if not each["candidate"].startswith("(")]  # the searched ones would fill the picture
+        draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
     if as_json:
         run.print_json()
         return

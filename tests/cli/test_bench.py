@@ -73,7 +73,25 @@ def test_layer_measures_the_parts_that_are_named(tmp_path: Path, capsys: pytest.
 
 def test_model_answers_and_writes_the_table_of_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "latency.csv"
-    assert main(["bench", "model", *TINY_VIT, "--quick", "--batch", "2", "--device", "cpu", "--table", str(table)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "model",
+                *TINY_VIT,
+                "--quick",
+                "--batch",
+                "2",
+                "--device",
+                "cpu",
+                "--table",
+                str(table),
+                "--plot",
+                str(tmp_path / "bars.png"),
+            ]
+        )
+        == 0
+    )
     assert "the converted model takes" in capsys.readouterr().out.splitlines()[-1]
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
