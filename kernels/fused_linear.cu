@@ -6,8 +6,8 @@
 //
 // Each warp owns 16*MT rows from the first load to the last store. One m16n8k16 accumulator tile, rounded, is half of an
 // m16n8k16 A operand, so u stays in registers (or, where it is too large, in shared memory that only its own lane reads).
-// The order of u is free: the columns of stage 1 are sorted by the class of stage 2 that reads them, TILES tiles of 8 for
-// each class, so the stride-D1 permutation costs nothing. GROUPS linears that share x (q, k, v) run side by side.
+// The order of u is free: the columns of stage 1 are sorted by the class of stage 2 that reads them, so the stride-D1
+// permutation costs nothing. GROUPS linears that share x (q, k, v) run side by side.
 //
 // Weights arrive as an image in the order of use, cut into panels: [k8][column][8 halves], which ldmatrix reads without
 // bank conflicts. They pass through a ring of SLOTS slots; the last warp to leave a slot refills it, so nobody waits to
@@ -53,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 fused_linear(const char* __restrict__ x, const char* __restrict__ image, const char* __restrict__ bias,
              const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
     extern __shared__ __align__(128) char memory[];
-    // ring | staged x | u | bias | a barrier a slot: the panel is there | a counter a slot: warps that left it
+    // ring | staged x | u | bias | a barrier a slot: the panel is there | a barrier a slot: all warps have left it
     const u32 ring = shared_address(memory);
     const u32 staged_all = ring + SLOTS * kSlot;
     const u32 u_all = staged_all + WARPS * STAGES * kStageBytes;
     const u32 bias_at = u_all + WARPS * kUBytes;
     const u32 full = bias_at + kOutFeatures * kElem;
-    const u32 leaving = full + 8 * SLOTS;
+    const u32 left_all = full + 8 * SLOTS;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // warp-uniform for the compiler
     const long long rows_of_round = (long long)kUnitRows * kUnits * gridDim.x;
     const int rounds = (int)((rows + rows_of_round - 1) / rows_of_round);
@@ -67,24 +67,23 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     if (threadIdx.x == 0) {
         for (int s = 0; s < SLOTS; ++s) {
             barrier_init(full + 8 * s, kCopyArrivals);
-            store_shared(leaving + 4 * s, 0);
+            barrier_init(left_all + 8 * s, WARPS);
         }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
+    StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
+    for (int s = 0; s < STAGES - 1; ++s) staged.load();
     for (int b = threadIdx.x * 4; b < kOutFeatures * kElem; b += 128 * WARPS) {
         store_shared(bias_at + b, bias ? *reinterpret_cast<const u32*>(bias + b) : 0);
     }
     __syncthreads();
 
     const int g = lane >> 2, t = lane & 3;
-    const u32 u_base = u_all + warp * kUBytes + lane * 16;
-    StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
-    PanelRing panels(image, ring, full, leaving, rounds, warp, lane);
-    for (int s = 0; s < STAGES - 1; ++s) staged.load();
+    const u32 u_base = u_all + warp * kUBytes + lane * 8;
+    PanelRing panels(image, ring, full, left_all, rounds, warp, lane);
 
-    constexpr int kUImages1 = kUImages > 0 ? kUImages : 1;
     const u32 matrix1 = WGMMA ? 0 : matrix_offset(lane, kTiles1 * 8, kImage1), matrix2 = WGMMA ? 0 : matrix_offset(lane, PANEL_COLUMNS, kImage2);
 
     for (int round = 0; round < rounds; ++round) {
@@ -98,24 +97,22 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
             }
             continue;
         }
-        // u as A operands. A padding tile of a class stays zero.
-        u32 u_hi[U_SHARED == 1 ? 1 : kSteps2All][MT][4] = {}, u_lo[U_SHARED == 0 && kPairs ? kSteps2All : 1][MT][4] = {};
+        // u as halves of A operands, tile by tile.
+        u32 u_hi[U_SHARED == 1 ? 1 : kUTiles][MT][2], u_lo[U_SHARED == 0 && kPairs ? kUTiles : 1][MT][2];
         int u_exponent[MT][2];
-        if constexpr (kUImages > 0 && (kGroups2 * TILES) % 2 == 1)
-            for (int c = 0; c < GROUPS * kClasses; ++c)
-                for (int o = 0; o < MT * kUImages; ++o)
-                    store_shared_pair(u_base + ((c * kSteps2 + kSteps2 - 1) * MT * kUImages + o) * 512 + 8, 0, 0);
 
         // ---- stage 1
 #pragma unroll
         for (int i2 = 0; i2 < A2; ++i2) {
 #pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) {
+            for (int turn = 0; turn < kPasses * kParts; ++turn) {
+                const int pass = turn / kParts, part = turn % kParts;
+                const int group0 = i2 * D2 + pass * RESIDUES;
                 float acc[RESIDUES][MT][kTiles1][4] = {};
                 int exponent[MT][2] = {};
                 float scale[MT][2] = {};
 
-                for (int p = 0; p < kPanelsOfGroup; ++p) {
+                for (int p = 0; p < kPanelsOfGroup / kParts; ++p) {
                     const u32 address = panels.next() + matrix1;
 #pragma unroll
                     for (int c = 0; c < PANEL_STEPS; c += kBatch1) {
@@ -198,7 +195,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 
                 // ---- accumulators become A operands
                 if constexpr (kFloat) {
-                    const bool first = i2 == 0 && pass == 0;
+                    const bool first = group0 == 0 && part == 0;
                     bool over = first;
                     float largest[MT][2];
 #pragma unroll
@@ -210,8 +207,8 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 #pragma unroll
                             for (int n = 0; n < kTiles1; ++n)
                                 largest[m][h] = fmaxf(largest[m][h], fmaxf(fabsf(acc[r][m][n][2 * h]), fabsf(acc[r][m][n][2 * h + 1])));
-                        // acc = u * 2^exponent; u is kept as u * 2^u_exponent
-                        if (!first) over |= largest[m][h] * power(u_exponent[m][h] - exponent[m][h]) > kLargest;
+                        // acc = u * 2^exponent; u is kept as u * 2^u_exponent, the sum of kParts
+                        if (!first) over |= largest[m][h] * power(u_exponent[m][h] - exponent[m][h]) > kLargest / kParts;
                     }
                     if (__any_sync(0xffffffffu, over)) {
 #pragma unroll
@@ -222,21 +219,16 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                             u_exponent[m][h] = first ? fresh : u_exponent[m][h] + change;
                             if (first) continue;
                             const float factor = power(change);
-                            if constexpr (U_SHARED != 1) {
+                            const int there = (group0 + (part > 0 ? RESIDUES : 0)) * kTiles1;  // tiles of u that are there
 #pragma unroll
-                                for (int s = 0; s < kSteps2All; ++s)
-#pragma unroll
-                                    for (int k = h; k < 4; k += 2) {
-                                        u_hi[s][m][k] = scale2(u_hi[s][m][k], factor);
-                                        if constexpr (kPairs && U_SHARED == 0) u_lo[s][m][k] = scale2(u_lo[s][m][k], factor);
-                                    }
+                            for (int i = 0; i < there; ++i) {
+                                if constexpr (U_SHARED != 1) u_hi[i][m][h] = scale2(u_hi[i][m][h], factor);
+                                if constexpr (kPairs && U_SHARED == 0) u_lo[i][m][h] = scale2(u_lo[i][m][h], factor);
                             }
-                            for (int o = 0; o < kSteps2All * kUImages; ++o) {
-                                const u32 at = u_base + ((o / kUImages1 * MT + m) * kUImages + o % kUImages1) * 512;
-                                u32 v[4];
-                                load_shared(v, at);
-                                store_shared_pair(at, h == 0 ? scale2(v[0], factor) : v[0], h == 1 ? scale2(v[1], factor) : v[1]);
-                                store_shared_pair(at + 8, h == 0 ? scale2(v[2], factor) : v[2], h == 1 ? scale2(v[3], factor) : v[3]);
+#pragma unroll 1
+                            for (int i = 0; i < there * kUImages; ++i) {
+                                const u32 at = u_base + ((i / kUImages1 * MT + m) * kUImages + i % kUImages1) * 256 + h * 4;
+                                store_shared(at, scale2(load_shared_one(at), factor));
                             }
                         }
                     }
@@ -259,16 +251,24 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                     for (int m = 0; m < MT; ++m)
 #pragma unroll
                         for (int n = 0; n < kTiles1; ++n) {
-                            const int place = (i2 * D2 + pass * RESIDUES + r) * TILES + n % TILES;
-                            const int s = n / TILES * kSteps2 + place / 2, k = (place & 1) * 2;  // n / TILES: linear and class
-                            u32 hi0, hi1, lo0, lo1;
-                            split2(acc[r][m][n][0], acc[r][m][n][1], hi0, lo0);
-                            split2(acc[r][m][n][2], acc[r][m][n][3], hi1, lo1);
-                            const u32 at = u_base + (s * MT + m) * kUImages * 512 + k * 4;
-                            if constexpr (U_SHARED == 1) store_shared_pair(at, hi0, hi1);
-                            else { u_hi[s][m][k] = hi0; u_hi[s][m][k + 1] = hi1; }
-                            if constexpr (kPairs && U_SHARED == 0) { u_lo[s][m][k] = lo0; u_lo[s][m][k + 1] = lo1; }
-                            if constexpr (kPairs && U_SHARED != 0) store_shared_pair(at + (kImages - 1) * (U_SHARED == 1 ? 512 : 0), lo0, lo1);
+                            const int i = (group0 + r) * kTiles1 + n;
+                            const u32 at = u_base + (i * MT + m) * kUImages * 256;
+                            u32 hi[2], lo[2];
+                            if (part > 0) {  // the earlier part of the sum
+                                if constexpr (U_SHARED == 1) load_shared_pair(hi, at);
+                                else { hi[0] = u_hi[i][m][0]; hi[1] = u_hi[i][m][1]; }
+                                if constexpr (U_SHARED != 0) load_shared_pair(lo, at + kLowOfU);
+                                else { lo[0] = u_lo[kPairs ? i : 0][m][0]; lo[1] = u_lo[kPairs ? i : 0][m][1]; }
+#pragma unroll
+                                for (int e = 0; e < 4; ++e)
+                                    acc[r][m][n][e] += widen((u16)(hi[e / 2] >> e % 2 * 16)) + widen((u16)(lo[e / 2] >> e % 2 * 16));
+                            }
+                            split2(acc[r][m][n][0], acc[r][m][n][1], hi[0], lo[0]);
+                            split2(acc[r][m][n][2], acc[r][m][n][3], hi[1], lo[1]);
+                            if constexpr (U_SHARED == 1) store_shared_pair(at, hi[0], hi[1]);
+                            else { u_hi[i][m][0] = hi[0]; u_hi[i][m][1] = hi[1]; }
+                            if constexpr (kPairs && U_SHARED == 0) { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
+                            if constexpr (kPairs && U_SHARED != 0) store_shared_pair(at + kLowOfU, lo[0], lo[1]);
                         }
             }
         }
@@ -292,33 +292,43 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
             }
             for (int panel = 0; panel < kColumnPanels; ++panel) {
                 float acc[D1][MT][kTiles2][4] = {};
-                const u32 address = panels.next() + matrix2;
 #pragma unroll
-                for (int j = 0; j < D1; ++j)
+                for (int j0 = 0; j0 < D1; j0 += PANEL_CLASSES) {
+                    const u32 address = panels.next() + matrix2;
 #pragma unroll
-                    for (int s = 0; s < kSteps2; s += kBatch2) {
-                        u32 hi[kBatch2][MT][4], lo[kPairs ? kBatch2 : 1][MT][4];
+                    for (int j = j0; j < j0 + PANEL_CLASSES; ++j) {
+                        const int c = gi % A1 * D1 + j, steps = class_steps(c), tiles = class_tiles(c);
 #pragma unroll
-                        for (int b = 0; b < kBatch2; ++b)
+                        for (int s = 0; s < steps; s += kBatch2) {
+                            u32 hi[kBatch2][MT][4], lo[kPairs ? kBatch2 : 1][MT][4];
 #pragma unroll
-                            for (int m = 0; m < MT; ++m) {
-                                const int us = (gi * D1 + j) * kSteps2 + s + b;
-                                const u32 at = u_base + (us * MT + m) * kUImages * 512;
-                                if constexpr (U_SHARED == 1) load_shared(hi[b][m], at);
-                                if constexpr (kPairs && U_SHARED != 0) load_shared(lo[kPairs ? b : 0][m], at + (kImages - 1) * (U_SHARED == 1 ? 512 : 0));
+                            for (int o = 0; o < 2 * kBatch2; ++o) {
+                                const int nth = 2 * s + o, b = o / 2, k = o % 2 * 2;  // the class's nth tile is half of operand b
+                                if (nth >= 2 * steps) continue;
 #pragma unroll
-                                for (int k = 0; k < 4; ++k) {
-                                    if constexpr (U_SHARED != 1) hi[b][m][k] = u_hi[us][m][k];
-                                    if constexpr (kPairs && U_SHARED == 0) lo[b][m][k] = u_lo[us][m][k];
+                                for (int m = 0; m < MT; ++m) {
+                                    if (nth == kGroups2 * tiles) {  // padding
+                                        hi[b][m][k] = hi[b][m][k + 1] = 0;
+                                        if constexpr (kPairs) lo[b][m][k] = lo[b][m][k + 1] = 0;
+                                        continue;
+                                    }
+                                    const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
+                                    const u32 at = u_base + (i * MT + m) * kUImages * 256;
+                                    if constexpr (U_SHARED == 1) load_shared_pair(&hi[b][m][k], at);
+                                    else { hi[b][m][k] = u_hi[i][m][0]; hi[b][m][k + 1] = u_hi[i][m][1]; }
+                                    if constexpr (kPairs && U_SHARED != 0) load_shared_pair(&lo[b][m][k], at + kLowOfU);
+                                    if constexpr (kPairs && U_SHARED == 0) { lo[b][m][k] = u_lo[i][m][0]; lo[b][m][k + 1] = u_lo[i][m][1]; }
                                 }
                             }
-                        if (s == 0 || U_SHARED != 0) begin_products();
-                        multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], hi, lo, address, j * kSteps2 + s);
-                        queue_products();
-                        if (U_SHARED != 0) finish_products<1>();
+                            if (s == 0 || U_SHARED != 0) begin_products();
+                            multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
+                            queue_products();
+                            if (U_SHARED != 0) finish_products<1>();
+                        }
                     }
-                finish_products<0>();
-                panels.leave();
+                    finish_products<0>();
+                    panels.leave();
+                }
 
                 // ---- epilogue: a lane holds kRun adjacent outputs of each of its rows
                 const int panel_byte = (gi * B1 + panel * PANEL_COLUMNS) * D1 * kElem;

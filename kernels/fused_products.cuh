@@ -28,22 +28,24 @@ __device__ __forceinline__ void wgmma_step(float (&acc)[TILES_][4], const u32 (&
 }
 #endif
 
-// acc += a[s] * panel[first + s * STRIDE], for S steps of a panel of N column tiles. `panel` is the panel's address, plus
-// the lane's ldmatrix offset for mma.sync. The products of wgmma are only queued.
+// acc += a[s] * panel[first + s * STRIDE], for `count` of S steps of a panel of N column tiles. `panel` is the panel's address,
+// plus the lane's ldmatrix offset for mma.sync. The products of wgmma are only queued.
 template <int N, int S, int STRIDE, int IMAGE_BYTES>
 __device__ __forceinline__ void multiply(float (&acc)[MT][N][4], const u32 (&hi)[S][MT][4], const u32 (&lo)[kPairs ? S : 1][MT][4],
-                                         u32 panel, int first) {
+                                         u32 panel, int first, int count = S) {
     constexpr int kStep = N * 256;
 #if WGMMA
     if constexpr (kPairs) {
 #pragma unroll
         for (int s = 0; s < S; ++s) {
+            if (s >= count) continue;
             wgmma_step(acc[0], lo[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
             wgmma_step(acc[0], hi[s][0], panel + (first + s * STRIDE) * kStep + IMAGE_BYTES, N * 8);
         }
     }
 #pragma unroll
-    for (int s = 0; s < S; ++s) wgmma_step(acc[0], hi[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
+    for (int s = 0; s < S; ++s)
+        if (s < count) wgmma_step(acc[0], hi[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
 #else
     if constexpr (kPairs) {
 #pragma unroll
@@ -51,6 +53,7 @@ __device__ __forceinline__ void multiply(float (&acc)[MT][N][4], const u32 (&hi)
             u32 b[S][4];
 #pragma unroll
             for (int s = 0; s < S; ++s) {
+                if (s >= count) continue;
                 load_matrices(b[s], panel + (first + s * STRIDE) * kStep + n * 128);
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
@@ -61,13 +64,13 @@ __device__ __forceinline__ void multiply(float (&acc)[MT][N][4], const u32 (&hi)
 #pragma unroll
             for (int s = 0; s < S; ++s)
 #pragma unroll
-                for (int m = 0; m < MT; ++m) mma(acc[m][n], hi[s][m], b[s][0], b[s][1]);
+                for (int m = 0; m < MT && s < count; ++m) mma(acc[m][n], hi[s][m], b[s][0], b[s][1]);
         }
     } else {
 #pragma unroll
         for (int s = 0; s < S; ++s)
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {
+            for (int n = 0; n < N && s < count; n += 2) {
                 u32 b[4];
                 if (n + 1 < N) load_matrices(b, panel + (first + s * STRIDE) * kStep + n * 128);
                 else load_two_matrices(b, panel + (first + s * STRIDE) * kStep + n * 128);

@@ -5,14 +5,15 @@
 
 struct PanelRing {
     const char* image;
-    u32 ring, full, leaving;  // slots, a barrier a slot that completes when its panel is there, a counter a slot of warps that left
+    u32 ring, full, left;  // slots, a barrier a slot that completes when its panel is there, one when all warps have left it
     int warp, lane;
     int refills;              // panels still to come
+    int upcoming = SLOTS % kPanels;  // the panel that is brought next
     int slot = 0;
     u32 phase = 0;
 
-    __device__ __forceinline__ PanelRing(const char* image_, u32 ring_, u32 full_, u32 leaving_, int rounds, int warp_, int lane_)
-        : image(image_), ring(ring_), full(full_), leaving(leaving_), warp(warp_), lane(lane_) {
+    __device__ __forceinline__ PanelRing(const char* image_, u32 ring_, u32 full_, u32 left_, int rounds, int warp_, int lane_)
+        : image(image_), ring(ring_), full(full_), left(left_), warp(warp_), lane(lane_) {
         refills = kResident ? 0 : rounds * kPanels - SLOTS;
         for (int s = warp; s < SLOTS; s += WARPS) fill(s, s);
     }
@@ -34,10 +35,14 @@ struct PanelRing {
     __device__ __forceinline__ void leave() {
         if constexpr (!kResident) {
             __syncwarp();
-            u32 left = lane == 0 ? shared_increment(leaving + 4 * slot) : 0;
-            left = __shfl_sync(0xffffffffu, left, 0);
-            if (left % WARPS == WARPS - 1 && refills > 0) fill(slot, (kPanels - refills % kPanels) % kPanels);
+            bool last = lane == 0 && barrier_arrive_last(left + 8 * slot);
+            if (kCopyArrivals > 1) last = __shfl_sync(0xffffffffu, last, 0);
+            if (last && refills > 0) {
+                barrier_wait(left + 8 * slot, phase);  // complete: what the others read of the slot they have read
+                fill(slot, upcoming);
+            }
             --refills;
+            if (++upcoming == kPanels) upcoming = 0;
         }
         if (++slot == SLOTS) {
             slot = 0;

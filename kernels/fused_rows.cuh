@@ -15,8 +15,8 @@ struct StagedRows {
     u32 to_first, to, from_first, from;  // where a lane writes its part and where it reads: its own, or by ldmatrix its warp's
     int odd_step;                        // from an even step to the odd one after it, for ldmatrix
     int round = 0, i2 = 0, pass = 0, batch = 0, byte = 0;  // the next batch to load
-    const char* row[2 * MT];
-    int size[2 * MT];                    // bytes to copy: none for a row outside, which is filled with zeros
+    const char* row;                     // the lane's part of its first row
+    int inside;                          // rows from there to the end; rows past it are filled with zeros
 
     __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, u32 shared, int warp_, int lane)
         : x(x_), rows(rows_), stride(stride_), warp(warp_), g(lane >> 2), t(lane & 3) {
@@ -31,13 +31,12 @@ struct StagedRows {
 
     __device__ __forceinline__ void set_rows() {
         const long long row0 = first_row(round, warp) + g;
-#pragma unroll
-        for (int mh = 0; mh < 2 * MT; ++mh) {
-            const bool inside = row0 + mh * 8 < rows;
-            row[mh] = x + (inside ? (row0 + mh * 8) * stride + t * (kMatrix ? 16 : kLaneBytes) : 0);
-            size[mh] = inside ? kCopy : 0;
-        }
+        inside = (int)min(max(rows - row0, 0ll), (long long)kRowsOfWarp);
+        row = x + (row0 * stride + t * (kMatrix ? 16 : kLaneBytes));
     }
+
+    __device__ __forceinline__ int size(int mh) const { return mh * 8 < inside ? kCopy : 0; }
+    __device__ __forceinline__ const char* at(int mh, int offset) const { return row + mh * 8 * stride + (byte + offset); }
 
     // Ask for the next batch.
     __device__ __forceinline__ void load() {
@@ -47,6 +46,13 @@ struct StagedRows {
         to += kStageBytes;
         if (to == to_first + STAGES * kStageBytes) to = to_first;
         byte += kBatch1 * kStepBytes;
+        if constexpr (kLinear) {
+            if (byte < kRowBytes) return;
+            byte = 0;
+            ++round;
+            set_rows();
+            return;
+        }
         if (++batch < kBatches) return;
         batch = 0;
         if (kPasses > 1 && ++pass < kPasses) {
@@ -67,9 +73,9 @@ struct StagedRows {
         for (int v = 0; v < kPairsOfSteps; ++v)
 #pragma unroll
             for (int mh = 0; mh < 2 * MT; ++mh) {
-                const int bytes = C2 == 16 * kSteps1 || valid > v * 64 ? size[mh] : 0;
+                const int bytes = C2 == 16 * kSteps1 || valid > v * 64 ? size(mh) : 0;
                 if (kBatch1 % 2 == 0 || t + 4 * v < 2 * kBatch1)
-                    copy_async<16>(to + (mh / 2 * kPairsOfSteps + v) * 1024 + mh % 2 * 512, row[mh] + byte + v * 64, bytes);
+                    copy_async<16>(to + (mh / 2 * kPairsOfSteps + v) * 1024 + mh % 2 * 512, at(mh, v * 64), bytes);
             }
     }
 
@@ -81,8 +87,8 @@ struct StagedRows {
             for (int mh = 0; mh < 2 * MT; ++mh)
 #pragma unroll
                 for (int v = 0; v < kVecs; ++v) {
-                    const int bytes = C2 == 16 * kSteps1 ? size[mh] : min(max(valid - v * kVec, 0), size[mh]);
-                    copy_async<kVec>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, row[mh] + byte + b * kStepBytes + v * kVec, bytes);
+                    const int bytes = C2 == 16 * kSteps1 ? size(mh) : min(max(valid - v * kVec, 0), size(mh));
+                    copy_async<kVec>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, at(mh, b * kStepBytes + v * kVec), bytes);
                 }
         }
     }

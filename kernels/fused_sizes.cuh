@@ -8,7 +8,17 @@ constexpr int kElem = kFloat ? 4 : 2;         // bytes of an element of x and y
 constexpr int kImages = kPairs ? 2 : 1;       // hi, lo
 constexpr int kGroups2 = A2 * D2;             // groups of stage 1
 constexpr int kClasses = A1 * D1;             // classes of stage 2
-constexpr int kTiles1 = GROUPS * kClasses * TILES;             // column tiles of a group
+constexpr int kTiles1 = GROUPS * GROUP_TILES;                  // column tiles of a group
+// A group's columns are sorted by the class that reads them. Class c reads class_tiles(c) tiles of each group, from class_from(c)
+// on; where columns of two classes share a tile, both read it, with zero weights for what is not theirs.
+__host__ __device__ constexpr int class_from(int c) { constexpr int from[] = CLASS_FROM; return from[c]; }
+__host__ __device__ constexpr int class_tiles(int c) { constexpr int tiles[] = CLASS_TILES; return tiles[c]; }
+__host__ __device__ constexpr int class_steps(int c) { return (kGroups2 * class_tiles(c) + 1) / 2; }  // k16 steps, a last odd tile padded
+__host__ __device__ constexpr int most_steps() {
+    int most = 0;
+    for (int c = 0; c < kClasses; ++c) most = class_steps(c) > most ? class_steps(c) : most;
+    return most;
+}
 constexpr int kSteps1 = KSTEPS1;              // k16 steps of a group, padded
 constexpr bool kMatrix = !kFloat && D2 == 1 && C2 % 8 == 0;    // x is in operand order already: ldmatrix reads it
 constexpr int kLaneElems = 4 * D2;            // elements of a row of x that a lane holds for a k16 step
@@ -18,26 +28,20 @@ constexpr int kVec = kLaneBytes % 16 == 0 ? 16 : 8;
 constexpr int kVecs = kLaneBytes / kVec;
 constexpr int kCopy = kMatrix ? 16 : kVec;
 constexpr int kPasses = D2 / RESIDUES;        // passes over a block of x, RESIDUES residues j2 each
-// Steps handled together: their operands are ready before the first product, and the small corrections go first.
-__host__ __device__ constexpr int batch(int steps, int most) {
-    int best = 1;
-    for (int n = 1; n <= most; ++n)
-        if (steps % n == 0) best = n;
-    return best;
-}
-constexpr int kBatch1 = batch(PANEL_STEPS, RESIDUES > 4 ? 1 : 4 / RESIDUES);
+constexpr int kBatch1 = BATCH;                // steps handled together: their operands are ready before the first product, small corrections first
 constexpr int kBatches = kSteps1 / kBatch1;   // batches of a group
 constexpr int kPairsOfSteps = (kBatch1 + 1) / 2;
 constexpr int kStageBytes = kMatrix ? kPairsOfSteps * MT * 1024 : kBatch1 * MT * 2 * kLaneBytes * 32;
 constexpr int kPanelsOfGroup = kSteps1 / PANEL_STEPS;
 constexpr int kPanel1 = PANEL_STEPS * RESIDUES * 16 * kTiles1 * 8 * 2 * kImages;
-constexpr int kSteps2 = (kGroups2 * TILES + 1) / 2;            // k16 steps of a class
+constexpr int kSteps2 = most_steps();         // k16 steps of a class in a panel
 constexpr int kTiles2 = PANEL_COLUMNS / 8;
 constexpr int kColumnPanels = (B1 + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-constexpr int kPanel2 = D1 * kSteps2 * 16 * PANEL_COLUMNS * 2 * kImages;
+constexpr int kPanelsOfColumns = D1 / PANEL_CLASSES;    // panels that hold the same columns, each for some classes
+constexpr int kPanel2 = PANEL_CLASSES * kSteps2 * 16 * PANEL_COLUMNS * 2 * kImages;
 constexpr int kSlot = kPanel1 > kPanel2 ? kPanel1 : kPanel2;
 constexpr int kCount1 = A2 * kPasses * kPanelsOfGroup;
-constexpr int kCount2 = GROUPS * A1 * kColumnPanels;
+constexpr int kCount2 = GROUPS * A1 * kColumnPanels * kPanelsOfColumns;
 constexpr int kPanels = kCount1 + kCount2;
 constexpr int kImage1 = kPanel1 / kImages, kImage2 = kPanel2 / kImages;
 constexpr bool kResident = SLOTS == kPanels;
@@ -51,17 +55,23 @@ constexpr int kRun = 2 * RUN * D1;            // adjacent outputs that a lane ho
 constexpr int kStore = kRun * kElem % 16 == 0 ? 16 : 8;        // bytes of a vector of outputs
 constexpr int kPer = kStore / kElem;          // outputs in a vector
 constexpr bool kWhole = kPer % D1 == 0;       // a vector holds whole columns: then lanes take vectors in turn, and a store has no gaps
-constexpr int kSteps2All = GROUPS * kClasses * kSteps2;
+constexpr int kUTiles = kGroups2 * kTiles1;   // tiles of u
 constexpr int kUImages = U_SHARED == 1 ? kImages : U_SHARED == 2 ? 1 : 0;  // images of u in shared memory
-constexpr int kUBytes = kSteps2All * MT * 512 * kUImages;
-
+constexpr int kUImages1 = kUImages > 0 ? kUImages : 1;
+constexpr int kLowOfU = U_SHARED == 1 ? 256 : 0;               // from a tile's high halves to its low ones
+constexpr int kUBytes = kUTiles * MT * 256 * kUImages;
+constexpr int kRowBytes = A2 * C2 * D2 * kElem;
+constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
+// Long sums are flushed halfway, since tensor cores cut off what each step adds.
+constexpr int kParts = kPairs && kSteps1 >= 24 && kPanelsOfGroup % 2 == 0 ? 2 : 1;
 // Steps of the second product handled together.
-constexpr int kBatch2 = U_SHARED == 0 ? (WGMMA ? kSteps2 : batch(kSteps2, 4)) : batch(kSteps2, 6);
+constexpr int kBatch2 = U_SHARED == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
 
 static_assert(SLOTS <= kPanels && SLOTS > 1, "a slot for each panel at most");
 static_assert(C2 % 4 == 0, "a lane reads 4 elements of a column class at a time");
 static_assert(kTiles2 % RUN == 0 && (kRun * kElem) % kStore == 0, "a lane stores whole vectors");
-static_assert(kSteps1 % PANEL_STEPS == 0, "panels hold whole steps");
+static_assert(kSteps1 % PANEL_STEPS == 0 && PANEL_STEPS % BATCH == 0, "panels hold whole batches");
+static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole classes");
 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");
 static_assert(!WGMMA || (MT == 1 && WARPS % 4 == 0), "a warpgroup has 64 rows, 16 a warp");

@@ -54,13 +54,13 @@ __device__ __forceinline__ void store_shared_pair(u32 address, u32 a, u32 b) {
     asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
+__device__ __forceinline__ u32 load_shared_one(u32 address) {  // 4 bytes
+    u32 r;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
+    return r;
+}
 __device__ __forceinline__ void store_shared(u32 address, u32 a) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
-}
-__device__ __forceinline__ u32 shared_increment(u32 address) {  // gives the value before
-    u32 r;
-    asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], 1;" : "=r"(r) : "r"(address) : "memory");
-    return r;
 }
 
 // Asynchronous copy of BYTES (8 or 16), of which `valid` are read and the rest filled with zeros.
@@ -78,6 +78,14 @@ __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
+}
+// Arrive, and tell whether this arrival was the last that the phase waits for.
+__device__ __forceinline__ bool barrier_arrive_last(u32 barrier) {
+    u32 last;
+    asm volatile("{ .reg .b64 t; .reg .b32 n; .reg .pred p; mbarrier.arrive.shared.b64 t, [%1];"
+                 " mbarrier.pending_count.b64 n, t; setp.eq.u32 p, n, 1; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(last) : "r"(barrier) : "memory");
+    return last;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #if __CUDA_ARCH__ >= 900

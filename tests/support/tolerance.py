@@ -8,7 +8,7 @@ Each level sees what the others miss, so a backend has to pass all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,6 +138,38 @@ def assert_bounded(
 ) -> None:
     """Level 1, on every element."""
     _assert_within(out, product(x, factors, bias), bound(x, factors, bias, mode, bias_apart=bias_apart), mode)
+
+
+STEEPEST = 1.13
+"""Above the largest slope of GELU (1.1290), its tanh form (1.1289) and SiLU (1.0998)."""
+EVALUATED = 2.0**-21
+"""What evaluating one of these in float32 may add, relative to its argument: a few operations and a function within 2 ulp of 1."""
+
+
+def assert_epilogue_bounded(
+    out: Tensor,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    residual: Tensor | None,
+    mode: Arithmetic,
+) -> None:
+    """Level 1 for ``activation(product + bias) + residual``, the product allowed the rounding to storage that one pass spares it."""
+    before, error = product(x, factors, bias), bound(x, factors, bias, mode)
+    truth = activation(before)
+    error = STEEPEST * error + EVALUATED * (before.abs() + error)
+    if residual is not None:
+        truth = truth + residual.double()
+        error = error + mode.u_acc * (truth.abs() + error)
+    _assert_within(out, truth, error + mode.u_out * (truth.abs() + error) + mode.eta, mode)
+
+
+def assert_epilogue_comparable(out: Tensor, yardstick: Tensor, truth: Tensor, mode: Arithmetic) -> None:
+    """Level 2 after an epilogue: ``truth`` is in float64, ``yardstick`` the same steps by PyTorch in the same arithmetic."""
+    assert out.numel() >= MIN_OUTPUTS, f"level 2 needs {MIN_OUTPUTS} outputs, got {out.numel()}"
+    measured, allowed = _rms(out.double() - truth), _rms(yardstick.double() - truth)
+    assert measured <= 1.2 * mode.k * allowed, f"{mode.name}: the rms error is {measured / allowed:.3g} times PyTorch's"
 
 
 def assert_factor_gradient_bounded(

@@ -27,12 +27,22 @@ def panel_indices(tile: Tiling, config: FusedConfig) -> tuple[np.ndarray, np.nda
     return _first_indices(tile, config), _second_indices(tile, config)
 
 
-def _column_members(tile: Tiling, group: int, cls: int) -> np.ndarray:
-    """Inner index of each of the ``8*tiles`` columns that a group gives to a class, -1 for padding."""
-    columns = np.full(8 * tile.tiles, -1, dtype=np.int64)
-    inside = members(tile.first, tile.second)[group, cls]
-    columns[: len(inside)] = inside
+def _column_members(tile: Tiling, group: int) -> np.ndarray:
+    """Inner index of each of a group's columns, of one linear, sorted by class; -1 for padding."""
+    columns = np.full(8 * tile.group_tiles, -1, dtype=np.int64)
+    for cls, start in enumerate(tile.class_starts(group)[:-1]):
+        inside = members(tile.first, tile.second)[group, cls]
+        columns[start : start + len(inside)] = inside
     return columns
+
+
+def _class_members(tile: Tiling, cls: int) -> np.ndarray:
+    """Inner index of each column that a class reads, group by group; -1 for padding and what another class owns."""
+    first, count = tile.class_tiles[cls]
+    read = np.concatenate([_column_members(tile, group)[8 * first : 8 * (first + count)] for group in range(tile.groups)])
+    c, d = tile.second.c, tile.second.d
+    read = np.where((read >= 0) & (read // (c * d) * d + read % d == cls), read, -1)
+    return np.concatenate([read, np.full(tile.second_steps * 16 - len(read), -1)])
 
 
 def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
@@ -46,7 +56,7 @@ def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
         for start in range(0, d, config.residues):
             residues = []
             for j in range(start, start + config.residues):
-                m = np.concatenate([_column_members(tile, i * d + j, cls) for cls in range(tile.classes)])
+                m = _column_members(tile, i * d + j)
                 p = np.where(m >= 0, (m - j) // d - i * b, -1)
                 flat = ((i * b + p[None, None, :]) * c + q[:, :, None]) * d + j  # shape: (steps, 16, columns of a linear)
                 flat = np.where((p[None, None, :] >= 0) & (q[:, :, None] < c), flat, -1)
@@ -69,14 +79,13 @@ def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
     for i in range(a):
         classes = []
         for j in range(d):
-            m = np.concatenate([_column_members(tile, group, i * d + j) for group in range(tile.groups)])
-            m = np.concatenate([m, np.full(tile.second_steps * 16 - len(m), -1)])
+            m = _class_members(tile, i * d + j)
             q = np.where(m >= 0, (m - j) // d - i * c, -1)
             flat = ((i * b + p[None, :]) * c + q[:, None]) * d + j  # shape: (k, columns)
             classes.append(np.where((q[:, None] >= 0) & (p[None, :] < b), flat, -1))
         blocks.append(np.stack(classes))  # shape: (residues, k, columns)
     grid = np.stack(blocks).reshape(a, d, tile.second_steps, 2, 8, -1, config.panel_columns)
-    grid = grid.transpose(0, 5, 1, 2, 3, 6, 4).reshape(-1, d * tile.second_steps * 16 * config.panel_columns)
+    grid = grid.transpose(0, 5, 1, 2, 3, 6, 4).reshape(-1, config.panel_classes * tile.second_steps * 16 * config.panel_columns)
     linears = [np.where(grid >= 0, grid + n * a * b * c * d, -1) for n in range(tile.linears)]
     return np.ascontiguousarray(np.concatenate(linears).astype(np.int32))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import product
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
 from math import ceil
 
 from flysurgery.patterns import Architecture, Pattern
@@ -26,7 +26,9 @@ class FusedConfig:
         row_tiles: tiles of 16 rows a warp owns.
         stages: batches of x that a lane has room for, one more than are loaded ahead.
         panel_steps: k16 steps of the first product in a panel of weights.
+        batch: k16 steps of the first product whose operands are made ready together; one stage of x holds them.
         panel_columns: columns of the second product in a panel of weights.
+        panel_classes: classes of the second product, out of those that interleave, in a panel of weights.
         slots: panels that fit in the ring; all of them where the weights stay resident.
         residues: residues of the first factor's input computed in one pass over it.
         run: column tiles whose outputs a lane stores together, so that they fill vectors.
@@ -39,7 +41,9 @@ class FusedConfig:
     row_tiles: int
     stages: int
     panel_steps: int
+    batch: int
     panel_columns: int
+    panel_classes: int
     slots: int
     residues: int
     run: int
@@ -64,22 +68,51 @@ class Tiling:
         """Images of the weights: hi and lo where fp32 is split in pairs."""
         return 2 if self.mode == "fp32" else 1
 
-    @property
+    @cached_property
     def groups(self) -> int:
         return self.first.a * self.first.d
 
-    @property
+    @cached_property
     def classes(self) -> int:
         return self.second.a * self.second.d
 
-    @property
-    def tiles(self) -> int:
-        """Column tiles of 8 that hold one group's share of one class."""
+    @cached_property
+    def straddled(self) -> bool:
+        """Whether classes follow each other without padding, so that columns of two may share a tile of 8.
+
+        Both classes then read the tile, with registers to copy: slower, so only where padding would cost more.
+        """
+        return self.second.a == 1 and self.classes * self._tiles * 8 > _MAX_PADDING * self.first.b
+
+    @cached_property
+    def _tiles(self) -> int:
         return ceil(max(len(m) for m in members(self.first, self.second).values()) / 8)
 
-    @property
+    @cached_property
+    def group_tiles(self) -> int:
+        """Column tiles of 8 of one group, for one linear."""
+        return ceil(self.first.b / 8) if self.straddled else self.classes * self._tiles
+
+    @cached_property
+    def class_tiles(self) -> tuple[tuple[int, int], ...]:
+        """For each class, the first tile of a group that holds columns of it and the number of such tiles, in any group."""
+        if not self.straddled:
+            return tuple((cls * self._tiles, self._tiles) for cls in range(self.classes))
+        starts = [self.class_starts(group) for group in range(self.groups)]
+        first = [min(start[cls] for start in starts) // 8 for cls in range(self.classes)]
+        past = [ceil(max(start[cls + 1] for start in starts) / 8) for cls in range(self.classes)]
+        return tuple((low, high - low) for low, high in zip(first, past, strict=True))
+
+    def class_starts(self, group: int) -> tuple[int, ...]:
+        """The column of a group at which each class begins, and where the last one ends."""
+        if not self.straddled:
+            return tuple(8 * self._tiles * cls for cls in range(self.classes + 1))
+        sizes = (len(members(self.first, self.second)[group, cls]) for cls in range(self.classes))
+        return tuple(accumulate(sizes, initial=0))
+
+    @cached_property
     def first_columns(self) -> int:
-        return self.linears * self.classes * self.tiles * 8
+        return self.linears * self.group_tiles * 8
 
     @property
     def first_steps(self) -> int:
@@ -90,9 +123,10 @@ class Tiling:
         """Whether k runs through x in its own order, as ldmatrix reads it; otherwise a lane reads four neighbours."""
         return self.element_bytes == 2 and self.first.d == 1 and self.first.c % 8 == 0
 
-    @property
+    @cached_property
     def second_steps(self) -> int:
-        return ceil(self.groups * self.tiles / 2)
+        """k16 steps of the second product for the class that needs the most."""
+        return max(ceil(self.groups * count / 2) for _, count in self.class_tiles)
 
     @property
     def runs(self) -> tuple[int, ...]:
@@ -114,23 +148,23 @@ class Tiling:
         passes = self.first.d // config.residues
         return (
             self.first.a * passes * (self.first_steps // config.panel_steps),
-            self.linears * self.second.a * ceil(self.second.b / config.panel_columns),
+            self.linears * self.second.a * ceil(self.second.b / config.panel_columns) * (self.second.d // config.panel_classes),
         )
 
     def panel_bytes(self, config: FusedConfig) -> tuple[int, int]:
         """Bytes of a panel of the first and of the second product."""
         first = config.panel_steps * config.residues * 16 * self.first_columns * 2 * self.images
-        second = self.second.d * self.second_steps * 16 * config.panel_columns * 2 * self.images
+        second = config.panel_classes * self.second_steps * 16 * config.panel_columns * 2 * self.images
         return first, second
 
     def shared_bytes(self, config: FusedConfig) -> int:
         """Dynamic shared memory of a block."""
-        batch = self.batch(config) + (self.batch(config) % 2 if self.natural else 0)
+        batch = config.batch + (config.batch % 2 if self.natural else 0)
         stage = batch * config.row_tiles * 2 * 4 * self.first.d * self.element_bytes * 32
         images = (0, self.images, 1)[config.u_shared]
-        u = self.linears * self.classes * self.second_steps * config.row_tiles * 512 * images
+        u = self.groups * self.first_columns // 8 * config.row_tiles * 256 * images
         bias = self.out_features * self.element_bytes
-        return config.slots * (max(self.panel_bytes(config)) + 12) + config.warps * (config.stages * stage + u) + bias
+        return config.slots * (max(self.panel_bytes(config)) + 16) + config.warps * (config.stages * stage + u) + bias
 
     def span(self, config: FusedConfig) -> int:
         """Adjacent columns of the second product that a lane holds."""
@@ -138,21 +172,22 @@ class Tiling:
         vector = (16 if run_bytes % 16 == 0 else 8) // self.element_bytes
         return vector // self.second.d if vector % self.second.d == 0 else 2 * config.run
 
-    def batch(self, config: FusedConfig) -> int:
-        """Steps of the first product whose operands are made ready together."""
-        return max(n for n in range(1, max(4 // config.residues, 1) + 1) if config.panel_steps % n == 0)
-
     def registers(self, config: FusedConfig) -> int:
         """Registers a thread, estimated: accumulators and the intermediate, and what stands beside them."""
         images = (self.images, 0, 1)[config.u_shared]
-        u = self.linears * self.classes * self.second_steps * 4 * config.row_tiles * images
+        u = self.groups * self.first_columns // 8 * 2 * config.row_tiles * images
         first = config.residues * config.row_tiles * self.first_columns // 2
         second = self.second.d * config.row_tiles * config.panel_columns // 2
-        operands = self.batch(config) * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
+        operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
         turns = self.groups // config.residues
-        return max(u * (turns - 1) // turns + first + operands, u + second + (24 if config.u_shared else 0)) + _REGISTERS_BESIDE_TILES
+        return (
+            max(
+                u * (turns - 1) // turns + first + operands, u + second + (4 * second_batch(config) * self.images if config.u_shared else 0)
+            )
+            + _REGISTERS_BESIDE_TILES
+        )
 
-    def defines(self, config: FusedConfig) -> dict[str, int]:
+    def defines(self, config: FusedConfig) -> dict[str, int | str]:
         """The macros that the kernel is compiled with, less the activation."""
         first, second = self.first, self.second
         return {
@@ -166,7 +201,9 @@ class Tiling:
             "D2": first.d,
             "GROUPS": self.linears,
             "MODE": MODES.index(self.mode),
-            "TILES": self.tiles,
+            "GROUP_TILES": self.group_tiles,
+            "CLASS_FROM": _braces(low for low, _ in self.class_tiles),
+            "CLASS_TILES": _braces(count for _, count in self.class_tiles),
             "KSTEPS1": self.first_steps,
             "WGMMA": int(config.wgmma),
             "RUN": config.run,
@@ -174,11 +211,23 @@ class Tiling:
             "MT": config.row_tiles,
             "STAGES": config.stages,
             "PANEL_STEPS": config.panel_steps,
+            "BATCH": config.batch,
             "PANEL_COLUMNS": config.panel_columns,
+            "PANEL_CLASSES": config.panel_classes,
+            "STEPS2": second_batch(config),
             "SLOTS": config.slots,
             "RESIDUES": config.residues,
             "U_SHARED": config.u_shared,
         }
+
+
+def _braces(values: Iterable[int]) -> str:
+    return "{" + ",".join(map(str, values)) + "}"
+
+
+def second_batch(config: FusedConfig) -> int:
+    """Steps of the second product read from shared memory together."""
+    return 2 if config.warps > 8 else 6
 
 
 @lru_cache(maxsize=256)
@@ -209,7 +258,7 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1) -> Tiling | 
         return f"the fused kernel reads 4 columns of a class at a time, pattern {first} has c = {first.c}"
     if len(members(first, second)) < result.groups * result.classes:
         return f"patterns {second} and {first} leave blocks of rank 0, which the fused kernel does not tile"
-    padding = result.groups * result.classes * result.tiles * 8 / first.out_features
+    padding = result.groups * result.group_tiles * 8 / first.out_features
     if padding > _MAX_PADDING:
         return f"tiles of 8 would pad the inner size {first.out_features} by a factor of {padding:.2f}"
     ragged = result.in_features * result.element_bytes % 16 or second.b * second.d * result.element_bytes % 16
@@ -231,8 +280,8 @@ def every_config(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[Fu
     units += [(False, warps, row_tiles) for warps in (4, 6, 8, 12, 16) for row_tiles in (1, 2)]
     placements = (0, 1, 2) if tile.images == 2 else (0, 1)
     for (by_group, warps, row_tiles), u_shared, run, step, residue in product(units, placements, tile.runs, steps, residues):
-        for panel_columns in _panel_columns(tile, run):
-            config = FusedConfig(by_group, warps, row_tiles, 3, step, panel_columns, 2, residue, run, u_shared)
+        for panel_columns, panel_classes, batch in product(_panel_columns(tile, run), {1, tile.second.d}, _batches(step, residue)):
+            config = FusedConfig(by_group, warps, row_tiles, 3, step, batch, panel_columns, panel_classes, 2, residue, run, u_shared)
             first, second = tile.panel_bytes(config)
             lopsided = max(first, second) > 8 * min(first, second) or max(first, second) > _MAX_PANEL_BYTES
             if lopsided or tile.second.b % (2 * run) or tile.registers(config) > registers_allowed(warps):
@@ -247,6 +296,10 @@ def _panel_columns(tile: Tiling, run: int) -> list[int]:
     return found or [unit]
 
 
+def _batches(panel_steps: int, residues: int) -> list[int]:
+    return [n for n in range(1, max(4 // residues, 1) + 1) if panel_steps % n == 0]
+
+
 def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[FusedConfig]:
     """Spend the shared memory: all panels if they fit, or a ring of them; then as many stages of x as fit."""
     panels = sum(tile.panel_counts(config))
@@ -259,15 +312,22 @@ def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[Fuse
 
 
 def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -> bool:
-    """Whether a configuration, such as one out of a table, is one of ``every_config``."""
-    return config in every_config(tile, shared_limit, wgmma=wgmma)
+    """Whether a configuration, such as one out of a table, is one that ``every_config`` could give."""
+    first, second = tile.first, tile.second
+    whole = tile.first_steps % config.panel_steps == 0 and config.panel_steps % config.batch == 0 and first.d % config.residues == 0
+    whole = whole and config.panel_columns % (8 * config.run) == 0 and second.b % (2 * config.run) == 0 and config.run in tile.runs
+    whole = whole and config.panel_columns in _panel_columns(tile, config.run) and config.panel_classes in (1, second.d)
+    warps = config.warps % 4 == 0 and config.row_tiles == 1 and wgmma if config.wgmma else config.row_tiles in (1, 2)
+    placed = config.u_shared in ((0, 1, 2) if tile.images == 2 else (0, 1))
+    if not (whole and warps and placed and 2 <= config.slots <= sum(tile.panel_counts(config)) and config.stages >= 2):
+        return False
+    return tile.registers(config) <= registers_allowed(config.warps) and tile.shared_bytes(config) <= shared_limit
 
 
 def _cost(tile: Tiling, config: FusedConfig) -> float:
     """Relative cost where nothing was measured: a sum of penalties, fitted to timings on an H200 at 25088 rows."""
     warps = config.warps * config.row_tiles
-    batch = tile.batch(config)
-    in_flight = config.warps * (config.stages - 1) * batch * config.row_tiles * 256 * tile.first.d * tile.element_bytes
+    in_flight = config.warps * (config.stages - 1) * config.batch * config.row_tiles * 256 * tile.first.d * tile.element_bytes
     spare = registers_allowed(config.warps) - tile.registers(config)
     return sum(
         (
@@ -276,7 +336,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             0.95 if warps < 8 else 0.18 if warps < 12 else 0.0 if warps == 12 else 0.13,
             (0.0, 0.3, 0.01)[config.u_shared],
             0.03 if config.slots < 4 else 0.0,
-            0.07 / batch,
+            0.07 / config.batch,
             0.14 * max(0.0, 1.0 - in_flight / 34_000),
             0.002 * max(0, 33 - spare),  # spills
             0.04 if config.run == 1 else 0.0,

@@ -1,0 +1,100 @@
+"""The fused kernel's activations and residual on the GPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from flysurgery.ops import ks_linear
+from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, every_config, tiling
+from flysurgery.patterns import Architecture
+from tests.support.oracle import product
+from tests.support.problems import make_factors, make_input, make_vector
+from tests.support.tolerance import (
+    BF16,
+    FP16,
+    FP32_BY_FP16_PAIRS,
+    TF32,
+    assert_epilogue_bounded,
+    assert_epilogue_comparable,
+)
+
+pytestmark = pytest.mark.gpu
+
+MODES = {"fp16": FP16, "bf16": BF16, "tf32": TF32, "fp32": FP32_BY_FP16_PAIRS}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda v: v,
+    "gelu": gelu,
+    "gelu_tanh": lambda v: gelu(v, approximate="tanh"),
+    "silu": silu,
+}
+LAYERS = (
+    Architecture.of((1, 192, 48, 2), (2, 48, 192, 1)),
+    Architecture.of((1, 48, 48, 3), (6, 24, 32, 1)),  # not chainable: classes of uneven size share tiles
+    Architecture.of((1, 24, 24, 4), (4, 24, 96, 1)),
+)
+ROWS = 333
+
+
+@pytest.fixture(autouse=True)
+def precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let PyTorch's own products round as the mode does."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if request.node.callspec.params["mode"] == "tf32" else "highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def configs_of(architecture: Architecture, mode: str) -> list[FusedConfig]:
+    """By warpgroups where the device has them and by warps, the first candidate for each place of the intermediate."""
+    tile = tiling(architecture, mode)
+    assert isinstance(tile, Tiling), tile
+    found: dict[tuple[bool, int], FusedConfig] = {}
+    for wgmma in {False, device_arch(0) == "sm_90a"}:
+        every = every_config(tile, shared_limit_of(0), wgmma=wgmma)
+        for config in sorted(every, key=lambda config: (config.panel_columns, config.slots, config.warps), reverse=True):
+            if config.wgmma == wgmma:
+                found.setdefault((config.wgmma, config.u_shared), config)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("architecture", LAYERS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_epilogues(mode: str, architecture: Architecture, activation: str, with_residual: bool) -> None:
+    arithmetic, compute = MODES[mode], ACTIVATIONS[activation]
+    x = make_input(ROWS, architecture.in_features, arithmetic, device="cuda")
+    factors = make_factors(architecture, arithmetic, device="cuda")
+    bias = make_vector(architecture.out_features, arithmetic, device="cuda")
+    residual = make_input(ROWS, architecture.out_features, arithmetic, device="cuda") if with_residual else None
+    yardstick, truth = compute(ks_linear(x, factors, bias, backend="bmm")), compute(product(x, factors, bias))
+    if residual is not None:
+        yardstick, truth = yardstick + residual, truth + residual.double()
+    for config in configs_of(architecture, mode):
+        layer = FusedLinear(architecture, mode, config=config, device_index=0)
+        out = layer.run(x, layer.pack([(factors[0], factors[1])]), bias, residual, activation)
+        assert_epilogue_bounded(out, x, factors, bias, compute, residual, arithmetic)
+        assert_epilogue_comparable(out, yardstick, truth, arithmetic)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_negative_inputs_vanish_without_a_trace(mode: str) -> None:
+    """Far below zero each activation is -0 or tiny, never NaN, and far above it is the identity."""
+    arithmetic, architecture = MODES[mode], LAYERS[0]
+    factors = [torch.zeros_like(factor) for factor in make_factors(architecture, arithmetic, device="cuda")]
+    x = make_input(ROWS, architecture.in_features, arithmetic, device="cuda")
+    config = configs_of(architecture, mode)[0]
+    layer = FusedLinear(architecture, mode, config=config, device_index=0)
+    image = layer.pack([(factors[0], factors[1])])
+    for activation, compute in ACTIVATIONS.items():
+        for value in (-1000.0, -30.0, 30.0, 1000.0):
+            bias = torch.full((architecture.out_features,), value, device="cuda", dtype=arithmetic.dtype)
+            assert_epilogue_bounded(layer.run(x, image, bias, None, activation), x, factors, bias, compute, None, arithmetic)
