@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 fused_linear(const char* __restrict__ x, const char* __restrict__ image, const char* __restrict__ bias,
              const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
     extern __shared__ __align__(128) char memory[];
-    // ring | staged x | u | bias | a barrier a slot: the panel is there | a barrier a slot: all warps have left it
+    // ring | staged x | u | bias | a barrier a slot: the panel is there | a barrier and a counter a slot: warps that left it
     const u32 ring = shared_address(memory);
     const u32 staged_all = ring + SLOTS * kSlot;
     const u32 u_all = staged_all + WARPS * STAGES * kStageBytes;
@@ -68,6 +68,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         for (int s = 0; s < SLOTS; ++s) {
             barrier_init(full + 8 * s, kCopyArrivals);
             barrier_init(left_all + 8 * s, WARPS);
+            store_shared(left_all + 8 * SLOTS + 4 * s, 0);
         }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -5,7 +5,7 @@
 
 struct PanelRing {
     const char* image;
-    u32 ring, full, left;  // slots, a barrier a slot that completes when its panel is there, one when all warps have left it
+    u32 ring, full, left;  // slots, a barrier a slot that completes when its panel is there, one that completes when all warps have left it, and a counter of them
     int warp, lane;
     int refills;              // panels still to come
     int upcoming = SLOTS % kPanels;  // the panel that is brought next
@@ -35,10 +35,16 @@ struct PanelRing {
     __device__ __forceinline__ void leave() {
         if constexpr (!kResident) {
             __syncwarp();
-            bool last = lane == 0 && barrier_arrive_last(left + 8 * slot);
-            if (kCopyArrivals > 1) last = __shfl_sync(0xffffffffu, last, 0);
-            if (last && refills > 0) {
-                barrier_wait(left + 8 * slot, phase);  // complete: what the others read of the slot they have read
+            // The counter only names the last warp. What orders the others' reads before the copy is the barrier, at which
+            // they have arrived by then, so the last one does not wait.
+            u32 before = 0;
+            if (lane == 0) {
+                barrier_arrive(left + 8 * slot);
+                before = shared_increment(left + 8 * SLOTS + 4 * slot);
+            }
+            before = __shfl_sync(0xffffffffu, before, 0);
+            if (before % WARPS == WARPS - 1 && refills > 0) {
+                barrier_wait(left + 8 * slot, phase);
                 fill(slot, upcoming);
             }
             --refills;

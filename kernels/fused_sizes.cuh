@@ -63,7 +63,7 @@ constexpr int kUBytes = kUTiles * MT * 256 * kUImages;
 constexpr int kRowBytes = A2 * C2 * D2 * kElem;
 constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
 // Long sums are flushed halfway, since tensor cores cut off what each step adds.
-constexpr int kParts = kPairs && kSteps1 >= 24 && kPanelsOfGroup % 2 == 0 ? 2 : 1;
+constexpr int kParts = PARTS;
 // Steps of the second product handled together.
 constexpr int kBatch2 = U_SHARED == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
 
@@ -71,6 +71,7 @@ static_assert(SLOTS <= kPanels && SLOTS > 1, "a slot for each panel at most");
 static_assert(C2 % 4 == 0, "a lane reads 4 elements of a column class at a time");
 static_assert(kTiles2 % RUN == 0 && (kRun * kElem) % kStore == 0, "a lane stores whole vectors");
 static_assert(kSteps1 % PANEL_STEPS == 0 && PANEL_STEPS % BATCH == 0, "panels hold whole batches");
+static_assert(kPanelsOfGroup % PARTS == 0 && (PARTS == 1 || kPairs), "parts of a sum are whole panels, of pairs");
 static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole classes");
 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");

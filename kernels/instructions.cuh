@@ -59,6 +59,11 @@ __device__ __forceinline__ u32 load_shared_one(u32 address) {  // 4 bytes
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
     return r;
 }
+__device__ __forceinline__ u32 shared_increment(u32 address) {  // gives the value before
+    u32 r;
+    asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], 1;" : "=r"(r) : "r"(address) : "memory");
+    return r;
+}
 __device__ __forceinline__ void store_shared(u32 address, u32 a) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
 }
@@ -78,14 +83,6 @@ __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
-}
-// Arrive, and tell whether this arrival was the last that the phase waits for.
-__device__ __forceinline__ bool barrier_arrive_last(u32 barrier) {
-    u32 last;
-    asm volatile("{ .reg .b64 t; .reg .b32 n; .reg .pred p; mbarrier.arrive.shared.b64 t, [%1];"
-                 " mbarrier.pending_count.b64 n, t; setp.eq.u32 p, n, 1; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(last) : "r"(barrier) : "memory");
-    return last;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #if __CUDA_ARCH__ >= 900

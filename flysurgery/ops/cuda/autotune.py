@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.cubins import SERIALIZED_WARNING
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
 from flysurgery.ops.cuda.fused import FusedLinear
@@ -81,8 +83,12 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
     configs = _configs(case, device_index)[:_MAX_CANDIDATES]
     for config in configs:
         try:
-            times.append((_median_us(case, config, device_index), config))
-        except (BackendError, torch.OutOfMemoryError) as error:
+            with (
+                warnings.catch_warnings()
+            ):  # products that wait for each other are slower with other numbers of rows even if not with these
+                warnings.filterwarnings("error", SERIALIZED_WARNING, RuntimeWarning)
+                times.append((_median_us(case, config, device_index), config))
+        except (BackendError, RuntimeWarning, torch.OutOfMemoryError) as error:
             failures.append(f"{config}: {error}")
     if not times:
         raise BackendError(f"no configuration of {case.kernel} for {case.architecture} runs: {'; '.join(failures)}")

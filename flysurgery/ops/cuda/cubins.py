@@ -12,6 +12,8 @@ from flysurgery.ops.cuda.bindings import cuda_module
 from flysurgery.ops.cuda.compile import compile_cubin, cubin_key
 from flysurgery.ops.cuda.folder import cache_folder, warn_unwritable
 
+SERIALIZED_WARNING = "this NVRTC makes kernel"
+"""How the warning begins that wgmma instructions wait for each other; such a kernel is right, and is never chosen by autotuning."""
 _SLOW_SECONDS = 2.0
 _MAX_BYTES = 256 << 20
 
@@ -58,5 +60,5 @@ def _compile(source: str, defines: Mapping[str, int | str], arch: str, name: str
     if seconds > _SLOW_SECONDS:
         sys.stderr.write(f"flysurgery: compiled kernel {source} for {arch} in {seconds:.1f} s; later runs find it in {cubin_folder()}\n")
     if compiled.serialized:
-        warnings.warn(f"this NVRTC makes kernel {source} slower than it should be: {compiled.serialized[0]}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{SERIALIZED_WARNING} {source} slower than it should be: {compiled.serialized[0]}", RuntimeWarning, stacklevel=4)
     return compiled.cubin

@@ -15,6 +15,7 @@ _MAX_PANEL_BYTES = 64 * 1024
 _MAX_PANEL_COLUMNS = 128
 _MAX_PADDING = 1.6
 _REGISTERS_BESIDE_TILES = 30
+_LONG_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,12 @@ class Tiling:
         images = (0, self.images, 1)[config.u_shared]
         u = self.groups * self.first_columns // 8 * config.row_tiles * 256 * images
         bias = self.out_features * self.element_bytes
-        return config.slots * (max(self.panel_bytes(config)) + 16) + config.warps * (config.stages * stage + u) + bias
+        return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * stage + u) + bias
+
+    def parts(self, config: FusedConfig) -> int:
+        """In how many parts the sums of the first product are taken, as tensor cores cut off what each step adds to a long one."""
+        long = self.images == 2 and self.first_steps >= _LONG_STEPS and self.first_steps // config.panel_steps % 2 == 0
+        return 2 if long else 1
 
     def span(self, config: FusedConfig) -> int:
         """Adjacent columns of the second product that a lane holds."""
@@ -215,6 +221,7 @@ class Tiling:
             "PANEL_COLUMNS": config.panel_columns,
             "PANEL_CLASSES": config.panel_classes,
             "STEPS2": second_batch(config),
+            "PARTS": self.parts(config),
             "SLOTS": config.slots,
             "RESIDUES": config.residues,
             "U_SHARED": config.u_shared,

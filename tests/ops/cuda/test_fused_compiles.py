@@ -44,9 +44,8 @@ SERIALIZED = {
     (UP, "bf16", 1): "ptxas runs short of registers at 12 warps, 168 each; the table has another configuration for the H200",
     (UP, "fp16", 1): "likewise, with an activation and a residual",
     (SQUARE, "bf16", 3): "likewise",
-    (monarch(384, 1536, 4), "fp16", 1): "tuned: the fastest of those measured on an H200, remark or not",
 }
-"""Where ptxas may remark that wgmma instructions wait for each other, and why that is taken."""
+"""Where ptxas may remark that wgmma instructions wait for each other, and why that is taken. Nothing tuned is among them."""
 
 _SHIPPED = Path(table.__file__).parent / "tuned" / "h200.json"
 # bf16 has the same code as fp16 but for the type of the instructions
@@ -61,13 +60,13 @@ def tile_of(architecture: Architecture, mode: str, linears: int) -> Tiling:
     return tile
 
 
-def check(tile: Tiling, config: FusedConfig, arch: str, *, activation: int = 0, residual: int = 0) -> None:
+def check(tile: Tiling, config: FusedConfig, arch: str, *, activation: int = 0, residual: int = 0, tuned: bool = False) -> None:
     defines = {**tile.defines(config), "ACTIVATION": activation, "RESIDUAL": residual}
     compiled = compile_cubin("fused_linear.cu", defines, arch=arch, name="fused_linear")
     assert 0 < compiled.registers * 32 * config.warps <= 65536
     assert compiled.spill_bytes <= SPILL_BYTES
     assert tile.shared_bytes(config) + compiled.shared_bytes <= SHARED_BYTES[arch]
-    if (Architecture((tile.second, tile.first)), tile.mode, tile.linears) not in SERIALIZED:
+    if tuned or (Architecture((tile.second, tile.first)), tile.mode, tile.linears) not in SERIALIZED:
         assert compiled.serialized == ()
 
 
@@ -92,7 +91,7 @@ def test_there_is_a_table() -> None:
 def test_the_tuned_configurations_compile(case: TunedCase, config: FusedConfig) -> None:
     tile = tile_of(case.architecture, case.mode, case.linears)
     assert fits(tile, config, SHARED_BYTES["sm_90a"], wgmma=True)
-    check(tile, config, "sm_90a")
+    check(tile, config, "sm_90a", tuned=True)
 
 
 @pytest.mark.parametrize("activation", [1, 2, 3])
