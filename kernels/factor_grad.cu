@@ -2,7 +2,10 @@
 //
 //     out[i, p, q, j] = sum over rows of dy[row, (i*b + p)*d + j] * x[row, (i*c + q)*d + j]
 //
+// and, with BIAS, the sums of the columns of dy, from the same read: products with ones, by the warps of the first inputs.
+//
 // x: (rows, a*c*d) and dy: (rows, a*b*d), rows LDX and LDY elements apart, batch-size-first; out: (a, b, c, d), float32.
+// Several linears, side by side in dy and in x, or sharing x, are one launch; their gradients lie one after the other.
 // No permuted copy of x or dy is made: both are staged in their natural order, and a warp takes residues apart as it reads.
 //
 // Tiling. A CTA owns one i, BP outputs p, BQ inputs q, J consecutive residues j and one split of the rows, which it walks in
@@ -10,7 +13,7 @@
 // (or R) elements that lie side by side in shared memory: P neighbouring p (or q), all residues of its warp. The tiles of eight
 // therefore interleave: tile s holds p = s/P*8P + lane*P + s%P. Rows of one k slot are t + 4m, the same for x and dy.
 // Halves of a single residue (J = 1) are read by transposing ldmatrix instead, in natural order.
-// Each split writes its sums to partial[split] in the layout of out; factor_grad_sum adds the splits in a fixed order, so
+// Each split writes its sums to a workspace in the layout of out; factor_grad_sum adds the splits in a fixed order, so
 // results do not change from run to run. With one split out is written at once.
 //
 // Modes. fp16, bf16: m16n8k16, float32 sums. tf32: inputs rounded to TF32, m16n8k8. fp32: x = hi + lo in TF32, hi rounded to nearest,
@@ -22,7 +25,7 @@
 // schedulers issue on 28 % of the clocks, and the L2 cache works at half its rate.
 //
 // Defines: PATTERN_A, PATTERN_B, PATTERN_C, PATTERN_D, MODE, WM, WN, WJ, MT, NT, R, P, KR, STAGES, X_VECTOR, DY_VECTOR (bytes a copy),
-// X_PITCH, DY_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
+// X_PITCH, DY_PITCH (bytes from row to row in shared memory), MIN_BLOCKS, BIAS.
 
 #include "single_memory.cuh"
 
@@ -44,7 +47,6 @@ constexpr int THREADS = WM * WN * WJ * 32;
 constexpr int P_TILES = (PB + BP - 1) / BP;
 constexpr int Q_TILES = (PC + BQ - 1) / BQ;
 constexpr int RANGES = (PD + J - 1) / J;
-constexpr bool WHOLE = J == PD;
 constexpr int STAGE = KR * (X_PITCH + DY_PITCH);
 constexpr bool MATRICES = HALVES && J == 1;  // 8x8 blocks of halves lie as ldmatrix transposes them
 static_assert(!MATRICES || P == 2, "ldmatrix reads two tiles of eight features at once");
@@ -58,19 +60,9 @@ struct Place {
 // A chunk of KR rows: TILE features per residue from feature tile*TILE on, of SIZE in all
 template <int SIZE, int TILE, int VECTOR, int PITCH>
 __device__ __forceinline__ void load_rows(char* to, const char* source, i64 stride, i64 row0, i64 row_end, const Place& at, int tile) {
-    constexpr int PER_ROW = TILE * J * ES / VECTOR;
-    constexpr int PER_FEATURE = J * ES / VECTOR > 0 ? J * ES / VECTOR : 1;
-    const char* origin = source + (row0 * stride + ((i64)at.i * SIZE + tile * TILE) * PD + at.range * J) * ES;
-    copy_lines<KR, PER_ROW, VECTOR, PITCH, THREADS>(to, origin, stride * ES, (int)min((i64)KR, row_end - row0), [&](int part) {
-        if constexpr (WHOLE) {
-            int offset = part * VECTOR;
-            return SIZE % TILE == 0 || tile * TILE * PD * ES + offset < SIZE * PD * ES ? offset : -1;
-        } else {
-            int feature = part / PER_FEATURE, within = part % PER_FEATURE * VECTOR;
-            bool valid = (SIZE % TILE == 0 || tile * TILE + feature < SIZE) && (PD % J == 0 || at.range * J * ES + within < PD * ES);
-            return valid ? feature * PD * ES + within : -1;
-        }
-    });
+    const char* from = source + (row0 * stride + (i64)at.i * SIZE * PD + at.range * J) * ES;
+    int lines = (int)min((i64)KR, row_end - row0);
+    load_features<KR, SIZE, TILE, J, PD, ES, VECTOR, PITCH, THREADS>(to, from, stride * ES, lines, tile * TILE, at.range * J);
 }
 
 // Fragments of P tiles of eight features: value[tile][residue][...], two registers a tile, and their low parts in fp32
@@ -135,7 +127,11 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a0)[2], co
 
 struct Sums {
     float value[MT][R][NT][4];
+    float bias[BIAS ? MT : 1][BIAS ? R : 1][4];  // of equal columns
 };
+
+constexpr u32 ONES = MODE == MODE_BF16 ? 0x3f803f80u : 0x3c003c00u;
+static_assert(!BIAS || HALVES, "only halves meet ones without rounding");
 
 __device__ __forceinline__ void multiply_chunk(Sums& sums, const char* x, const char* dy, const Place& at) {
 #pragma unroll(HALVES ? 2 : 1)
@@ -143,6 +139,16 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, const char* x, const 
         Group left[2 * MT / P];
 #pragma unroll
         for (int s = 0; s < 2 * MT / P; ++s) read_group<DY_PITCH>(left[s], dy + step * STEP * DY_PITCH, at.wm * MT * 16 + s * 8 * P, at);
+        if constexpr (BIAS) {
+            if (at.q_tile == 0 && at.wn == 0) {
+                const u32 ones[2] = {ONES, ONES};
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                    for (int r = 0; r < R; ++r)
+                        multiply(sums.bias[mt][r], left[2 * mt / P].hi[2 * mt % P][r], left[(2 * mt + 1) / P].hi[(2 * mt + 1) % P][r], ones);
+            }
+        }
 #pragma unroll
         for (int n = 0; n < NT / P; ++n) {
             Group right;
@@ -175,9 +181,11 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, const char* x, const 
 // Which of a warp's features member n of tile of eight s is
 __device__ __forceinline__ int feature_of(int s, int n) { return MATRICES ? 8 * s + n : s / P * 8 * P + n * P + s % P; }
 
-// grid: (a * residue ranges * p tiles * q tiles) * splits; a split is `chunks` chunks of KR rows
+// grid: (a * residue ranges * p tiles * q tiles) * linears * splits; a split is `chunks` chunks of KR rows. x and dy of a linear are x_step
+// and dy_step elements behind those of the one before. Each split has its own sums, `size` apart: `out` and `bias`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    factor_grad(const char* x, const char* dy, float* partial, i64 rows, i64 ldx, i64 ldy, i64 chunks) {
+    factor_grad(const char* x, const char* dy, float* out, float* bias, i64 rows, i64 ldx, i64 ldy, i64 chunks, i64 size, i64 linears,
+                i64 x_step, i64 dy_step) {
     extern __shared__ __align__(128) char shared[];
     Place at;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -187,8 +195,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     at.q_tile = rest % Q_TILES, rest /= Q_TILES;
     at.p_tile = rest % P_TILES, rest /= P_TILES;
     at.range = rest % RANGES, rest /= RANGES;
-    at.i = rest % PA;
-    i64 split = rest / PA;
+    at.i = rest % PA, rest /= PA;
+    int linear = rest % (int)linears;
+    i64 split = rest / (int)linears;
+    x += linear * x_step * ES;
+    dy += linear * dy_step * ES;
+    out += split * size + linear * ((i64)PA * PB * PC * PD);
+    bias += split * size + linear * (PA * PB * PD);
 
     i64 row0 = split * chunks * KR;
     i64 row_end = min(rows, row0 + chunks * KR);
@@ -215,6 +228,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) sums.value[mt][r][nt][e] = 0.0f;
+    if constexpr (BIAS) {
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int r = 0; r < R; ++r)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums.bias[mt][r][e] = 0.0f;
+    }
     for (int step = 0; step < steps; ++step) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         __syncthreads();
@@ -223,7 +244,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         multiply_chunk(sums, stage, stage + KR * X_PITCH, at);
     }
 
-    float* out = partial + split * ((i64)PA * PB * PC * PD);
+    if constexpr (BIAS) {
+        if (at.q_tile == 0 && at.wn == 0 && at.t == 0) {
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int r = 0; r < R; ++r) {
+                        int p = at.p_tile * BP + at.wm * MT * 16 + feature_of(2 * mt + h, at.g), j = at.range * J + at.wj * R + r;
+                        if (p < PB && j < PD) bias[(at.i * PB + p) * PD + j] = sums.bias[mt][r][2 * h];
+                    }
+        }
+    }
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
@@ -243,21 +276,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
 }
 
-// A block adds the splits of 32 elements: eight threads an element, each every eighth split, then a tree over the eight
-extern "C" __global__ void __launch_bounds__(256) factor_grad_sum(const float* partial, float* out, i64 splits) {
-    constexpr i64 SIZE = (i64)PA * PB * PC * PD;
+// Adds the splits: of each the first `of_factors` elements are the factors' and the rest the biases'.
+// A block adds those of 32 elements: eight threads an element, each every eighth split, then a tree over the eight
+extern "C" __global__ void __launch_bounds__(256) factor_grad_sum(const float* partial, float* out, float* bias, i64 splits, i64 size, i64 of_factors) {
     __shared__ float parts[8][32];
     int lane = threadIdx.x % 32, part = threadIdx.x / 32;
     i64 e = (i64)blockIdx.x * 32 + lane;
     float sum = 0.0f;
-    if (e < SIZE) {
+    if (e < size) {
 #pragma unroll 8
-        for (i64 s = part; s < splits; s += 8) sum += partial[s * SIZE + e];
+        for (i64 s = part; s < splits; s += 8) sum += partial[s * size + e];
     }
     parts[part][lane] = sum;
     __syncthreads();
-    if (part == 0 && e < SIZE) {
-        out[e] = ((parts[0][lane] + parts[1][lane]) + (parts[2][lane] + parts[3][lane])) +
+    if (part == 0 && e < size) {
+        float* to = e < of_factors ? out + e : bias + (e - of_factors);
+        *to = ((parts[0][lane] + parts[1][lane]) + (parts[2][lane] + parts[3][lane])) +
                  ((parts[4][lane] + parts[5][lane]) + (parts[6][lane] + parts[7][lane]));
     }
 }

@@ -1,15 +1,21 @@
 // image[n] = weights[table[n]], rounded to 16 bits; 0 where table[n] < 0. The packing of weights for half-precision kernels, in
-// one launch: `table` holds, for each 16-bit element of the image, the place of its weight among up to eight factors laid one
-// after the other. Factor k begins at place start_k; those that are not there begin behind the last place.
+// one launch: `table` holds, for each 16-bit element of the images, the place of its weight among SLOTS tensors laid one after the
+// other. Tensor k begins at place start[k].
 //
 // Each thread makes eight neighbouring elements, which it stores as one vector of 16 bytes. The weights come from the L2 cache, in no
 // particular order; the table, twice the size of the image, is read once in order. Memory-bound.
 //
-// Defines: SOURCE, the type of the weights: 0 float32, 1 float16, 2 bfloat16. TARGET, that of the image: 1 float16, 2 bfloat16.
+// Defines: SLOTS; SOURCE, the type of the weights: 0 float32, 1 float16, 2 bfloat16. TARGET, that of the image: 1 float16, 2 bfloat16.
 // Limits: sm_80 or newer; count is a multiple of 8; table and image begin at multiples of 16 bytes.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef long long i64;
+
+struct Sources {
+    const void* tensor[SLOTS];
+    i64 start[SLOTS];
+};
 
 __device__ __forceinline__ u16 round_to_target(float value) {
     u16 bits;
@@ -37,26 +43,21 @@ __device__ __forceinline__ u16 load_rounded(const void* weights, int place) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-gather(const int4* __restrict__ table, uint4* __restrict__ image, int count,
-       const void* factor0, const void* factor1, const void* factor2, const void* factor3,
-       const void* factor4, const void* factor5, const void* factor6, const void* factor7,
-       int start1, int start2, int start3, int start4, int start5, int start6, int start7) {
-    const int vector = blockIdx.x * 256 + threadIdx.x;
+gather(const int4* __restrict__ table, uint4* __restrict__ image, i64 count, const __grid_constant__ Sources sources) {
+    const i64 vector = (i64)blockIdx.x * 256 + threadIdx.x;
     if (vector * 8 >= count) return;
     const int4 low = table[2 * vector], high = table[2 * vector + 1];
     const int places[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const void* const factors[8] = {factor0, factor1, factor2, factor3, factor4, factor5, factor6, factor7};
-    const int starts[8] = {0, start1, start2, start3, start4, start5, start6, start7};
     u32 halves[8];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-        const void* weights = factors[0];
+        const void* weights = sources.tensor[0];
         int start = 0;
 #pragma unroll
-        for (int k = 1; k < 8; ++k)
-            if (places[n] >= starts[k]) {
-                weights = factors[k];
-                start = starts[k];
+        for (int k = 1; k < SLOTS; ++k)
+            if (places[n] >= (int)sources.start[k]) {
+                weights = sources.tensor[k];
+                start = (int)sources.start[k];
             }
         halves[n] = places[n] < 0 ? 0 : load_rounded(weights, places[n] - start);
     }

@@ -4,6 +4,10 @@
 //
 // x: (rows, a*c*d), rows LDX elements apart; y: (rows, a*b*d), contiguous; row-major, batch-size-first.
 //
+// Several linears in one launch. Those that lie side by side, sharing x or not, have a y each, side by side. Those that are summed,
+// SEGMENTS of them, are one factor of as many times the inputs q, whose x lies in as many segments: q = n*c/SEGMENTS + q' is at
+// n*a*c/SEGMENTS*d + (i*c/SEGMENTS + q')*d + j.
+//
 // Tiling. A CTA owns BM rows, one i, BN outputs p and J consecutive residues j. It walks over q in chunks of KC. The chunk of x is
 // copied to shared memory in its natural order [row][q][j], so global reads are contiguous for every d; a warp takes its
 // residues apart while it reads fragments (two elements q, q' of one residue make a register: one byte permute). The accumulators
@@ -31,10 +35,11 @@
 // products, blocks with a side of 1024, and two where the first choice of tiles is poor. Time over that of the bytes of x and y:
 // 4.3 and 3.3 in the median; for large blocks the re-reading of x and weights from the L2 cache limits.
 //
-// Blocks that run together share rows of x: all output tiles and RANGES_FAST neighbouring residue ranges, then row chunks, then the rest.
+// Blocks that run together share rows of x: all output tiles and RANGES_FAST neighbouring residue ranges, then linears, then row
+// chunks, then the rest.
 //
 // Defines: PATTERN_A, PATTERN_B, PATTERN_C, PATTERN_D, MODE, WM, WN, WJ, MT, NT, R, KC, STAGES, RESIDENT, INTERLEAVED_Q, RANGES_FAST,
-// X_VECTOR and Y_VECTOR (bytes a copy or store), X_PITCH and Y_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
+// SEGMENTS, X_VECTOR and Y_VECTOR (bytes a copy or store), X_PITCH and Y_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
 
 #include "single_shape.cuh"
 #include "single_tiles.cuh"
@@ -44,7 +49,7 @@
 #include "single_tensor.cuh"
 #endif
 
-__device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 rows, i64 row0, const Place& at) {
+__device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 rows, i64 row0, i64 y_stride, const Place& at) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
@@ -57,7 +62,7 @@ __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 
                     u32 words[OWN_WORDS];
                     own_words(words, sums, mt, h, nt);
                     int p = at.output_tile * BN + (at.wn * NT + nt) * 8 + 2 * at.t;
-                    if (row < rows && p < PB) write_words<OWN_WORDS>(y + (row * PA * PB * PD + ((i64)at.i * PB + p) * PD) * ES, words);
+                    if (row < rows && p < PB) write_words<OWN_WORDS>(y + row * y_stride + ((i64)at.i * PB + p) * PD * ES, words);
                 }
                 continue;
             }
@@ -65,15 +70,16 @@ __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 
             if constexpr (!DIRECT) {
                 write_slab(slab, sums, mt, h, at);
                 __syncthreads();
-                store_slab(y, slab, rows, row0 + mt * 16 + h * 8, at);
+                store_slab(y, slab, rows, row0 + mt * 16 + h * 8, y_stride, at);
                 __syncthreads();
             }
         }
 }
 
-// grid: (a * residue ranges * output tiles) * row chunks; a row chunk is `tiles` tiles of BM rows
+// grid: (a * residue ranges * output tiles) * linears * row chunks; a row chunk is `tiles` tiles of BM rows. Linears lie side by side:
+// the x of one `x_step` elements behind that of the one before it, their y, images and biases without gaps.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    single_factor(const char* x, const char* image, const char* bias, char* y, i64 rows, i64 ldx, i64 tiles) {
+    single_factor(const char* x, const char* image, const char* bias, char* y, i64 rows, i64 ldx, i64 tiles, i64 linears, i64 x_step) {
     extern __shared__ __align__(128) char shared[];
     Place at;
     at.lane = threadIdx.x % 32, at.g = at.lane / 4, at.t = at.lane % 4;
@@ -81,7 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     at.wm = warp % WM, at.wn = warp / WM % WN, at.wj = warp / (WM * WN);
     constexpr int FAST = OUTPUT_TILES * RANGES_FAST;
     int fast = blockIdx.x % FAST, rest = blockIdx.x / FAST;
-    int row_chunks = gridDim.x / (PA * RANGES * OUTPUT_TILES);
+    int linear = rest % (int)linears;
+    rest /= (int)linears;
+    int row_chunks = gridDim.x / (PA * RANGES * OUTPUT_TILES * (int)linears);
     int slow = rest / row_chunks;
     at.output_tile = fast % OUTPUT_TILES;
     at.range = slow % (RANGES / RANGES_FAST) * RANGES_FAST + fast / OUTPUT_TILES;
@@ -91,6 +99,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     i64 all_tiles = (rows + BM - 1) / BM;
     int own_tiles = (int)min(tiles, all_tiles - first_tile);
     if (own_tiles <= 0) return;
+
+    x += linear * x_step * ES;
+    image += linear * IMAGE;
+    y += (i64)linear * PA * PB * PD * ES;
+    if (bias != nullptr) bias += (i64)linear * PA * PB * PD * ES;
+    i64 y_stride = linears * PA * PB * PD * ES;
 
     float* own_bias = (float*)(shared + BIAS_AT);
     for (int e = threadIdx.x; e < BN * J; e += THREADS) {
@@ -131,6 +145,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             multiply_chunk(sums, stage, weights, at, chunk == 0);
         }
         finish_sums(sums, own_bias, weight_exponent, at);
-        store_tile(y, shared + OUTPUT_AT, sums, rows, (first_tile + tile) * BM, at);
+        store_tile(y, shared + OUTPUT_AT, sums, rows, (first_tile + tile) * BM, y_stride, at);
     }
 }

@@ -53,6 +53,25 @@ __device__ __forceinline__ void copy_lines(char* to, const char* from, i64 strid
     }
 }
 
+// LINES rows of a tile: TILE features of RESIDUES neighbouring residues from feature `first` of SIZE on, of one block of a pattern with
+// stride D; `from` is where the block's residues begin in the first row. Features lie in segments of SEGMENT, SEGMENT_BYTES apart.
+template <int LINES, int SIZE, int TILE, int RESIDUES, int D, int ES, int VECTOR, int PITCH, int THREADS, int SEGMENT = SIZE>
+__device__ __forceinline__ void load_features(char* to, const char* from, i64 stride, int valid_lines, int first, int first_residue,
+                                              int segment_bytes = 0) {
+    constexpr bool WHOLE = RESIDUES == D;
+    constexpr int PER_FEATURE = RESIDUES * ES / VECTOR > 0 ? RESIDUES * ES / VECTOR : 1;
+    const char* origin = from + (i64)first * D * ES;
+    copy_lines<LINES, TILE * RESIDUES * ES / VECTOR, VECTOR, PITCH, THREADS>(to, origin, stride, valid_lines, [&](int part) {
+        int feature = WHOLE ? part * VECTOR / (D * ES) : part / PER_FEATURE;
+        int within = part % PER_FEATURE * VECTOR;
+        int offset = WHOLE ? part * VECTOR : feature * D * ES + within;
+        bool valid = SIZE % TILE == 0 || first + feature < SIZE;
+        if constexpr (D % RESIDUES != 0) valid &= first_residue * ES + within < D * ES;
+        if constexpr (SEGMENT != SIZE) offset += (first + feature) / SEGMENT * segment_bytes;
+        return valid ? offset : -1;
+    });
+}
+
 template <int BYTES>
 __device__ __forceinline__ void move(char* to, const char* from) {
     if constexpr (BYTES == 16) *(uint4*)to = *(const uint4*)from;

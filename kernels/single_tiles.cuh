@@ -10,29 +10,19 @@ __device__ __forceinline__ void load_weights(char* to, const char* image, const 
 }
 
 __device__ __forceinline__ void load_x(char* to, const char* x, i64 ldx, i64 rows, i64 row0, const Place& at, int chunk) {
-    constexpr int PER_ROW = KC * J * ES / X_VECTOR;
-    constexpr int PER_Q = J * ES / X_VECTOR > 0 ? J * ES / X_VECTOR : 1;
-    const char* origin = x + (row0 * ldx + ((i64)at.i * PC + chunk * KC) * PD + at.range * J) * ES;
-    copy_lines<BM, PER_ROW, X_VECTOR, X_PITCH, THREADS>(to, origin, ldx * ES, (int)min((i64)BM, rows - row0), [&](int part) {
-        if constexpr (WHOLE) {
-            int offset = part * X_VECTOR;
-            return PC % KC == 0 || chunk * KC * PD * ES + offset < PC * PD * ES ? offset : -1;
-        } else {
-            int q = part / PER_Q, within = part % PER_Q * X_VECTOR;
-            bool valid = (PC % KC == 0 || chunk * KC + q < PC) && (PD % J == 0 || at.range * J * ES + within < PD * ES);
-            return valid ? q * PD * ES + within : -1;
-        }
-    });
+    constexpr int GAP = (PA - 1) * SEGMENT * PD * ES;  // from the end of a segment to the next one
+    const char* from = x + (row0 * ldx + (i64)at.i * SEGMENT * PD + at.range * J) * ES;
+    load_features<BM, PC, KC, J, PD, ES, X_VECTOR, X_PITCH, THREADS, SEGMENT>(to, from, ldx * ES, (int)min((i64)BM, rows - row0), chunk * KC,
+                                                                              at.range * J, GAP);
 }
 
-__device__ __forceinline__ void store_slab(char* y, const char* slab, i64 rows, i64 row0, const Place& at) {
+__device__ __forceinline__ void store_slab(char* y, const char* slab, i64 rows, i64 row0, i64 y_stride, const Place& at) {
     constexpr int PER_ROW = BN * J * ES / Y_VECTOR;
     constexpr int PER_P = J * ES / Y_VECTOR > 0 ? J * ES / Y_VECTOR : 1;
     constexpr int LANES = lanes_of_line(PER_ROW), AT_ONCE = THREADS / LANES;
-    constexpr i64 Y_STRIDE = (i64)PA * PB * PD * ES;
     int p0 = at.output_tile * BN, left = (int)min((i64)BM, rows - row0);
     int lane = threadIdx.x % LANES, line0 = threadIdx.x / LANES;
-    char* origin = y + row0 * Y_STRIDE + (((i64)at.i * PB + p0) * PD + at.range * J) * ES;
+    char* origin = y + row0 * y_stride + (((i64)at.i * PB + p0) * PD + at.range * J) * ES;
 #pragma unroll
     for (int first = 0; first < PER_ROW; first += LANES) {
         int part = first + lane, offset;
@@ -50,7 +40,7 @@ __device__ __forceinline__ void store_slab(char* y, const char* slab, i64 rows, 
         for (int n = 0; n < WM * 8; n += AT_ONCE) {
             int line = n + line0, row = line / 8 * MT * 16 + line % 8;
             if (valid && row < left && (WM * 8 % AT_ONCE == 0 || line < WM * 8))
-                move<Y_VECTOR>(origin + row * Y_STRIDE + offset, slab + line * Y_PITCH + part * Y_VECTOR);
+                move<Y_VECTOR>(origin + row * y_stride + offset, slab + line * Y_PITCH + part * Y_VECTOR);
         }
     }
 }

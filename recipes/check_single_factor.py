@@ -19,6 +19,7 @@ from torch import Tensor
 from flysurgery.factors import ks_einsum, to_blocks
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason
 from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.patterns import Pattern
 
@@ -72,13 +73,15 @@ def check_products(every: int) -> int:
         {
             job
             for pattern, mode in cases
-            for job in single_jobs(SingleFactor(pattern, mode), arch, pattern.a == 1 and mode in ("fp16", "fp32"))
+            for job in single_jobs(
+                SingleFactor(pattern, mode, shared_limit=shared_limit_of(0)), arch, pattern.a == 1 and mode in ("fp16", "fp32")
+            )
         }
     )
     generator = torch.Generator("cuda").manual_seed(0)
     failures = count = 0
     for pattern, mode in cases:
-        single, dtype = SingleFactor(pattern, mode), DTYPES[mode]
+        single, dtype = SingleFactor(pattern, mode, shared_limit=shared_limit_of(0)), DTYPES[mode]
         kinds = ["normal", "integer", "ranges"] + (["huge", "zeros first", "tiny"] if dtype == torch.float32 else [])
         tests: list[tuple[str, int]] = [(kind, 129) for kind in kinds] + [("normal", 1), ("normal", 7), ("normal", 64), ("misaligned", 129)]
         tests += [("normal", 25088 + 128)] if pattern.a == 1 and pattern.in_features < 2000 else []
@@ -118,7 +121,7 @@ def check_non_finite() -> int:
     failures = 0
     pattern = Pattern(1, 64, 64, 4)
     for mode, value in itertools.product(DTYPES, (torch.inf, -torch.inf, torch.nan)):
-        single = SingleFactor(pattern, mode)
+        single = SingleFactor(pattern, mode, shared_limit=shared_limit_of(0))
         x = torch.randn((40, pattern.in_features), device="cuda").to(DTYPES[mode])
         x[5, 4 * 37 + 2] = value
         out = single.run(x, single.pack(torch.randn(pattern.factor_shape, device="cuda").to(DTYPES[mode])))
@@ -145,7 +148,7 @@ def compare_errors() -> int:
         errors = {
             mode: error(single.run(x, single.pack(factor)))
             for mode in ("tf32", "fp32", "exact")
-            for single in [SingleFactor(pattern, mode)]
+            for single in [SingleFactor(pattern, mode, shared_limit=shared_limit_of(0))]
         }
         failures += errors["fp32"] > 2 * torch_error
         print(f"errors {pattern}: torch fp32 {torch_error:.2e}, " + ", ".join(f"{mode} {e:.2e}" for mode, e in errors.items()), flush=True)
@@ -157,11 +160,13 @@ def check_gradients(every: int) -> int:
     arch = device_arch(0)
     modes = ("fp16", "bf16", "tf32", "fp32")
     patterns = itertools.islice(grid_patterns(), 0, None, every)
-    cases = [(p, mode) for p in patterns for mode in modes if grad_reason(p, mode) is None]
-    compile_all({job for pattern, mode in cases for job in grad_jobs(FactorGrad(pattern, mode), arch, True)})
+    cases = [(p, mode) for p in patterns for mode in modes if grad_reason(p, mode, shared_limit_of(0)) is None]
+    compile_all(
+        {job for pattern, mode in cases for job in grad_jobs(FactorGrad(pattern, mode, shared_limit=shared_limit_of(0)), arch, True)}
+    )
     failures = count = 0
     for pattern, mode in cases:
-        product, dtype = FactorGrad(pattern, mode), DTYPES[mode]
+        product, dtype = FactorGrad(pattern, mode, shared_limit=shared_limit_of(0)), DTYPES[mode]
         for rows in (1, 7, 129, 5000):
             wide = torch.randn((rows, pattern.in_features + 1), device="cuda").to(dtype)
             x = wide[:, 1:] if rows == 7 else wide[:, 1:].contiguous()

@@ -50,7 +50,7 @@ def run_fused(architecture: Architecture, mode: str, linears: int) -> None:
 
 def run_single(pattern: Pattern, mode: str) -> None:
     dtype = dtype_of(mode)
-    single = SingleFactor(pattern, mode)
+    single = SingleFactor(pattern, mode, shared_limit=shared_limit_of(0))
     factor = torch.randn(pattern.factor_shape, device="cuda").to(dtype)
     image = single.pack(factor)
     for rows in ROWS:
@@ -63,7 +63,7 @@ def run_gradient(pattern: Pattern, mode: str) -> None:
     for rows in ROWS:
         x = torch.randn((rows, pattern.in_features), device="cuda").to(dtype)
         dy = torch.randn((rows, pattern.out_features), device="cuda").to(dtype)
-        FactorGrad(pattern, mode).run(x, dy)
+        FactorGrad(pattern, mode, shared_limit=shared_limit_of(0)).run(x, dy)
     print(f"gradient {mode} {pattern}")
 
 

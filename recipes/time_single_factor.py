@@ -25,6 +25,7 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs, grad_reason
 from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor, candidates, single_reason
 from flysurgery.patterns import Pattern
 
@@ -98,9 +99,9 @@ def time_product(pattern: Pattern, mode: str, count: int, flush: Tensor) -> Row:
     factor = torch.randn(pattern.factor_shape, device="cuda", dtype=DTYPES[mode])
     blocks = to_blocks(factor)
     dense = factor_to_dense(factor) if pattern.in_features * pattern.out_features <= LARGEST_DENSE else None
-    ours = []
-    for config in candidates(pattern, mode)[:count]:
-        single = SingleFactor(pattern, mode, config)
+    ours, limit = [], shared_limit_of(0)
+    for config in candidates(pattern, mode, limit)[:count]:
+        single = SingleFactor(pattern, mode, config, shared_limit=limit)
         image = single.pack(factor)
         ours.append(median_us(lambda single=single, image=image: single.run(x, image), flush))
     return Row(
@@ -120,9 +121,9 @@ def time_gradient(pattern: Pattern, mode: str, count: int, flush: Tensor) -> Row
     """One gradient in its first ``count`` configurations, and einsum."""
     x = torch.randn((ROWS, pattern.in_features), device="cuda").to(DTYPES[mode])
     dy = torch.randn((ROWS, pattern.out_features), device="cuda").to(DTYPES[mode])
-    ours = []
-    for config in grad_configs(pattern, mode)[:count]:
-        product = FactorGrad(pattern, mode, config)
+    ours, limit = [], shared_limit_of(0)
+    for config in grad_configs(pattern, mode, limit)[:count]:
+        product = FactorGrad(pattern, mode, config, shared_limit=limit)
         ours.append(median_us(lambda product=product: product.run(x, dy), flush))
     left, right = dy.unflatten(1, (pattern.a, pattern.b, pattern.d)), x.unflatten(1, (pattern.a, pattern.c, pattern.d))
     einsum = median_or_none(lambda: torch.einsum("nipj,niqj->ipqj", left, right), flush)
@@ -163,16 +164,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="CSV file for the rows")
     options = parser.parse_args()
-    arch, count = device_arch(0), options.candidates
+    arch, limit, count = device_arch(0), shared_limit_of(0), options.candidates
     products = options.what == "products"
     modes = (options.modes or ("fp16,fp32" if products else "bf16,fp32")).split(",")
     drawn = random.Random(options.seed).sample(paper_patterns(), options.count) if products else [Pattern(*p) for p in GRADIENT_PATTERNS]
     reason = single_reason if products else grad_reason
-    cases = [(p, mode) for p in drawn for mode in modes if reason(p, mode) is None]
+    cases = [(p, mode) for p in drawn for mode in modes if reason(p, mode, limit) is None]
     if products:
-        jobs = {job for p, m in cases for c in candidates(p, m)[:count] for job in single_jobs(SingleFactor(p, m, c), arch, False)}
+        jobs = {
+            job
+            for p, m in cases
+            for c in candidates(p, m, limit)[:count]
+            for job in single_jobs(SingleFactor(p, m, c, shared_limit=limit), arch, False)
+        }
     else:
-        jobs = {job for p, m in cases for c in grad_configs(p, m)[:count] for job in grad_jobs(FactorGrad(p, m, c), arch, False)}
+        jobs = {
+            job
+            for p, m in cases
+            for c in grad_configs(p, m, limit)[:count]
+            for job in grad_jobs(FactorGrad(p, m, c, shared_limit=limit), arch, False)
+        }
     compile_all(jobs)
     torch.backends.cuda.matmul.allow_tf32 = False
     flush = torch.zeros(1 << 26, dtype=torch.int32, device="cuda")

@@ -1,46 +1,14 @@
-"""The backward pass of the CUDA backend, in eager calls and in graphs."""
+"""The backward pass of the CUDA backend in eager calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
+from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.multiply import multiply
-
-Gradients = tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]
-
-
-def layer_gradients(
-    dy: Tensor,  # shape: (rows, linears * out_features)
-    x: Tensor | None,  # shape: (rows, in_features), None where no factor needs a gradient
-    factors: Sequence[Tensor],
-    bias_dtypes: Sequence[torch.dtype | None],
-    linears: int,
-    mode: str,
-    needs_x: bool,
-    of_all: Callable[..., list[Tensor]],
-    of_input: Callable[..., Tensor],
-) -> Gradients:
-    """Gradients of x, of the factors and of the biases, those that are needed, by the two functions or operators given.
-
-    Args:
-        bias_dtypes: one a bias, None for a bias that needs no gradient.
-    """
-    dx: Tensor | None = None
-    factor_gradients: list[Tensor | None] = [None] * len(factors)
-    if x is not None:
-        found = of_all(dy, x, factors, linears, mode, needs_x)
-        factor_gradients = [*found[: len(factors)]]
-        dx = found[-1] if needs_x else None
-    elif needs_x:
-        dx = of_input(dy, factors, linears, mode)
-    parts = dy.chunk(linears, dim=1)
-    sums = [None if dtype is None else part.sum(0, dtype=dtype) for part, dtype in zip(parts, bias_dtypes, strict=False)]
-    return dx, factor_gradients, sums
 
 
 class EagerLinear(torch.autograd.Function):

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.configured import SINGLE
 from flysurgery.ops.cuda.cubins import SERIALIZED_WARNING
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
 from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.gradients import forget_chains
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import forget_products
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.product import FUSED, SINGLE
+from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.single import SingleFactor, candidates
 from flysurgery.ops.cuda.table import TunedCase, TunedEntry, save_entries
-from flysurgery.ops.cuda.weight_gradient import forget_gradients
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
@@ -73,7 +74,7 @@ def autotune(
             found.append(_tune(case, device_index))
     save_entries(tuning.entry for tuning in found)
     forget_products()
-    forget_gradients()
+    forget_chains()
     return found
 
 
@@ -83,9 +84,8 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
     configs = _configs(case, device_index)[:_MAX_CANDIDATES]
     for config in configs:
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # products that wait for each other are slower with other numbers of rows even if not with these
+            with warnings.catch_warnings():
+                # Products that wait for each other are slower with other numbers of rows even if not with these.
                 warnings.filterwarnings("error", SERIALIZED_WARNING, RuntimeWarning)
                 times.append((_median_us(case, config, device_index), config))
         except (BackendError, RuntimeWarning, torch.OutOfMemoryError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -13,9 +12,10 @@ from torch import Tensor
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES, dtype_of
 
-_SLOTS = 8
 _THREADS = 256
 _PER_THREAD = 8
+_ALIGNMENT = 128
+"""Elements: each image begins at a multiple of 256 bytes."""
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BASE = 256
 """Whole numbers up to it are exact in bfloat16."""
@@ -23,25 +23,25 @@ _BASE = 256
 Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
-def can_gather(factors: Sequence[Tensor], mode: str) -> bool:
-    """Whether ``gather`` packs these factors."""
-    dtype = factors[0].dtype
-    alike = all(factor.dtype == dtype and factor.is_contiguous() for factor in factors)
-    return mode in HALF_MODES.values() and dtype in _SOURCES and alike and len(factors) <= _SLOTS
+def can_gather(sources: Sequence[Tensor], mode: str) -> bool:
+    """Whether a table packs these tensors."""
+    dtype = sources[0].dtype
+    alike = all(source.dtype == dtype and source.is_contiguous() for source in sources)
+    return mode in HALF_MODES.values() and dtype in _SOURCES and alike
 
 
-def make_tables(pack: Pack, factors: Sequence[Tensor], mode: str) -> tuple[Tensor, ...]:  # shapes: (count,), int32, one an image
-    """Learn where ``pack`` puts each weight: for each 16-bit element of an image its place among the factors, or -1.
+def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tensor, ...]:  # shapes: (count,), int32, one an image
+    """Learn where ``pack`` puts each weight: for each 16-bit element of an image its place among the sources, or -1.
 
-    Half-precision images only move and round their weights. So factors are packed that hold the digits of their own
-    places, and the places are read off the images. Places count through all factors, one after the other.
+    Half-precision images only move and round their weights. So sources are packed that hold the digits of their own
+    places, and the places are read off the images. Places count through all sources, one after the other.
     """
-    sizes = [factor.numel() for factor in factors]
-    places = torch.arange(sum(sizes), device=factors[0].device)
+    sizes = [source.numel() for source in sources]
+    places = torch.arange(sum(sizes), device=sources[0].device)
 
     def packed(values: Tensor) -> list[Tensor]:
-        parts = zip(values.float().split(sizes), factors, strict=True)
-        images = pack(tuple(part.view(factor.shape) for part, factor in parts))
+        parts = zip(values.float().split(sizes), sources, strict=True)
+        images = pack(tuple(part.view(source.shape) for part, source in parts))
         return [image.view(dtype_of(mode)).int() for image in images]
 
     tables = [present - 1 for present in packed(torch.ones_like(places))]
@@ -53,29 +53,42 @@ def make_tables(pack: Pack, factors: Sequence[Tensor], mode: str) -> tuple[Tenso
     return tuple(tables)
 
 
-def gather(
-    factors: Sequence[Tensor],  # contiguous, of one dtype
-    table: Tensor,  # shape: (count,), int32
-    mode: str,
-) -> Tensor:  # shape: (2*count,), uint8
-    """The image that a table describes, in one launch on the current stream."""
-    count = len(table)
-    image = torch.empty(2 * count, dtype=torch.uint8, device=table.device)
-    starts = list(accumulate(factor.numel() for factor in factors))  # of the second factor, the third, ...
-    starts[-1:] = [2**31 - 1] * (_SLOTS - len(factors))
-    device_index = table.device.index
-    _kernel(_SOURCES[factors[0].dtype], _SOURCES[dtype_of(mode)], device_index).launch(
-        (-(-count // (_THREADS * _PER_THREAD)), 1, 1),
-        (_THREADS, 1, 1),
-        0,
-        current_stream(device_index),
-        *(table, image, ctypes.c_int32(count)),
-        *(*factors, *[None] * (_SLOTS - len(factors))),
-        *map(ctypes.c_int32, starts),
-    )
-    return image
+class Packer:
+    """Packs weights by ``plainly``, torch operations; halves of one dtype by one launch, once it is learnt where each weight goes.
+
+    Args:
+        plainly: gives images, tensors of one dimension; for half-precision modes it only moves and rounds.
+    """
+
+    def __init__(self, plainly: Pack, mode: str) -> None:
+        self.plainly = plainly
+        self.mode = mode
+        self._layout: tuple[Tensor, list[int], list[int]] | None = None
+
+    def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The images; those out of a table in the dtype of the mode."""
+        if not can_gather(sources, self.mode):
+            return self.plainly(sources)
+        if self._layout is None:
+            if torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
+                return self.plainly(sources)
+            self._layout = self._learn(sources)
+        table, sizes, starts = self._layout
+        device_index = table.device.index
+        images = torch.empty(len(table), dtype=dtype_of(self.mode), device=table.device)
+        kernel = _kernel(len(sources), _SOURCES[sources[0].dtype], _SOURCES[images.dtype], device_index)
+        grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
+        kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(device_index), table, images, len(table), *sources, *starts)
+        return images.split(sizes)[::2]
+
+    def _learn(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, list[int], list[int]]:
+        """The tables one after the other, the sizes of the images and of the gaps behind them, and where each source starts."""
+        tables = make_tables(self.plainly, sources, self.mode)
+        sizes = [size for table in tables for size in (len(table), -len(table) % _ALIGNMENT)]
+        padded = [torch.nn.functional.pad(table, (0, gap), value=-1) for table, gap in zip(tables, sizes[1::2], strict=True)]
+        return torch.cat(padded), sizes, [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
 
 
 @lru_cache(maxsize=64)
-def _kernel(source: int, target: int, device_index: int) -> Kernel:
-    return load_kernel("gather.cu", {"SOURCE": source, "TARGET": target}, name="gather", device_index=device_index)
+def _kernel(slots: int, source: int, target: int, device_index: int) -> Kernel:
+    return load_kernel("gather.cu", {"SLOTS": slots, "SOURCE": source, "TARGET": target}, name="gather", device_index=device_index)

@@ -8,21 +8,18 @@ from functools import lru_cache
 from math import ceil
 
 from flysurgery.ops.cuda.grad_tiling import MODES, GradConfig, GradTiling
+from flysurgery.ops.cuda.search import most_promising
 from flysurgery.patterns import Pattern
-
-HOPPER_SHARED_BYTES = 227 * 1024
 
 
 @lru_cache(maxsize=512)
-def grad_configs(pattern: Pattern, mode: str, shared_limit: int = HOPPER_SHARED_BYTES) -> tuple[GradConfig, ...]:
+def grad_configs(pattern: Pattern, mode: str, shared_limit: int) -> tuple[GradConfig, ...]:
     """Configurations that fit, the most promising first; a dozen at most."""
-    found = []
-    for config in _enumerate(pattern, mode):
-        filled = _fill(GradTiling(pattern, mode, config), shared_limit)
-        if filled is not None:
-            found.append((_cost(GradTiling(pattern, mode, filled)), filled))
-    found.sort(key=lambda pair: pair[0])
-    return tuple(config for _, config in found[:12])
+    return most_promising(
+        _enumerate(pattern, mode),
+        lambda config: _fill(GradTiling(pattern, mode, config), shared_limit),
+        lambda config: _cost(GradTiling(pattern, mode, config)),
+    )
 
 
 def _enumerate(pattern: Pattern, mode: str) -> Iterator[GradConfig]:
@@ -114,7 +111,7 @@ def _step_instructions(tile: GradTiling) -> float:
     return 1.1 * (reads + products * (7 if tile.mode == "fp32" else 1)) + 8
 
 
-def grad_reason(pattern: Pattern, mode: str, shared_limit: int = HOPPER_SHARED_BYTES) -> str | None:
+def grad_reason(pattern: Pattern, mode: str, shared_limit: int) -> str | None:
     """Why the factor-gradient kernel cannot run a pattern, or None where it can. Modes: ``fp16``, ``bf16``, ``tf32``, ``fp32``."""
     if mode not in MODES:
         return f"the factor-gradient kernel has no mode '{mode}', only {', '.join(MODES)}"

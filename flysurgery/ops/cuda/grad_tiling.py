@@ -120,8 +120,14 @@ class GradTiling:
         right = 2 * config.neighbours * config.residues * (planes + 1)
         return sums + left + right + _REGISTERS_BESIDE_TILES[self.mode]
 
-    def defines(self, x_vector: int, dy_vector: int) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
+    def _min_blocks(self, bias: bool) -> int:
+        """Blocks a multiprocessor that the registers allow, those for the sums of dy included."""
+        config = self.config
+        registers = self.registers + (4 * config.output_tiles * config.residues if bias else 0)
+        return max(1, min(config.min_blocks, 65536 // (ceil(registers / 8) * 8 * config.threads)))
+
+    def defines(self, x_vector: int, dy_vector: int, bias: bool) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``bias`` adds the sums of dy."""
         config, pattern = self.config, self.pattern
         return {
             "PATTERN_A": pattern.a,
@@ -138,21 +144,23 @@ class GradTiling:
             "P": config.neighbours,
             "KR": config.chunk,
             "STAGES": config.stages,
-            "MIN_BLOCKS": config.min_blocks,
+            "MIN_BLOCKS": self._min_blocks(bias),
+            "BIAS": int(bias),
             "X_VECTOR": x_vector,
             "DY_VECTOR": dy_vector,
             "X_PITCH": self.x_pitch,
             "DY_PITCH": self.dy_pitch,
         }
 
-    def splits(self, rows: int, multiprocessors: int) -> tuple[int, int]:
+    def splits(self, rows: int, multiprocessors: int, linears: int = 1) -> tuple[int, int]:
         """How many splits of the rows to launch, and the chunks of rows of each."""
         chunks = ceil(rows / self.config.chunk)
         slots = multiprocessors * self.config.min_blocks
-        most = max(1, min(chunks, _PARTIAL_BYTES // (4 * self.pattern.nnz)))
+        groups = self.groups * linears
+        most = max(1, min(chunks, _PARTIAL_BYTES // (4 * self.pattern.nnz * linears)))
 
         def waves(splits: int) -> float:
-            return ceil(self.groups * splits / slots) * (ceil(chunks / splits) + 4) + 0.02 * splits
+            return ceil(groups * splits / slots) * (ceil(chunks / splits) + 4) + 0.02 * splits
 
         best = min(range(1, min(most, 2 * slots) + 1), key=waves)
         each = ceil(chunks / best)

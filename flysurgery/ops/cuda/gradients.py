@@ -1,16 +1,22 @@
-"""Gradients of a product of factors, by the same kernels on transposed patterns."""
+"""Gradients of linears that share x: what the registered operators compute, and how it is handed out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from flysurgery.factors import pattern_of
+from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.multiply import multiply
-from flysurgery.ops.cuda.weight_gradient import exact_gradient, weight_gradient_for
+from flysurgery.ops.cuda.table import rows_bucket
+from flysurgery.ops.derived import derived
+from flysurgery.patterns import Architecture, Pattern
+
+Gradients = tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]
+_chains: dict[tuple[object, ...], Chain] = {}
 
 
 def input_gradient(
@@ -36,42 +42,82 @@ def all_gradients(
     linears: int,
     mode: str,
     with_input: bool,
-) -> list[Tensor]:  # shapes: those of the factors, then that of x if asked for
-    """Gradients of all factors, and of x.
+    with_bias: bool,
+) -> list[Tensor]:
+    """Gradients of all factors and biases, in one tensor that ``split_gradients`` takes apart, and that of x if asked for."""
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
+    factors = tuple(factors)
+    kernels = _chain_for(factors, linears, mode, device_index, x.shape[0])
+    meet(kernels, x.shape[0])
+    images = derived(kernels, factors, lambda: kernels.pack(factors))
+    return kernels.run(dy, x, images, with_input, with_bias)
 
-    The inputs of all factors but the last are computed again from x rather than kept from the forward pass. The
-    gradient of x continues the chain that the factors need anyway.
+
+def split_gradients(
+    weights: Tensor,
+    factors: Sequence[Tensor],
+    bias_dtypes: Sequence[torch.dtype | None],
+    linears: int,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Of each factor and of each bias its own gradient, in its own dtype, out of the tensor that holds them all.
+
+    There, those of the leftmost factors come first, of all linears, then of the next ones, at last the biases'.
     """
     length = len(factors) // linears
-    gradients: list[Tensor] = []
-    total: Tensor | None = None
-    for index, part in enumerate(dy.chunk(linears, dim=1)):
-        own = factors[index * length : (index + 1) * length]
-        found, dx = _chain(part, x, own, mode, with_input)
-        gradients += found
-        if with_input:
-            total = dx if total is None else total.add_(dx)
-    return gradients if total is None else [*gradients, total]
+    if any(factor.dtype != weights.dtype for factor in factors):
+        weights = weights.to(factors[0].dtype)
+    ordered = [*chain.from_iterable(factors[place::length] for place in range(length))]
+    sizes = [factor.numel() for factor in ordered]
+    with_bias = any(bias_dtypes)
+    if with_bias:
+        sizes += [(weights.numel() - sum(sizes)) // linears] * linears
+    parts = weights.split(sizes)
+    found = [parts[place * linears + linear] for linear in range(linears) for place in range(length)]
+    of_factors = [part.view(factor.shape).to(factor.dtype) for part, factor in zip(found, factors, strict=True)]
+    of_biases = parts[len(factors) :] if with_bias else ()
+    return of_factors, [None if dtype is None else part.to(dtype) for part, dtype in zip(of_biases, bias_dtypes, strict=False)]
 
 
-def _chain(dy: Tensor, x: Tensor, factors: Sequence[Tensor], mode: str, with_input: bool) -> tuple[list[Tensor], Tensor]:
-    inputs = [x]  # of the last factor, the one before it, and so on
-    for factor in reversed(factors[1:]):
-        inputs.append(multiply(inputs[-1], (factor,), (), 1, mode))
-    gradients = []
-    for left, factor in enumerate(factors, start=1 - len(factors)):
-        gradients.append(_factor_gradient(inputs.pop(), dy, factor, mode))
-        if left < 0 or with_input:
-            dy = multiply(dy, (factor,), (), 1, mode, transposed=True)
-    return gradients, dy
+def layer_gradients(
+    dy: Tensor,  # shape: (rows, linears * out_features)
+    x: Tensor | None,  # shape: (rows, in_features), None where no factor needs a gradient
+    factors: Sequence[Tensor],
+    bias_dtypes: Sequence[torch.dtype | None],
+    linears: int,
+    mode: str,
+    needs_x: bool,
+    of_all: Callable[..., list[Tensor]],
+    of_input: Callable[..., Tensor],
+) -> Gradients:
+    """Gradients of x, of the factors and of the biases, those that are needed, by the two functions or operators given.
+
+    Args:
+        bias_dtypes: one a bias, None for a bias that needs no gradient.
+    """
+    if x is not None:
+        weights, *dx = of_all(dy, x, factors, linears, mode, needs_x, any(bias_dtypes))
+        of_factors, of_biases = split_gradients(weights, factors, bias_dtypes, linears)
+        return dx[0] if needs_x else None, [*of_factors], of_biases or [None] * len(bias_dtypes)
+    dx = of_input(dy, factors, linears, mode) if needs_x else None
+    parts = dy.chunk(linears, dim=1)
+    sums = [None if dtype is None else part.sum(0, dtype=dtype) for part, dtype in zip(parts, bias_dtypes, strict=False)]
+    return dx, [None] * len(factors), sums
 
 
-def _factor_gradient(x: Tensor, dy: Tensor, factor: Tensor, mode: str) -> Tensor:
-    """In the factor's dtype."""
-    if x.shape[0] == 0:
-        return torch.zeros_like(factor, memory_format=torch.contiguous_format)
-    if mode == "exact":
-        return exact_gradient(x, dy, pattern_of(factor)).to(factor.dtype)
-    kernel = weight_gradient_for(factor, mode, x.shape[0])
-    meet(kernel, x.shape[0])
-    return kernel.run(x, dy).to(factor.dtype)
+def _chain_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int) -> Chain:
+    """The kernels for factors of these shapes, the same object as long as the autotuned choices stay."""
+    shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
+    key = (shapes, mode, linears, device_index, rows_bucket(rows))
+    found = _chains.get(key)
+    if found is None:
+        architecture = Architecture(tuple(Pattern(*shape) for shape in shapes))
+        found = _chains[key] = Chain(architecture, mode, linears, device_index, rows)
+    return found
+
+
+def forget_chains() -> None:
+    """Choose kernels anew at the next call, after the table of configurations has changed."""
+    _chains.clear()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import ceil
 from typing import Any
 
 import torch
@@ -15,8 +18,7 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.bindings import cuda_module
 from flysurgery.ops.cuda.cubins import find_cubin
 
-Scalar = ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_float
-Argument = Tensor | int | None | Scalar
+Argument = Tensor | int | None
 
 _FREE_SHARED_BYTES = 48 * 1024
 _loaded: dict[tuple[object, ...], Kernel] = {}
@@ -88,9 +90,9 @@ class Kernel:
         self._kernel = driver.CUkernel(int(kernel.handle))
         self._function = driver.CUfunction(int(kernel.handle))
         self._launch = driver.cuLaunchKernel
-        self._sizes = tuple(size for _, size in kernel.arguments_info)
-        self._known_types: set[tuple[type, ...]] = set()
+        self._parameters = Parameters([size for _, size in kernel.arguments_info])
         self._shared_bytes = _FREE_SHARED_BYTES
+        self._lock = threading.Lock()
 
     def launch(
         self,
@@ -105,33 +107,26 @@ class Kernel:
         Args:
             shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
             stream: raw handle, ``current_stream(device_index)``.
-            arguments: tensors and None as pointers, Python integers as 64-bit ones, other sizes as ``ctypes``
-                scalars. Number and sizes are checked against the kernel's own, once a combination of types.
+            arguments: tensors and None as pointers, integers as integers of the parameter's size; a struct of pointers and
+                64-bit integers takes one argument a member.
 
         Raises:
-            BackendError: the arguments do not match the kernel's parameters, or the driver refuses the launch.
+            BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
         """
-        values, types = marshal(arguments)
-        if types not in self._known_types:
-            self._check(types)
         if shared_bytes > self._shared_bytes:
             self._allow_shared(shared_bytes)
-        result = self._launch(self._function, *grid, *block, shared_bytes, stream, (values, types), 0)[0]
-        if result == 0:
-            return
-        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
-            _make_context_current(self.device_index)
-            result = self._launch(self._function, *grid, *block, shared_bytes, stream, (values, types), 0)[0]
+        with self._lock:  # the driver copies the parameters before it returns
+            address = self._parameters.fill(arguments, self.name)
+            result = self._launch(self._function, *grid, *block, shared_bytes, stream, address, 0)[0]
+            if result == 0:
+                return
+            if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+                _make_context_current(self.device_index)
+                result = self._launch(self._function, *grid, *block, shared_bytes, stream, address, 0)[0]
         if result != 0:
             raise BackendError(
                 f"kernel {self.name} was not launched: {result.name} with grid {grid}, block {block}, {shared_bytes} bytes shared memory"
             )
-
-    def _check(self, types: tuple[type, ...]) -> None:
-        sizes = tuple(ctypes.sizeof(kind) for kind in types)
-        if sizes != self._sizes:
-            raise BackendError(f"kernel {self.name} takes parameters of {self._sizes} bytes, got arguments of {sizes} bytes")
-        self._known_types.add(types)
 
     def _allow_shared(self, shared_bytes: int) -> None:
         driver = cuda_module("bindings.driver")
@@ -144,24 +139,28 @@ class Kernel:
         self._shared_bytes = shared_bytes
 
 
-def marshal(arguments: tuple[Argument, ...]) -> tuple[tuple[int | float, ...], tuple[type, ...]]:
-    """Split launch arguments into plain values and their C types."""
-    values: list[int | float] = []
-    types: list[type] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            values.append(argument.data_ptr())
-            types.append(ctypes.c_void_p)
-        elif argument is None:
-            values.append(0)
-            types.append(ctypes.c_void_p)
-        elif isinstance(argument, int):
-            values.append(argument)
-            types.append(ctypes.c_int64)
-        else:
-            values.append(argument.value)
-            types.append(type(argument))
-    return tuple(values), tuple(types)
+class Parameters:
+    """The memory that the driver reads a kernel's parameters from: a word of 8 bytes for each, several for a struct.
+
+    Args:
+        sizes: bytes of each parameter; up to 8, or whole words.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        words = [ceil(size / 8) for size in sizes]
+        self._words = (ctypes.c_int64 * sum(words))()
+        start = ctypes.addressof(self._words)
+        self._addresses = (ctypes.c_void_p * len(words))(*(start + 8 * before for before in accumulate(words[:-1], initial=0)))
+        self._address = ctypes.addressof(self._addresses)
+        self._pack = struct.Struct(f"{sum(words)}q").pack_into
+
+    def fill(self, arguments: Sequence[Argument], name: str) -> int:
+        """Write the arguments, and give the address of the parameters' addresses."""
+        words = [part if type(part) is int else 0 if part is None else part.data_ptr() for part in arguments]  # pyright: ignore[reportAttributeAccessIssue]
+        if len(words) != len(self._words):
+            raise BackendError(f"kernel {name} takes {len(self._words)} arguments, got {len(words)}")
+        self._pack(self._words, 0, *words)
+        return self._address
 
 
 def current_stream(device_index: int) -> int:

@@ -40,8 +40,8 @@ def multiply(
     meet(product, x.shape[0])
     if x.shape[0] == 0:
         return x.new_empty((0, linears * product.architecture.out_features))
-    images = derived((product, transposed), factors, lambda: product.pack(factors, transposed))
-    return product.run(x, images, _bias(biases, x.dtype))
+    packed = derived((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed))
+    return product.run(x, packed, bool(biases))
 
 
 def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int, transposed: bool) -> Product:
@@ -59,11 +59,3 @@ def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_ind
 def forget_products() -> None:
     """Choose kernels anew at the next call, after the table of configurations has changed."""
     _products.clear()
-
-
-def _bias(biases: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor | None:
-    if not biases:
-        return None
-    if len(biases) == 1 and biases[0].dtype == dtype:
-        return biases[0]
-    return derived(("bias", dtype), biases, lambda: (torch.cat([bias.to(dtype) for bias in biases]),))[0]

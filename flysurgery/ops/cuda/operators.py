@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.autograd import layer_gradients
-from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
+from flysurgery.ops.cuda.chain import gradient_dtype
+from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.modes import dtype_of, mode_of, tf32_allowed
 from flysurgery.ops.cuda.multiply import multiply
 
@@ -51,7 +51,9 @@ def check_operands(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor
 _library = torch.library.Library("flysurgery", "FRAGMENT")
 _library.define("ks_linear(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor")
 _library.define("ks_linear_input_gradient(Tensor dy, Tensor[] factors, int linears, str mode) -> Tensor")
-_library.define("ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, int linears, str mode, bool with_input) -> Tensor[]")
+_library.define(
+    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, int linears, str mode, bool with_input, bool with_bias) -> Tensor[]"
+)
 _library.impl("ks_linear", _linear, "CUDA")
 _library.impl("ks_linear_input_gradient", input_gradient, "CUDA")
 _library.impl("ks_linear_gradients", all_gradients, "CUDA")
@@ -67,9 +69,12 @@ def _fake_input_gradient(dy: Tensor, factors: Sequence[Tensor], linears: int, mo
     return dy.new_empty((dy.shape[0], a * c * d))
 
 
-def _fake_gradients(dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, mode: str, with_input: bool) -> list[Tensor]:
-    gradients = [torch.empty_like(factor, memory_format=torch.contiguous_format) for factor in factors]
-    return [*gradients, dy.new_empty(x.shape)] if with_input else gradients
+def _fake_gradients(
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
+) -> list[Tensor]:
+    size = sum(factor.numel() for factor in factors) + (dy.shape[1] if with_bias else 0)
+    weights = x.new_empty(size, dtype=gradient_dtype(x))
+    return [weights, x.new_empty(x.shape)] if with_input else [weights]
 
 
 torch.library.register_fake("flysurgery::ks_linear", _fake_linear, lib=_library)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from flysurgery.ops.cuda.configured import SINGLE, single_factor
 from flysurgery.ops.cuda.fused import FusedLinear, aligned
-from flysurgery.ops.cuda.gather import can_gather, gather, make_tables
+from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
-from flysurgery.ops.cuda.single import SingleFactor, candidates
-from flysurgery.ops.cuda.single_tiling import SingleConfig
-from flysurgery.ops.cuda.table import TunedCase, matching, tuned_config
+from flysurgery.ops.cuda.single import SingleFactor
+from flysurgery.ops.cuda.table import TunedCase, tuned_config
 from flysurgery.ops.cuda.tiling import FusedConfig
 from flysurgery.patterns import Architecture
 
 FUSED = "fused_linear"
-SINGLE = "single_factor"
 
 
 class Product:
@@ -36,7 +35,7 @@ class Product:
     ) -> None:
         self.architecture, self.mode, self.linears, self.device_index = architecture, mode, linears, device_index
         self.kernels = kernels
-        self._tables: dict[bool, tuple[Tensor, ...]] = {}
+        self._packers: dict[tuple[int, bool], Packer] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a launch."""
@@ -48,43 +47,41 @@ class Product:
     def pack(
         self,
         factors: tuple[Tensor, ...],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+        biases: tuple[Tensor, ...],  # shapes: (out_features,), one a linear, or none
         transposed: bool,
     ) -> tuple[Tensor, ...]:
-        """The weights as the kernels read them, one image a launch.
+        """The weights as the kernels read them, one image a launch, and the biases one after the other if there are any.
 
-        ``transposed``: the factors are those of the transposed architecture, whose product this multiplies by. Half
-        precision takes one launch an image, once it has been learnt where each weight goes.
+        ``transposed``: the factors are those of the transposed architecture, whose product this multiplies by.
         """
-        tables = self._tables_for(factors, transposed) if can_gather(factors, self.mode) else None
-        if tables is None:
-            return self._pack(_split(factors, self.linears, transposed))
-        return tuple(gather(factors, table, self.mode) for table in tables)
+        key = (len(biases), transposed)
+        packer = self._packers.get(key)
+        if packer is None:
+            packer = self._packers[key] = Packer(partial(self._pack, len(factors), transposed), self.mode)
+        return packer(factors + biases)
 
-    def _tables_for(self, factors: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...] | None:
-        tables = self._tables.get(transposed)
-        if tables is None and not torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
-            tables = make_tables(lambda values: self._pack(_split(values, self.linears, transposed)), factors, self.mode)
-            self._tables[transposed] = tables
-        return tables
-
-    def _pack(self, linears: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _pack(self, count: int, transposed: bool, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        linears = _split(sources[:count], self.linears, transposed)
+        biases = tuple(bias.detach().to(dtype_of(self.mode)) for bias in sources[count:])
+        joined = (torch.cat(biases),) if biases else ()
         if isinstance(self.kernels, FusedLinear):
-            return (self.kernels.pack([(left, right) for left, right in linears]),)
-        return tuple(single.pack(factor) for single, factor in zip(self.kernels, reversed(linears[0]), strict=True))
+            return (self.kernels.pack([(left, right) for left, right in linears]), *joined)
+        return (*(single.pack(factor) for single, factor in zip(self.kernels, reversed(linears[0]), strict=True)), *joined)
 
     def run(
         self,
         x: Tensor,  # shape: (rows, in_features)
-        images: tuple[Tensor, ...],
-        bias: Tensor | None,  # shape: (linears * out_features,)
+        packed: tuple[Tensor, ...],
+        with_bias: bool,
     ) -> Tensor:  # shape: (rows, linears * out_features)
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""
+        bias = packed[-1] if with_bias else None
         if isinstance(self.kernels, FusedLinear):
-            bias = bias if bias is None else _copy_unless(aligned(bias), bias)
-            return self.kernels.run(_copy_unless(aligned(x), x), images[0], bias)
+            return self.kernels.run(_copy_unless(aligned(x), x), packed[0], bias)
         x = _copy_unless(x.stride(1) == 1, x)
-        for left, (single, image) in enumerate(zip(self.kernels, images, strict=True), start=1 - len(self.kernels)):
-            x = single.run(x, image, bias if left == 0 else None)
+        last = len(self.kernels) - 1
+        for place, single in enumerate(self.kernels):
+            x = single.run(x, packed[place], bias if place == last else None)
         return x
 
 
@@ -107,11 +104,8 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
         fields = tuned_config(FUSED, architecture, mode, linears, device_index, rows)
         config = FusedLinear.tuned(architecture, mode, linears, fields, device_index=device_index) if fields else None
         return _fused(architecture, mode, linears, device_index, config)
-    configs = []
-    for pattern in architecture:
-        fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
-        configs.append(matching(fields, lambda pattern=pattern: candidates(pattern, mode, limit)))
-    return _chain(architecture, mode, device_index, tuple(configs))
+    singles = tuple(single_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))
+    return _chain(architecture, mode, device_index, singles)
 
 
 @cache
@@ -121,11 +115,8 @@ def _fused(architecture: Architecture, mode: str, linears: int, device_index: in
 
 
 @cache
-def _chain(architecture: Architecture, mode: str, device_index: int, configs: tuple[SingleConfig | None, ...]) -> Product:
-    limit = shared_limit_of(device_index)
-    pairs = [*zip(architecture.patterns, configs, strict=True)]
-    kernels = tuple(SingleFactor(pattern, mode, config, shared_limit=limit) for pattern, config in reversed(pairs))
-    return Product(architecture, mode, 1, device_index, kernels)
+def _chain(architecture: Architecture, mode: str, device_index: int, singles: tuple[SingleFactor, ...]) -> Product:
+    return Product(architecture, mode, 1, device_index, singles)
 
 
 def _copy_unless(readable: bool, tensor: Tensor) -> Tensor:

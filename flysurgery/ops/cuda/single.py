@@ -7,33 +7,15 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
-from flysurgery.ops.cuda.single_choice import configs
-from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, MODES, SingleConfig, SingleTiling
+from flysurgery.ops.cuda.single_choice import candidates, single_reason
+from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 
-_HOPPER_SHARED_BYTES = 227 * 1024
+__all__ = ["SingleFactor", "candidates", "single_reason"]
+
 _WEIGHT_EXPONENT = 11
 _LARGEST_SCALE = 123
 _SMALLEST_SCALE = -115
-
-
-def single_reason(pattern: Pattern, mode: str, shared_limit: int = _HOPPER_SHARED_BYTES) -> str | None:
-    """Why the single-factor kernel cannot run a pattern, or None where it can.
-
-    Args:
-        mode: ``fp16``, ``bf16``, ``tf32``, ``fp32`` or ``exact``.
-        shared_limit: bytes of shared memory that a block may use on the device.
-    """
-    if mode not in MODES:
-        return f"the single-factor kernel has no mode '{mode}', only {', '.join(MODES)}"
-    if not configs(pattern, mode, shared_limit):
-        return f"no tile of pattern {pattern} in mode {mode} fits in {shared_limit} bytes of shared memory"
-    return None
-
-
-def candidates(pattern: Pattern, mode: str, shared_limit: int = _HOPPER_SHARED_BYTES) -> tuple[SingleConfig, ...]:
-    """Configurations to choose from, the most promising first."""
-    return configs(pattern, mode, shared_limit)
 
 
 class SingleFactor:
@@ -44,6 +26,7 @@ class SingleFactor:
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32``, ``fp32`` and ``exact`` for float32 inputs.
         config: one of ``candidates``; None takes the first.
         shared_limit: bytes of shared memory that a block may use on the device.
+        segments: how many linears are summed: ``pattern`` is theirs with as many times the inputs c, and x holds theirs side by side.
 
     Raises:
         BackendError: the kernel cannot run this; ``single_reason`` tells beforehand.
@@ -52,18 +35,17 @@ class SingleFactor:
     memory and y written once.
     """
 
-    def __init__(
-        self, pattern: Pattern, mode: str, config: SingleConfig | None = None, *, shared_limit: int = _HOPPER_SHARED_BYTES
-    ) -> None:
+    def __init__(self, pattern: Pattern, mode: str, config: SingleConfig | None = None, *, shared_limit: int, segments: int = 1) -> None:
         reason = single_reason(pattern, mode, shared_limit)
         if config is None and reason is not None:
             raise BackendError(reason)
         self.pattern = pattern
         self.mode = mode
-        self.tile = SingleTiling(pattern, mode, config or configs(pattern, mode, shared_limit)[0])
-        self.shared_bytes = self.tile.shared_bytes
-        self._kernels: dict[tuple[int, int], Kernel] = {}
-        self._row_chunks: dict[tuple[int, int], tuple[int, int]] = {}
+        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments)
+        self._shared_bytes = self.tile.shared_bytes
+        self._vector = self.tile.x_vector
+        self._block = (self.tile.config.threads, 1, 1)
+        self._launches: dict[tuple[int, int, int, bool], tuple[Kernel, tuple[int, int, int], int]] = {}
 
     def pack(
         self,
@@ -104,46 +86,40 @@ class SingleFactor:
 
     def run(
         self,
-        x: Tensor,  # shape: (rows, a*c*d)
+        x: Tensor,  # shape: (rows, a*c*d), or (rows, linears*a*c*d)
         image: Tensor,
-        bias: Tensor | None = None,  # shape: (a*b*d,)
-    ) -> Tensor:  # shape: (rows, a*b*d)
+        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
+        linears: int = 1,
+    ) -> Tensor:  # shape: (rows, linears*a*b*d)
         """Launch on the current stream. Rows of x may be strided, features must be adjacent; any alignment of whole elements.
+
+        Several linears, their images one after the other, share x or have it side by side.
 
         Raises:
             BackendError: the features of x are not adjacent.
         """
-        rows = x.shape[0]
-        y = torch.empty((rows, self.pattern.out_features), dtype=x.dtype, device=x.device)
+        rows, features = x.shape
+        stride, each = x.stride()
+        if each != 1 and features > 1:
+            raise BackendError(f"the single-factor kernel needs adjacent features, x has strides {x.stride()}; call .contiguous() first")
+        y = x.new_empty((rows, linears * self.pattern.out_features))
         if rows == 0:
             return y
-        if x.stride(1) != 1 and x.shape[1] > 1:
-            raise BackendError(f"the single-factor kernel needs adjacent features, x has strides {x.stride()}; call .contiguous() first")
         device = x.device.index
-        aligned = (x.data_ptr() | x.stride(0) * x.element_size()) % self.tile.x_vector == 0
-        kernel = self._kernel(device, self.tile.x_vector if aligned else x.element_size())
-        row_chunks, tiles = self._chunks(rows, device)
-        kernel.launch(
-            (self.tile.groups * row_chunks, 1, 1),
-            (self.tile.config.threads, 1, 1),
-            self.shared_bytes,
-            current_stream(device),
-            *(x, image, bias, y, rows, x.stride(0), tiles),
-        )
+        key = (rows, linears, device, (x.data_ptr() | stride * x.element_size()) % self._vector == 0)
+        kernel, grid, tiles = self._launches.get(key) or self._prepare(*key)
+        step = 0 if features == self.pattern.in_features else self.pattern.in_features
+        stream = current_stream(device)
+        kernel.launch(grid, self._block, self._shared_bytes, stream, x, image, bias, y, rows, stride, tiles, linears, step)
         return y
 
-    def _kernel(self, device: int, x_vector: int) -> Kernel:
-        kernel = self._kernels.get((device, x_vector))
-        if kernel is None:
-            kernel = load_kernel("single_factor.cu", self.tile.defines(x_vector), name="single_factor", device_index=device)
-            self._kernels[device, x_vector] = kernel
-        return kernel
-
-    def _chunks(self, rows: int, device: int) -> tuple[int, int]:
-        found = self._row_chunks.get((rows, device))
-        if found is None:
-            found = self.tile.row_chunks(rows, torch.cuda.get_device_properties(device).multi_processor_count)
-            self._row_chunks[rows, device] = found
+    def _prepare(self, rows: int, linears: int, device: int, aligned: bool) -> tuple[Kernel, tuple[int, int, int], int]:
+        """The compiled kernel, the grid, and the tiles of rows a block takes."""
+        defines = self.tile.defines(self._vector if aligned else self.tile.element_bytes)
+        kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device)
+        row_chunks, tiles = self.tile.row_chunks(rows, torch.cuda.get_device_properties(device).multi_processor_count, linears)
+        found = kernel, (self.tile.groups * linears * row_chunks, 1, 1), tiles
+        self._launches[rows, linears, device, aligned] = found
         return found
 
 

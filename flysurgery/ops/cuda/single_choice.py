@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from flysurgery.ops.cuda.single_tiling import SingleConfig, SingleTiling
+from flysurgery.ops.cuda.search import most_promising
+from flysurgery.ops.cuda.single_tiling import MODES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 
 _PLANNED_ROWS = 25088
@@ -16,15 +17,13 @@ _DRAM_ACCESS = 64
 
 
 @lru_cache(maxsize=512)
-def configs(pattern: Pattern, mode: str, shared_limit: int) -> tuple[SingleConfig, ...]:
+def candidates(pattern: Pattern, mode: str, shared_limit: int) -> tuple[SingleConfig, ...]:
     """Configurations that fit, the most promising first; a dozen at most."""
-    found = []
-    for config in _enumerate(pattern, mode):
-        filled = _fill(SingleTiling(pattern, mode, config), shared_limit)
-        if filled is not None:
-            found.append((_cost(SingleTiling(pattern, mode, filled)), filled))
-    found.sort(key=lambda pair: pair[0])
-    return tuple(config for _, config in found[:12])
+    return most_promising(
+        _enumerate(pattern, mode),
+        lambda config: _fill(SingleTiling(pattern, mode, config), shared_limit),
+        lambda config: _cost(SingleTiling(pattern, mode, config)),
+    )
 
 
 def _enumerate(pattern: Pattern, mode: str) -> Iterator[SingleConfig]:
@@ -118,3 +117,17 @@ def _cost(tile: SingleTiling) -> float:
     slots = 132 * config.min_blocks
     waves = ceil(tile.groups * row_chunks / slots)
     return waves * each * config.min_blocks * per_tile
+
+
+def single_reason(pattern: Pattern, mode: str, shared_limit: int) -> str | None:
+    """Why the single-factor kernel cannot run a pattern, or None where it can.
+
+    Args:
+        mode: ``fp16``, ``bf16``, ``tf32``, ``fp32`` or ``exact``.
+        shared_limit: bytes of shared memory that a block may use on the device.
+    """
+    if mode not in MODES:
+        return f"the single-factor kernel has no mode '{mode}', only {', '.join(MODES)}"
+    if not candidates(pattern, mode, shared_limit):
+        return f"no tile of pattern {pattern} in mode {mode} fits in {shared_limit} bytes of shared memory"
+    return None

@@ -63,11 +63,15 @@ class SingleConfig:
 
 @dataclass(frozen=True)
 class SingleTiling:
-    """The sizes that follow from a pattern, a mode and a configuration."""
+    """The sizes that follow from a pattern, a mode and a configuration.
+
+    ``segments``: how many linears are summed, as one factor of as many times the inputs q.
+    """
 
     pattern: Pattern
     mode: str
     config: SingleConfig
+    segments: int = 1
 
     @property
     def element_bytes(self) -> int:
@@ -129,7 +133,7 @@ class SingleTiling:
     @property
     def x_vector(self) -> int:
         """Widest copy, in bytes, that the pattern's alignment allows; x itself may force a narrower one."""
-        return self._vector(self.pattern.c, self.config.chunk)
+        return self._vector(self.pattern.c // self.segments, self.config.chunk)
 
     @property
     def y_vector(self) -> int:
@@ -188,6 +192,7 @@ class SingleTiling:
             "RESIDENT": int(config.resident),
             "INTERLEAVED_Q": int(config.interleaved),
             "RANGES_FAST": self.ranges_fast,
+            "SEGMENTS": self.segments,
             "X_VECTOR": x_vector,
             "Y_VECTOR": self.y_vector,
             "X_PITCH": self.x_pitch,
@@ -195,9 +200,9 @@ class SingleTiling:
             "MIN_BLOCKS": config.min_blocks,
         }
 
-    def row_chunks(self, rows: int, multiprocessors: int) -> tuple[int, int]:
+    def row_chunks(self, rows: int, multiprocessors: int, linears: int = 1) -> tuple[int, int]:
         """How many row chunks to launch and how many tiles of rows each takes, for the least time of the slowest block."""
-        groups, chunks = self.groups, self.counts[2]
+        groups, chunks = self.groups * linears, self.counts[2]
         tiles = ceil(rows / self.config.block_rows)
         slots = multiprocessors * self.config.min_blocks
         stage = self.config.block_rows * self.x_pitch * chunks

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
+from flysurgery.ops.cuda import chain, gradients
 from flysurgery.ops.cuda import multiply as multiplication
-from flysurgery.ops.cuda import weight_gradient
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
 from flysurgery.ops.derived import forget_derived
-from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct
+from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
 
 
 @pytest.fixture
@@ -38,10 +38,11 @@ def cpu_operators() -> Iterator[None]:
 def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[type[EmulatedProduct]]:
     """The kernels replaced by the definition, on the CPU."""
     monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
-    monkeypatch.setattr(weight_gradient, "WeightGradient", EmulatedGradient)
+    monkeypatch.setattr(chain, "single_factor", EmulatedSingle)
+    monkeypatch.setattr(chain, "factor_grad", EmulatedGradient)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(multiplication, "_products", {})
-    monkeypatch.setattr(weight_gradient, "_gradients", {})
+    monkeypatch.setattr(gradients, "_chains", {})
     EmulatedProduct.packs = 0
     forget_derived()
     yield EmulatedProduct

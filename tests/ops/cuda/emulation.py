@@ -22,33 +22,59 @@ class EmulatedProduct:
     def cases(self, rows: int) -> list[TunedCase]:
         return [TunedCase("emulated", "fused_linear", self.architecture, self.mode, self.linears, rows)]
 
-    def pack(self, factors: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
+    def pack(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
         EmulatedProduct.packs += 1
         linears = _split(factors, self.linears, transposed)
         shapes = [pattern.factor_shape for pattern in self.architecture]
         assert all(tuple(factor.shape) == shape for factors in linears for factor, shape in zip(factors, shapes, strict=True))
-        return tuple(factor.detach().clone() for factors in linears for factor in factors)
+        images = tuple(factor.detach().clone() for factors in linears for factor in factors)
+        return (*images, torch.cat(biases).detach()) if biases else images
 
-    def run(self, x: Tensor, images: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool) -> Tensor:
         length, outputs = len(self.architecture), []
+        images = packed[:-1] if with_bias else packed
         for start in range(0, len(images), length):
             value = x
             for image in reversed(images[start : start + length]):
                 value = ks_einsum(value, image.to(x.dtype))
             outputs.append(value)
         y = torch.cat(outputs, dim=1)
+        return y + packed[-1].to(x.dtype) if with_bias else y
+
+
+class EmulatedSingle:
+    """Stands in for ``SingleFactor``."""
+
+    def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int, segments: int = 1) -> None:
+        self.pattern, self.segments = pattern, segments
+
+    def pack(self, factor: Tensor) -> Tensor:
+        return factor.detach().reshape(-1).clone()
+
+    def run(self, x: Tensor, image: Tensor, bias: Tensor | None = None, linears: int = 1) -> Tensor:
+        a, _, c, d = self.pattern.factor_shape
+        if self.segments > 1:
+            x = x.reshape(-1, self.segments, a, c // self.segments, d).transpose(1, 2).reshape(-1, a * c * d)
+        images = image.to(x.dtype).view(linears, *self.pattern.factor_shape)
+        parts = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
+        y = torch.cat([ks_einsum(part, factor) for part, factor in zip(parts, images, strict=True)], dim=1)
         return y if bias is None else y + bias
 
 
 class EmulatedGradient:
-    """Stands in for ``WeightGradient``."""
+    """Stands in for ``FactorGrad``."""
+
+    sums_dy = True
 
     def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int) -> None:
-        self.pattern, self.mode, self.device_index = pattern, mode, 0
+        self.pattern = pattern
 
-    def cases(self, rows: int) -> list[TunedCase]:
-        return [TunedCase("emulated", "factor_grad", Architecture((self.pattern,)), self.mode, 1, rows)]
-
-    def run(self, x: Tensor, dy: Tensor) -> Tensor:
+    def write(self, x: Tensor, dy: Tensor, out: Tensor, start: int, bias_start: int | None = None, linears: int = 1) -> None:
         a, b, c, d = self.pattern.factor_shape
-        return torch.einsum("ripj,riqj->ipqj", dy.reshape(-1, a, b, d), x.reshape(-1, a, c, d)).contiguous()
+        parts = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
+        for part, own in zip(parts, dy.chunk(linears, dim=1), strict=True):
+            gradient = torch.einsum("ripj,riqj->ipqj", own.reshape(-1, a, b, d), part.reshape(-1, a, c, d))
+            out[start : start + gradient.numel()] = gradient.reshape(-1)
+            start += gradient.numel()
+        if bias_start is not None:
+            out[bias_start : bias_start + dy.shape[1]] = dy.sum(0)

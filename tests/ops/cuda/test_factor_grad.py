@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs, grad_reaso
 from flysurgery.ops.cuda.grad_tiling import GradConfig, GradTiling
 from flysurgery.patterns import Pattern
 
+HOPPER = 227 * 1024
 PATTERNS = [
     Pattern(2, 3, 5, 3),
     Pattern(1, 48, 48, 1),
@@ -30,8 +32,8 @@ def features_of(tiles: int, neighbours: int) -> list[int]:
 @pytest.mark.parametrize("mode", ["fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_tiles_number_every_feature_once_and_fit(pattern: Pattern, mode: str) -> None:
-    assert grad_reason(pattern, mode) is None
-    for config in grad_configs(pattern, mode):
+    assert grad_reason(pattern, mode, HOPPER) is None
+    for config in grad_configs(pattern, mode, HOPPER):
         tile = GradTiling(pattern, mode, config)
         for tiles in (2 * config.output_tiles, config.input_tiles):
             if tile.element_bytes == 2 and config.block_residues == 1:
@@ -39,21 +41,22 @@ def test_tiles_number_every_feature_once_and_fit(pattern: Pattern, mode: str) ->
                 continue
             assert sorted(features_of(tiles, config.neighbours)) == list(range(8 * tiles))
         assert config.neighbours * config.residues * tile.element_bytes % 4 == 0
-        assert tile.shared_bytes <= 227 * 1024
+        assert tile.shared_bytes <= HOPPER
         assert GradConfig(**json.loads(json.dumps(asdict(config)))) == config
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 25088, 10**6])
 def test_splits_cover_all_rows_and_bound_the_workspace(rows: int) -> None:
     for pattern in PATTERNS:
-        tile = FactorGrad(pattern, "bf16").tile
-        splits, chunks = tile.splits(rows, 132)
-        assert (splits - 1) * chunks * tile.config.chunk < rows <= splits * chunks * tile.config.chunk
-        assert splits == 1 or splits * pattern.nnz * 4 <= 32 << 20
+        tile = FactorGrad(pattern, "bf16", shared_limit=HOPPER).tile
+        for linears in (1, 3):
+            splits, chunks = tile.splits(rows, 132, linears)
+            assert (splits - 1) * chunks * tile.config.chunk < rows <= splits * chunks * tile.config.chunk
+            assert splits == 1 or splits * linears * pattern.nnz * 4 <= 32 << 20
 
 
 def test_unknown_mode_is_refused_with_the_known_ones() -> None:
-    reason = grad_reason(Pattern(1, 16, 16, 1), "exact")
+    reason = grad_reason(Pattern(1, 16, 16, 1), "exact", HOPPER)
     assert reason is not None and "exact" in reason and "fp32" in reason
 
 
@@ -71,5 +74,7 @@ def test_unknown_mode_is_refused_with_the_known_ones() -> None:
 )
 def test_variants_compile_without_spills(pattern: Pattern, mode: str, arch: str) -> None:
     tile = FactorGrad(pattern, mode, shared_limit=163 * 1024).tile
-    for vectors in {(tile.x_vector, tile.dy_vector), (tile.element_bytes, tile.dy_vector)}:
-        assert compile_cubin("factor_grad.cu", tile.defines(*vectors), arch=arch, name="factor_grad").spill_bytes == 0
+    biases = (False, True) if tile.element_bytes == 2 else (False,)
+    for x_vector, bias in product((tile.x_vector, tile.element_bytes), biases):
+        defines = tile.defines(x_vector, tile.dy_vector, bias)
+        assert compile_cubin("factor_grad.cu", defines, arch=arch, name="factor_grad").spill_bytes == 0

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda import product as products
+from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.fused import FusedLinear
-from flysurgery.ops.cuda.gather import can_gather, gather, make_tables
+from flysurgery.ops.cuda.gather import Packer, can_gather, make_tables
 from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.product import _split, product_of
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.tiling import Tiling, configs, tiling
 from flysurgery.patterns import Architecture, gonon
-from tests.support.problems import make_factors
+from tests.support.problems import make_factors, make_vector
 from tests.support.tolerance import BF16, FP16, FP32
 
 SQUARE, DOWN = gonon(384, 384), gonon(384, 1536)
@@ -30,7 +32,7 @@ def packer(architecture: Architecture, mode: str, linears: int):
         config = configs(tile, 227 * 1024, wgmma=False)[0]
         first, second = (torch.from_numpy(index).long() for index in panel_indices(tile, config))
         return lambda parts: (pack(tile, config, parts, (first, second)),)
-    singles = [SingleFactor(pattern, mode) for pattern in reversed(architecture.patterns)]
+    singles = [SingleFactor(pattern, mode, shared_limit=227 * 1024) for pattern in reversed(architecture.patterns)]
     return lambda parts: tuple(single.pack(factor) for single, factor in zip(singles, reversed(parts[0]), strict=True))
 
 
@@ -69,15 +71,16 @@ def test_what_cannot_be_gathered_is_packed_otherwise() -> None:
     assert not can_gather([factors[0].double(), factors[1].double()], "fp16")
     assert not can_gather([factors[0], factors[1].half()], "fp16")
     assert not can_gather([factors[0].mT, factors[1]], "fp16")
-    assert not can_gather(factors * 5, "fp16")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("target", [1, 2])
 @pytest.mark.parametrize("source", [0, 1, 2])
 def test_compiles_without_spills(source: int, target: int, arch: str) -> None:
-    compiled = compile_cubin("gather.cu", {"SOURCE": source, "TARGET": target}, arch=arch, name="gather")
-    assert compiled.spill_bytes == 0 and compiled.stack_bytes == 0
+    for slots in (1, 9):
+        defines = {"SLOTS": slots, "SOURCE": source, "TARGET": target}
+        compiled = compile_cubin("gather.cu", defines, arch=arch, name="gather")
+        assert compiled.spill_bytes == 0 and compiled.stack_bytes == 0
 
 
 @pytest.mark.gpu
@@ -90,8 +93,10 @@ def test_the_kernel_gathers(architecture: Architecture, linears: int, dtype: tor
     factors = tuple(
         factor.to(dtype) * (index + 1) for index, factor in enumerate(make_factors(architecture, FP32, device="cuda") * linears)
     )
-    slow = product._pack(products._split(factors, linears, False))
-    for table, image in zip(make_tables(lambda values: product._pack(_split(values, linears, False)), factors, mode), slow, strict=True):
-        assert torch.equal(gather(factors, table, mode), image)
-    for fast, image in zip(product.pack(factors, False), slow, strict=True):
-        assert torch.equal(fast, image)
+    biases = tuple(make_vector(architecture.out_features, FP32, device="cuda").to(dtype) * (n + 1) for n in range(linears))
+    chain = Chain(architecture, mode, linears, 0, 1000)
+    for packer, sources in ((Packer(partial(product._pack, len(factors), False), mode), factors + biases), (chain.pack, factors)):
+        slow = packer.plainly(sources)
+        for fast, image in zip(packer(sources), slow, strict=True):
+            assert fast.data_ptr() % 256 == 0
+            assert torch.equal(fast.view(torch.uint8), image.view(torch.uint8))

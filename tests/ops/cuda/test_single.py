@@ -99,7 +99,7 @@ def test_fragments_and_image_meet_at_the_same_inputs(pattern: Pattern, mode: str
     factor, x = integers(pattern.factor_shape, 1), integers((3, pattern.in_features), 2)
     expected = ks_einsum(x, factor).numpy()
     for config in candidates(pattern, mode, HOPPER)[:4]:
-        single = SingleFactor(pattern, mode, config)
+        single = SingleFactor(pattern, mode, config, shared_limit=HOPPER)
         image = single.pack(factor.float() if mode in ("tf32", "fp32") else factor.half())
         assert image.numel() == single.tile.image_bytes
         exponent = int(image[:4].view(torch.int32))
@@ -109,7 +109,7 @@ def test_fragments_and_image_meet_at_the_same_inputs(pattern: Pattern, mode: str
 def test_exact_image_keeps_float32_in_order() -> None:
     pattern = Pattern(2, 10, 20, 3)
     factor = torch.randn(pattern.factor_shape)
-    single = SingleFactor(pattern, "exact")
+    single = SingleFactor(pattern, "exact", shared_limit=HOPPER)
     config = single.tile.config
     ranges, outputs, chunks = single.tile.counts
     shape = (2, ranges, outputs, chunks, config.block_residues, config.chunk, config.block_outputs)
@@ -123,7 +123,7 @@ def test_pairs_of_halves_hold_22_bits_of_a_weight() -> None:
     pattern = Pattern(1, 16, 16, 1)
     factor = torch.randn(pattern.factor_shape) * 1e-20
     factor[0, 0, 0, 0] = torch.inf
-    single = SingleFactor(pattern, "fp32")
+    single = SingleFactor(pattern, "fp32", shared_limit=HOPPER)
     image = single.pack(factor)
     exponent = int(image[:4].view(torch.int32))
     kept = np.sum([weight_slots(single.tile, image, plane) for plane in (0, 1)], axis=0)
@@ -147,14 +147,14 @@ def test_configurations_fit_the_device(mode: str) -> None:
 
 
 def test_row_chunks_cover_all_rows() -> None:
-    tile = SingleTiling(Pattern(1, 64, 64, 4), "fp16", candidates(Pattern(1, 64, 64, 4), "fp16")[0])
+    tile = SingleTiling(Pattern(1, 64, 64, 4), "fp16", candidates(Pattern(1, 64, 64, 4), "fp16", HOPPER)[0])
     for rows in (1, 63, 64, 65, 25088, 25216, 10**6):
         row_chunks, each = tile.row_chunks(rows, 132)
         assert (row_chunks - 1) * each * tile.config.block_rows < rows <= row_chunks * each * tile.config.block_rows
 
 
 def test_unknown_mode_is_refused_with_the_known_ones() -> None:
-    reason = single_reason(Pattern(1, 16, 16, 1), "fp64")
+    reason = single_reason(Pattern(1, 16, 16, 1), "fp64", HOPPER)
     assert reason is not None and "fp64" in reason and "bf16" in reason
 
 

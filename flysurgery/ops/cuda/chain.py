@@ -1,0 +1,92 @@
+"""The backward pass of linears that share x: one launch a factor for the chain of gradients, one for those of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, single_factor
+from flysurgery.ops.cuda.exact_gradient import ExactGradient
+from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.table import TunedCase
+from flysurgery.patterns import Architecture, Pattern
+
+
+class Chain:
+    """The kernels of the backward pass of several linears of one architecture that share x, for one mode and device.
+
+    The inputs of all factors but the last are computed again from x rather than kept from the forward pass: for q, k and v of
+    a ViT-S/16 they are three quarters of x, and computing them takes a twentieth of the backward pass.
+    """
+
+    def __init__(self, architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> None:
+        self.architecture, self.mode, self.linears, self.device_index = architecture, mode, linears, device_index
+        patterns = architecture.patterns
+        last = patterns[-1].transpose
+        summed = Pattern(last.a, last.b, linears * last.c, last.d)
+        self._inputs = [single_factor(pattern, mode, device_index, rows) for pattern in reversed(patterns[1:])]
+        self._outputs = [single_factor(pattern.transpose, mode, device_index, rows) for pattern in patterns[:-1]]
+        self._sum = single_factor(summed, mode, device_index, rows, segments=linears)
+        exact = mode == "exact"
+        self._gradients = [ExactGradient(p) if exact else factor_grad(p, mode, device_index, rows) for p in patterns]
+        *self._starts, self._bias_start = accumulate((linears * pattern.nnz for pattern in patterns), initial=0)
+        self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
+        self.pack = Packer(self._pack, mode)
+
+    def cases(self, rows: int) -> list[TunedCase]:
+        """What to autotune for calls of so many rows: one case a kind of launch."""
+        device = torch.cuda.get_device_name(self.device_index)
+        found = [TunedCase(device, SINGLE, Architecture((pattern,)), self.mode, 1, rows) for pattern in self._products]
+        if self.mode != "exact":
+            found += [TunedCase(device, GRADIENT, Architecture((pattern,)), self.mode, 1, rows) for pattern in self.architecture]
+        return found
+
+    def _pack(self, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """An image a launch: of the factors but the leftmost, from right to left, then of all transposed, from left to right."""
+        length = len(self.architecture)
+        places = [factors[place::length] for place in range(length)]  # of each place in the product, the factors of all linears
+        images = [torch.cat([single.pack(factor) for factor in own]) for single, own in zip(self._inputs, places[:0:-1], strict=True)]
+        for single, own in zip(self._outputs, places[:-1], strict=True):
+            images.append(torch.cat([single.pack(factor.transpose(1, 2)) for factor in own]))
+        joined = torch.cat([factor.transpose(1, 2) for factor in places[-1]], dim=2)
+        return (*images, self._sum.pack(joined))
+
+    def run(
+        self,
+        dy: Tensor,  # shape: (rows, linears * out_features)
+        x: Tensor,  # shape: (rows, in_features)
+        images: tuple[Tensor, ...],
+        with_input: bool,
+        with_bias: bool,
+    ) -> list[Tensor]:
+        """The gradients of the weights in one tensor, as ``split_gradients`` takes it apart, and that of x if asked for."""
+        size = self._bias_start + (self.linears * self.architecture.out_features if with_bias else 0)
+        weights = torch.empty(size, dtype=gradient_dtype(x), device=x.device)
+        if x.shape[0] == 0:
+            return [weights.zero_(), torch.empty_like(x)] if with_input else [weights.zero_()]
+        x, dy = _adjacent(x), _adjacent(dy)
+        images_left = iter(images)
+        inputs = [x]
+        for single in self._inputs:
+            inputs.append(single.run(inputs[-1], next(images_left), None, self.linears))
+        for place, gradient in enumerate(self._gradients):
+            bias_start = self._bias_start if with_bias and place == 0 else None
+            if bias_start is not None and not gradient.sums_dy:
+                torch.sum(dy, 0, dtype=weights.dtype, out=weights[bias_start:])
+                bias_start = None
+            gradient.write(inputs.pop(), dy, weights, self._starts[place], bias_start, self.linears)
+            if place < len(self._outputs):
+                dy = self._outputs[place].run(dy, next(images_left), None, self.linears)
+        return [weights, self._sum.run(dy, next(images_left))] if with_input else [weights]
+
+
+def gradient_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the weights' gradients: they are summed in float32, or wider for wider inputs."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _adjacent(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(1) == 1 else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,19 @@
+"""The search for a kernel's configurations: all worth a thought, filled up to what fits, by what each is estimated to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Config = TypeVar("Config")
+_CANDIDATES = 12
+
+
+def most_promising(
+    configs: Iterable[Config],
+    fill: Callable[[Config], Config | None],
+    cost: Callable[[Config], float],
+) -> tuple[Config, ...]:
+    """The dozen cheapest of those that ``fill`` does not refuse, the cheapest first."""
+    filled = [found for found in map(fill, configs) if found is not None]
+    return tuple(sorted(filled, key=cost)[:_CANDIDATES])
