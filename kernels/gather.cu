@@ -1,6 +1,6 @@
 // image[n] = weights[table[n]], rounded to 16 bits; 0 where table[n] < 0. The packing of weights for half-precision kernels, in
 // one launch: `table` holds, for each 16-bit element of the images, the place of its weight among SLOTS tensors laid one after the
-// other. Tensor k begins at place start[k].
+// other. Tensor k begins at starts.place[k].
 //
 // Each thread makes eight neighbouring elements, which it stores as one vector of 16 bytes. The weights come from the L2 cache, in no
 // particular order; the table, twice the size of the image, is read once in order. Memory-bound.
@@ -14,7 +14,10 @@ typedef long long i64;
 
 struct Sources {
     const void* tensor[SLOTS];
-    i64 start[SLOTS];
+};
+
+struct Starts {
+    i64 place[SLOTS];
 };
 
 __device__ __forceinline__ u16 round_to_target(float value) {
@@ -43,7 +46,8 @@ __device__ __forceinline__ u16 load_rounded(const void* weights, int place) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-gather(const int4* __restrict__ table, uint4* __restrict__ image, i64 count, const __grid_constant__ Sources sources) {
+gather(const __grid_constant__ Sources sources, const int4* __restrict__ table, uint4* __restrict__ image, i64 count,
+       const __grid_constant__ Starts starts) {
     const i64 vector = (i64)blockIdx.x * 256 + threadIdx.x;
     if (vector * 8 >= count) return;
     const int4 low = table[2 * vector], high = table[2 * vector + 1];
@@ -55,9 +59,9 @@ gather(const int4* __restrict__ table, uint4* __restrict__ image, i64 count, con
         int start = 0;
 #pragma unroll
         for (int k = 1; k < SLOTS; ++k)
-            if (places[n] >= (int)sources.start[k]) {
+            if (places[n] >= (int)starts.place[k]) {
                 weights = sources.tensor[k];
-                start = (int)sources.start[k];
+                start = (int)starts.place[k];
             }
         halves[n] = places[n] < 0 ? 0 : load_rounded(weights, places[n] - start);
     }

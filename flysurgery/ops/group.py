@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
+from flysurgery.ops.autocast import without_autocast
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.problem import problem_of
@@ -53,6 +54,6 @@ def _in_one_launch(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Seque
     chosen = choose(problem, backend)
     if chosen.group_obstacle(problem, len(linears)) is not None:
         return None
-    with torch.autocast("cuda", enabled=False):
+    with without_autocast("cuda"):
         product = chosen.linear_group(x.reshape(-1, architecture.in_features), factors, present, len(linears))
     return product.reshape(*x.shape[:-1], len(linears) * architecture.out_features)

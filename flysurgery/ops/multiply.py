@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
+from flysurgery.ops.autocast import without_autocast
 from flysurgery.ops.backend import Backend
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.problem import problem_of
@@ -66,7 +67,7 @@ def ks_linear(
     if not chosen.rounds_weights:
         factors = [factor.to(x.dtype) for factor in factors]
         bias = None if bias is None else bias.to(x.dtype)
-    with torch.autocast(device_type, enabled=False):
+    with without_autocast(device_type):
         return _run(chosen, x, factors, bias, architecture)
 
 

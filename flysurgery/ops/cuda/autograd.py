@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
+from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients, split_gradients
 from flysurgery.ops.cuda.multiply import multiply
+from flysurgery.ops.cuda.trained import trained_for
 
 
 class EagerLinear(torch.autograd.Function):
@@ -18,17 +19,29 @@ class EagerLinear(torch.autograd.Function):
     def forward(ctx: Any, linears: int, mode: str, count: int, x: Tensor, *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         factors, biases = parameters[:count], parameters[count:]
         needs = ctx.needs_input_grad
+        train = any(needs[4 : 4 + count])
         ctx.linears, ctx.mode, ctx.count = linears, mode, count
         ctx.bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[4 + count :], strict=True)]
-        ctx.save_for_backward(x if any(needs[4 : 4 + count]) else None, *factors)
-        return multiply(x, factors, biases, linears, mode)
+        ctx.trained = trained_for(x, factors, biases, linears, mode) if train else None
+        if ctx.trained is None:
+            ctx.save_for_backward(x if train else None, *factors)
+            return multiply(x, factors, biases, linears, mode)
+        packed, for_backward = ctx.trained.pack(factors, biases)
+        ctx.save_for_backward(x, *factors, *for_backward)
+        return ctx.trained.forward(x, packed, bool(biases))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, *factors = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        factors, packed = saved[: ctx.count], saved[ctx.count :]
         needs_x = ctx.needs_input_grad[3]
         of_all, of_input = all_gradients, input_gradient
         if torch.is_grad_enabled():  # a second derivative may follow, which the registered operators refuse with a reason
             of_all, of_input = torch.ops.flysurgery.ks_linear_gradients, torch.ops.flysurgery.ks_linear_input_gradient
-        dx, of_factors, of_biases = layer_gradients(dy, x, factors, ctx.bias_dtypes, ctx.linears, ctx.mode, needs_x, of_all, of_input)
+        elif ctx.trained is not None:
+            weights, *dx = ctx.trained.backward(dy, x, packed, needs_x, any(ctx.bias_dtypes))
+            of_factors, of_biases = split_gradients(weights, factors, ctx.bias_dtypes, ctx.linears)
+            return (None, None, None, *(dx or (None,)), *of_factors, *(of_biases or ctx.bias_dtypes))
+        found = layer_gradients(dy, x, factors, ctx.bias_dtypes, ctx.linears, ctx.mode, needs_x, of_all, of_input)
+        dx, of_factors, of_biases = found
         return (None, None, None, dx, *of_factors, *of_biases)

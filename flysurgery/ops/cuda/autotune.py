@@ -25,6 +25,7 @@ from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.single import SingleFactor, candidates
 from flysurgery.ops.cuda.table import TunedCase, TunedEntry, save_entries
+from flysurgery.ops.cuda.trained import forget_trained
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
@@ -75,6 +76,7 @@ def autotune(
     save_entries(tuning.entry for tuning in found)
     forget_products()
     forget_chains()
+    forget_trained()
     return found
 
 

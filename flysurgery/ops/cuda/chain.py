@@ -35,6 +35,7 @@ class Chain:
         *self._starts, self._bias_start = accumulate((linears * pattern.nnz for pattern in patterns), initial=0)
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
+        self.images = len(self._products)
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a kind of launch."""

@@ -10,17 +10,14 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.grad_choice import grad_configs, grad_reason
 from flysurgery.ops.cuda.grad_tiling import GradConfig, GradTiling
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
+from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
 from flysurgery.patterns import Pattern
 
 __all__ = ["FactorGrad", "grad_configs", "grad_reason"]
 
 _SUMS_A_BLOCK = 32
-_SUMS_BLOCK = (256, 1, 1)
-_Key = tuple[int, int, int, bool, tuple[int, int]]
-_Grid = tuple[int, int, int]
-_Launches = tuple[Kernel, Kernel, _Grid, _Grid, int, int, int]
-"""The kernels, their grids, the splits, the chunks of rows and the elements of each."""
+_Launches = tuple[Prepared, Prepared | None, int, int]
+"""The gradients of the splits, their sum where there are several, and the elements of all splits and of the factors in one."""
 
 
 class FactorGrad:
@@ -46,10 +43,8 @@ class FactorGrad:
         self.pattern = pattern
         self.mode = mode
         self.tile = GradTiling(pattern, mode, config or grad_configs(pattern, mode, shared_limit)[0])
-        self._shared_bytes = self.tile.shared_bytes
-        self._vectors = self.tile.x_vector, self.tile.dy_vector
-        self._block = (self.tile.config.threads, 1, 1)
-        self._launches: dict[_Key, _Launches] = {}
+        self._x_vector, self._dy_vector, self._width = self.tile.x_vector, self.tile.dy_vector, self.tile.element_bytes
+        self._launches: dict[tuple[int, int, int, int, bool, int, int, int, int], _Launches] = {}
 
     @property
     def sums_dy(self) -> bool:
@@ -85,38 +80,49 @@ class FactorGrad:
         Raises:
             BackendError: the features of x or dy are not adjacent.
         """
-        for name, tensor in (("x", x), ("dy", dy)):
-            if tensor.stride(1) != 1 and tensor.shape[1] > 1:
-                raise BackendError(f"the factor-gradient kernel needs adjacent features, {name} has strides {tensor.stride()}")
-        pattern, device, rows = self.pattern, x.device.index, x.shape[0]
-        vectors = _vector(x, self._vectors[0]), _vector(dy, self._vectors[1])
-        key = (rows, linears, device, bias_start is not None, vectors)
-        product, total, grid, sums_grid, splits, chunks, size = self._launches.get(key) or self._prepare(*key)
-        of_factors = linears * pattern.nnz
-        address = out.data_ptr()
+        (rows, features), (x_stride, x_each), (dy_stride, dy_each) = x.shape, x.stride(), dy.stride()
+        if (x_each != 1 and features > 1) or (dy_each != 1 and dy.shape[1] > 1):
+            raise BackendError(f"the factor-gradient kernel needs adjacent features; x has strides {x.stride()}, dy {dy.stride()}")
+        device, x_at, dy_at, width = x.device.index, x.data_ptr(), dy.data_ptr(), self._width
+        x_vector = self._x_vector if (x_at | x_stride * width) % self._x_vector == 0 else width
+        dy_vector = self._dy_vector if (dy_at | dy_stride * width) % self._dy_vector == 0 else width
+        key = (rows, features, linears, device, bias_start is not None, x_stride, dy_stride, x_vector, dy_vector)
+        product, total, size, of_factors = self._launches.get(key) or self._prepare(*key)
+        stream, address = current_stream(device), out.data_ptr()
         out_at, bias_at = address + 4 * start, address + 4 * (bias_start or 0)
-        stream = current_stream(device)
-        sizes = (rows, x.stride(0), dy.stride(0), chunks, size, linears)
-        steps = (0 if x.shape[1] == pattern.in_features else pattern.in_features, pattern.out_features)
-        if splits == 1:
-            product.launch(grid, self._block, self._shared_bytes, stream, x, dy, out_at, bias_at, *sizes, *steps)
+        if total is None:
+            product(stream, x_at, dy_at, out_at, bias_at)
             return
-        partial = torch.empty(splits * size, dtype=torch.float32, device=x.device)
-        bias_parts = partial.data_ptr() + 4 * of_factors
-        product.launch(grid, self._block, self._shared_bytes, stream, x, dy, partial, bias_parts, *sizes, *steps)
-        total.launch(sums_grid, _SUMS_BLOCK, 0, stream, partial, out_at, bias_at, splits, size, of_factors)
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        partial_at = partial.data_ptr()
+        product(stream, x_at, dy_at, partial_at, partial_at + 4 * of_factors)
+        total(stream, partial_at, out_at, bias_at)
 
-    def _prepare(self, rows: int, linears: int, device: int, bias: bool, vectors: tuple[int, int]) -> _Launches:
-        defines = self.tile.defines(*vectors, bias)
-        product = load_kernel("factor_grad.cu", defines, name="factor_grad", device_index=device)
-        total = load_kernel("factor_grad.cu", defines, name="factor_grad_sum", device_index=device)
-        splits, chunks = self.tile.splits(rows, torch.cuda.get_device_properties(device).multi_processor_count, linears)
-        size = linears * (self.pattern.nnz + (self.pattern.out_features if bias else 0))
-        grids = (self.tile.groups * linears * splits, 1, 1), (ceil(size / _SUMS_A_BLOCK), 1, 1)
-        found = self._launches[rows, linears, device, bias, vectors] = (product, total, *grids, splits, chunks, size)
+    def _prepare(
+        self,
+        rows: int,
+        features: int,
+        linears: int,
+        device: int,
+        bias: bool,
+        x_stride: int,
+        dy_stride: int,
+        x_vector: int,
+        dy_vector: int,
+    ) -> _Launches:
+        tile, pattern = self.tile, self.pattern
+        defines = tile.defines(x_vector, dy_vector, bias)
+        splits, chunks = tile.splits(rows, torch.cuda.get_device_properties(device).multi_processor_count, linears)
+        of_factors = linears * pattern.nnz
+        size = of_factors + (linears * pattern.out_features if bias else 0)
+        step = 0 if features == pattern.in_features else pattern.in_features
+        kernel = load_kernel("factor_grad.cu", defines, name="factor_grad", device_index=device)
+        grid, block = (tile.groups * linears * splits, 1, 1), (tile.config.threads, 1, 1)
+        numbers = (rows, x_stride, dy_stride, chunks, size, linears, step, pattern.out_features)
+        product, total = kernel.prepare(grid, block, tile.shared_bytes, *numbers), None
+        if splits > 1:
+            kernel = load_kernel("factor_grad.cu", defines, name="factor_grad_sum", device_index=device)
+            total = kernel.prepare((ceil(size / _SUMS_A_BLOCK), 1, 1), (256, 1, 1), 0, splits, size, of_factors)
+        found = product, total, splits * size, of_factors
+        self._launches[rows, features, linears, device, bias, x_stride, dy_stride, x_vector, dy_vector] = found
         return found
-
-
-def _vector(tensor: Tensor, widest: int) -> int:
-    aligned = (tensor.data_ptr() | tensor.stride(0) * tensor.element_size()) % widest == 0
-    return widest if aligned else tensor.element_size()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.image import pack, panel_indices
-from flysurgery.ops.cuda.kernel import Kernel, device_arch, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
 from flysurgery.ops.cuda.tiling import FusedConfig, configs, every_config, fits, tiling
 from flysurgery.patterns import Architecture
 
@@ -65,6 +65,9 @@ class FusedLinear:
         self.config = found[0]
         self.device = torch.device("cuda", device_index)
         self._kernels: dict[tuple[str, bool], Kernel] = {}
+        self._shared_bytes = tile.shared_bytes(self.config)
+        self._out_features = tile.out_features
+        self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
 
     @staticmethod
     def candidates(architecture: Architecture, mode: str, linears: int = 1, *, device_index: int) -> list[FusedConfig]:
@@ -110,7 +113,7 @@ class FusedLinear:
             BackendError: x or residual do not start, or their rows do not follow, at multiples of 16 bytes.
         """
         rows = x.shape[0]
-        y = torch.empty((rows, self.tile.out_features), dtype=x.dtype, device=x.device)
+        y = x.new_empty((rows, self._out_features))
         if rows == 0:
             return y
         for name, tensor in (("x", x), ("residual", residual), ("bias", bias)):
@@ -118,14 +121,14 @@ class FusedLinear:
                 raise BackendError(f"the fused kernel reads {name} in vectors of 16 bytes; call .contiguous() on it first")
         kernel = self._kernel(activation, residual is not None)
         unit = 64 if self.config.wgmma else 16 * self.config.row_tiles
-        grid = min(-(-rows // unit), torch.cuda.get_device_properties(x.device).multi_processor_count)
+        grid = min(-(-rows // unit), self._multiprocessors)
         stride = x.stride(0) * x.element_size()
         residual_stride = 0 if residual is None else residual.stride(0) * residual.element_size()
         kernel.launch(
             (grid, 1, 1),
             (32 * self.config.warps, 1, 1),
-            self.tile.shared_bytes(self.config),
-            torch.cuda.current_stream(x.device).cuda_stream,
+            self._shared_bytes,
+            current_stream(self.device.index),
             *(x, image, bias, residual, y, rows, stride, residual_stride),
         )
         return y
@@ -141,6 +144,7 @@ class FusedLinear:
 
 def aligned(tensor: Tensor) -> bool:
     """Whether a tensor's last dimension is adjacent and its rows begin at multiples of 16 bytes."""
-    if tensor.stride(-1) != 1 or tensor.data_ptr() % _ALIGNMENT:
+    *strides, adjacent = tensor.stride()
+    if adjacent != 1 or tensor.data_ptr() % _ALIGNMENT:
         return False
-    return all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+    return not any(stride * tensor.element_size() % _ALIGNMENT for stride in strides)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
+from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES, dtype_of
 
 _THREADS = 256
@@ -64,6 +63,7 @@ class Packer:
         self.plainly = plainly
         self.mode = mode
         self._layout: tuple[Tensor, list[int], list[int]] | None = None
+        self._kernels: dict[torch.dtype, Prepared] = {}
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images; those out of a table in the dtype of the mode."""
@@ -74,12 +74,18 @@ class Packer:
                 return self.plainly(sources)
             self._layout = self._learn(sources)
         table, sizes, starts = self._layout
-        device_index = table.device.index
-        images = torch.empty(len(table), dtype=dtype_of(self.mode), device=table.device)
-        kernel = _kernel(len(sources), _SOURCES[sources[0].dtype], _SOURCES[images.dtype], device_index)
+        images = torch.empty_like(table, dtype=dtype_of(self.mode))
+        launch = self._kernels.get(sources[0].dtype) or self._prepare(sources[0].dtype, table, starts)
+        addresses = [source.data_ptr() for source in sources]
+        launch(current_stream(table.device.index), *addresses, table.data_ptr(), images.data_ptr())
+        return torch.split_with_sizes(images, sizes)[::2]
+
+    def _prepare(self, dtype: torch.dtype, table: Tensor, starts: list[int]) -> Prepared:
+        defines = {"SLOTS": len(starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[dtype_of(self.mode)]}
+        kernel = load_kernel("gather.cu", defines, name="gather", device_index=table.device.index)
         grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
-        kernel.launch(grid, (_THREADS, 1, 1), 0, current_stream(device_index), table, images, len(table), *sources, *starts)
-        return images.split(sizes)[::2]
+        launch = self._kernels[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(table), *starts)
+        return launch
 
     def _learn(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, list[int], list[int]]:
         """The tables one after the other, the sizes of the images and of the gaps behind them, and where each source starts."""
@@ -87,8 +93,3 @@ class Packer:
         sizes = [size for table in tables for size in (len(table), -len(table) % _ALIGNMENT)]
         padded = [torch.nn.functional.pad(table, (0, gap), value=-1) for table, gap in zip(tables, sizes[1::2], strict=True)]
         return torch.cat(padded), sizes, [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
-
-
-@lru_cache(maxsize=64)
-def _kernel(slots: int, source: int, target: int, device_index: int) -> Kernel:
-    return load_kernel("gather.cu", {"SLOTS": slots, "SOURCE": source, "TARGET": target}, name="gather", device_index=device_index)

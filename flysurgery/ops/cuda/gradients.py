@@ -50,7 +50,7 @@ def all_gradients(
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
     factors = tuple(factors)
-    kernels = _chain_for(factors, linears, mode, device_index, x.shape[0])
+    kernels = chain_for(factors, linears, mode, device_index, x.shape[0])
     meet(kernels, x.shape[0])
     images = derived(kernels, factors, lambda: kernels.pack(factors))
     return kernels.run(dy, x, images, with_input, with_bias)
@@ -107,7 +107,7 @@ def layer_gradients(
     return dx, [None] * len(factors), sums
 
 
-def _chain_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int) -> Chain:
+def chain_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int) -> Chain:
     """The kernels for factors of these shapes, the same object as long as the autotuned choices stay."""
     shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
     key = (shapes, mode, linears, device_index, rows_bucket(rows))

@@ -90,7 +90,8 @@ class Kernel:
         self._kernel = driver.CUkernel(int(kernel.handle))
         self._function = driver.CUfunction(int(kernel.handle))
         self._launch = driver.cuLaunchKernel
-        self._parameters = Parameters([size for _, size in kernel.arguments_info])
+        self._sizes = [size for _, size in kernel.arguments_info]
+        self._parameters = Parameters(self._sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
         self._lock = threading.Lock()
 
@@ -113,22 +114,33 @@ class Kernel:
         Raises:
             BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
         """
-        if shared_bytes > self._shared_bytes:
-            self._allow_shared(shared_bytes)
+        self.allow_shared(shared_bytes)
         with self._lock:  # the driver copies the parameters before it returns
-            address = self._parameters.fill(arguments, self.name)
-            result = self._launch(self._function, *grid, *block, shared_bytes, stream, address, 0)[0]
-            if result == 0:
-                return
-            if result.name == "CUDA_ERROR_INVALID_CONTEXT":
-                _make_context_current(self.device_index)
-                result = self._launch(self._function, *grid, *block, shared_bytes, stream, address, 0)[0]
+            self.queue((*grid, *block, shared_bytes), stream, self._parameters.fill(arguments, self.name))
+
+    def prepare(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int) -> Prepared:
+        """The launch of a kernel whose last parameters are ``numbers``, for many calls."""
+        self.allow_shared(shared_bytes)
+        return Prepared(self, (*grid, *block, shared_bytes), self._sizes, numbers)
+
+    def queue(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
+        """Launch with the parameters whose addresses lie at ``address``; ``sizes`` are grid, block and shared bytes."""
+        result = self._launch(self._function, *sizes, stream, address, 0)[0]
+        if result == 0:
+            return
+        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+            _make_context_current(self.device_index)
+            result = self._launch(self._function, *sizes, stream, address, 0)[0]
         if result != 0:
             raise BackendError(
-                f"kernel {self.name} was not launched: {result.name} with grid {grid}, block {block}, {shared_bytes} bytes shared memory"
+                f"kernel {self.name} was not launched: {result.name} with grid {sizes[:3]}, block {sizes[3:6]}, "
+                f"{sizes[6]} bytes shared memory"
             )
 
-    def _allow_shared(self, shared_bytes: int) -> None:
+    def allow_shared(self, shared_bytes: int) -> None:
+        """Raise the limit of dynamic shared memory, where it is lower."""
+        if shared_bytes <= self._shared_bytes:
+            return
         driver = cuda_module("bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
@@ -148,19 +160,39 @@ class Parameters:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         words = [ceil(size / 8) for size in sizes]
-        self._words = (ctypes.c_int64 * sum(words))()
-        start = ctypes.addressof(self._words)
+        self.count = sum(words)
+        self.words = (ctypes.c_int64 * self.count)()
+        start = ctypes.addressof(self.words)
         self._addresses = (ctypes.c_void_p * len(words))(*(start + 8 * before for before in accumulate(words[:-1], initial=0)))
         self._address = ctypes.addressof(self._addresses)
-        self._pack = struct.Struct(f"{sum(words)}q").pack_into
+        self._pack = struct.Struct(f"{self.count}q").pack_into
 
     def fill(self, arguments: Sequence[Argument], name: str) -> int:
         """Write the arguments, and give the address of the parameters' addresses."""
         words = [part if type(part) is int else 0 if part is None else part.data_ptr() for part in arguments]  # pyright: ignore[reportAttributeAccessIssue]
-        if len(words) != len(self._words):
-            raise BackendError(f"kernel {name} takes {len(self._words)} arguments, got {len(words)}")
-        self._pack(self._words, 0, *words)
+        if len(words) != self.count:
+            raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
+        self._pack(self.words, 0, *words)
         return self._address
+
+
+class Prepared:
+    """A launch of which all but the stream and the first parameters, addresses, stays the same from call to call."""
+
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], parameter_sizes: Sequence[int], numbers: tuple[int, ...]) -> None:
+        self._queue, self._sizes = kernel.queue, sizes
+        self._parameters = Parameters(parameter_sizes)
+        addresses = self._parameters.count - len(numbers)
+        self._address = self._parameters.fill((None,) * addresses + numbers, kernel.name)
+        self._words = self._parameters.words
+        self._pack = struct.Struct(f"{addresses}q").pack_into
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Queue the kernel on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+        with self._lock:
+            self._pack(self._words, 0, *addresses)
+            self._queue(self._sizes, stream, self._address)
 
 
 def current_stream(device_index: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -57,12 +57,15 @@ class Product:
         key = (len(biases), transposed)
         packer = self._packers.get(key)
         if packer is None:
-            packer = self._packers[key] = Packer(partial(self._pack, len(factors), transposed), self.mode)
+            count = len(factors)
+            plainly = lambda sources: self.pack_plainly(sources[:count], sources[count:], transposed)  # noqa: E731
+            packer = self._packers[key] = Packer(plainly, self.mode)
         return packer(factors + biases)
 
-    def _pack(self, count: int, transposed: bool, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        linears = _split(sources[:count], self.linears, transposed)
-        biases = tuple(bias.detach().to(dtype_of(self.mode)) for bias in sources[count:])
+    def pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
+        """The same by torch operations."""
+        linears = _split(factors, self.linears, transposed)
+        biases = tuple(bias.detach().to(dtype_of(self.mode)) for bias in biases)
         joined = (torch.cat(biases),) if biases else ()
         if isinstance(self.kernels, FusedLinear):
             return (self.kernels.pack([(left, right) for left, right in linears]), *joined)

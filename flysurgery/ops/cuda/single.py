@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
+from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
 from flysurgery.ops.cuda.single_choice import candidates, single_reason
 from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
@@ -42,10 +42,9 @@ class SingleFactor:
         self.pattern = pattern
         self.mode = mode
         self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments)
-        self._shared_bytes = self.tile.shared_bytes
-        self._vector = self.tile.x_vector
-        self._block = (self.tile.config.threads, 1, 1)
-        self._launches: dict[tuple[int, int, int, bool], tuple[Kernel, tuple[int, int, int], int]] = {}
+        self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
+        self._out_features = pattern.out_features
+        self._launches: dict[tuple[int, int, int, int, int, bool], Prepared] = {}
 
     def pack(
         self,
@@ -102,25 +101,24 @@ class SingleFactor:
         stride, each = x.stride()
         if each != 1 and features > 1:
             raise BackendError(f"the single-factor kernel needs adjacent features, x has strides {x.stride()}; call .contiguous() first")
-        y = x.new_empty((rows, linears * self.pattern.out_features))
+        y = x.new_empty((rows, linears * self._out_features))
         if rows == 0:
             return y
-        device = x.device.index
-        key = (rows, linears, device, (x.data_ptr() | stride * x.element_size()) % self._vector == 0)
-        kernel, grid, tiles = self._launches.get(key) or self._prepare(*key)
-        step = 0 if features == self.pattern.in_features else self.pattern.in_features
-        stream = current_stream(device)
-        kernel.launch(grid, self._block, self._shared_bytes, stream, x, image, bias, y, rows, stride, tiles, linears, step)
+        device, address = x.device.index, x.data_ptr()
+        key = (rows, stride, features, linears, device, (address | stride * self._width) % self._vector == 0)
+        launch = self._launches.get(key) or self._prepare(*key)
+        launch(current_stream(device), address, image.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
         return y
 
-    def _prepare(self, rows: int, linears: int, device: int, aligned: bool) -> tuple[Kernel, tuple[int, int, int], int]:
-        """The compiled kernel, the grid, and the tiles of rows a block takes."""
-        defines = self.tile.defines(self._vector if aligned else self.tile.element_bytes)
+    def _prepare(self, rows: int, stride: int, features: int, linears: int, device: int, aligned: bool) -> Prepared:
+        defines = self.tile.defines(self._vector if aligned else self._width)
         kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device)
         row_chunks, tiles = self.tile.row_chunks(rows, torch.cuda.get_device_properties(device).multi_processor_count, linears)
-        found = kernel, (self.tile.groups * linears * row_chunks, 1, 1), tiles
-        self._launches[rows, linears, device, aligned] = found
-        return found
+        step = 0 if features == self.pattern.in_features else self.pattern.in_features
+        grid, block = (self.tile.groups * linears * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
+        launch = kernel.prepare(grid, block, self.tile.shared_bytes, rows, stride, tiles, linears, step)
+        self._launches[rows, stride, features, linears, device, aligned] = launch
+        return launch
 
 
 def _with_header(planes: Tensor, exponent: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.product import _split, product_of
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.tiling import Tiling, configs, tiling
+from flysurgery.ops.cuda.trained import Trained
 from flysurgery.patterns import Architecture, gonon
 from tests.support.problems import make_factors, make_vector
 from tests.support.tolerance import BF16, FP16, FP32
@@ -95,7 +94,8 @@ def test_the_kernel_gathers(architecture: Architecture, linears: int, dtype: tor
     )
     biases = tuple(make_vector(architecture.out_features, FP32, device="cuda").to(dtype) * (n + 1) for n in range(linears))
     chain = Chain(architecture, mode, linears, 0, 1000)
-    for packer, sources in ((Packer(partial(product._pack, len(factors), False), mode), factors + biases), (chain.pack, factors)):
+    trained_packer = Packer(Trained(product, chain, len(factors))._pack, mode)
+    for packer, sources in ((trained_packer, factors + biases), (chain.pack, factors)):
         slow = packer.plainly(sources)
         for fast, image in zip(packer(sources), slow, strict=True):
             assert fast.data_ptr() % 256 == 0

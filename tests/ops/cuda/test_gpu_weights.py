@@ -125,7 +125,8 @@ def test_compiled_graphs_follow_training() -> None:
     for run, module in ((compiled, layer), (reference, reference)):
         optimizer = torch.optim.SGD(module.parameters(), 0.05)
         for _ in range(6):
-            optimizer.zero_grad(set_to_none=False)
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()  # the gradients are memory of the graph, which the next step writes anew
             run(x).square().mean().backward()
             optimizer.step()
     for index, (ours, theirs) in enumerate(zip(layer.factors, reference.factors, strict=True)):
