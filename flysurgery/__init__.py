@@ -4,6 +4,7 @@
 from flysurgery.checkpoint import load as load
 from flysurgery.checkpoint import save as save
 from flysurgery.evaluation import evaluate as evaluate
+from flysurgery.inference import capture as capture
 from flysurgery.inference import optimize as optimize
 from flysurgery.inference import restore as restore
 from flysurgery.surgery import apply as apply

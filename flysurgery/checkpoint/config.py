@@ -26,8 +26,8 @@ ABOUT_WEIGHTS = WEIGHT_SOURCES | {
 """Entries that are true of certain weights, not of their architecture."""
 
 
-def config_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """What ``config.json`` holds for a converted model.
+def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
+    """What ``config.json`` holds for a converted model; ``optimize`` asks ``load`` for fused modules, and changes no weight.
 
     The architecture is the registered entry point, never the dense name: under that one timm would fill a model of
     another number of classes with random dense layers, and only warn.
@@ -39,6 +39,7 @@ def config_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
         "num_features": getattr(model, "num_features", None),
         "model_args": {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()},
         "pretrained_cfg": data,
+        "optimize": optimize or None,
     }
     return {name: value for name, value in config.items() if value is not None}
 

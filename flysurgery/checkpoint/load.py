@@ -11,26 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import first_line
-from flysurgery.checkpoint.config import describe_data
+from flysurgery.checkpoint.config import describe_data, read_config
 from flysurgery.checkpoint.reader import Opened, check_tensors, open_checkpoint
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import read_dtype, set_buffer, single_float_dtype, unstored_buffers
 from flysurgery.errors import CheckpointError, ModelError, OptionError, PlanError
+from flysurgery.inference import optimize as make_faster
 
 
-def load(folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> nn.Module:
+def load(
+    folder: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    optimize: bool | None = None,
+) -> nn.Module:
     """Read a converted model, in eval mode, on ``device`` (default CPU).
 
     Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
     dtype; by default they stay as they are stored. Neither the network nor a pickle nor the original weights are used, and
     no code is named by the files but models of timm and vit-pytorch. Names, shapes and dtypes are checked before
-    memory is taken, which peaks at about twice the model's size.
+    memory is taken, which peaks at about twice the model's size. ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs
+    are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
         OptionError: a dtype or device that there is not.
     """
-    return read_model(Path(folder), {}, device=device, dtype=dtype).eval()
+    model = read_model(Path(folder), {}, device=device, dtype=dtype).eval()
+    if optimize is None:
+        on_cuda = next(model.parameters()).is_cuda
+        optimize = on_cuda and read_config(Path(folder)).get("optimize") is True
+    if optimize:
+        make_faster(model)
+    return model
 
 
 def read_model(

@@ -39,6 +39,7 @@ def save(
     force: bool = False,
     report: Report | Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Any] | None = None,
+    optimize: bool = False,
 ) -> None:
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
 
@@ -48,6 +49,7 @@ def save(
     ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
     since; without it ``report.json`` has the layers without their errors.
     ``accuracy`` is what an ``evaluation.Comparison`` gives as JSON; it goes into ``report.json`` and the model card.
+    With ``optimize`` the folder says that ``load`` is to fuse groups of layers on CUDA; the weights are the same.
 
     Raises:
         CheckpointError: the model is not converted, its base is not known or does not rebuild it, the folder exists, or the
@@ -62,7 +64,7 @@ def save(
     facts = report_json(plan, report, accuracy)
     dtypes = sorted({_name(tensor.dtype) for tensor in stored.tensors.values() if tensor.is_floating_point()})
     with new_folder(target) as fresh:
-        _write_json(fresh / "config.json", config_of(model, plan))
+        _write_json(fresh / "config.json", config_of(model, plan, optimize=optimize))
         _write_json(fresh / "report.json", facts)
         (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes)), encoding="utf-8")
         _write_weights(fresh / "model.safetensors", stored, plan)

@@ -45,6 +45,7 @@ def convert(
     dtype: options.StorageDtype = None,
     device: options.Device = None,
     seed: options.Seed = 0,
+    optimize: options.Optimize = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
@@ -95,6 +96,7 @@ def convert(
         force=force,
         report=report,
         accuracy=None if accuracy is None else accuracy.to_json(),
+        optimize=optimize,
     )
     print_report(report, folder, accuracy, as_json=as_json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from flysurgery import inference
 from flysurgery.cli import options
 from flysurgery.cli.source import find
 from flysurgery.cli.tables import print_json, print_table
@@ -21,6 +22,7 @@ def evaluate(
     batch_size: options.BatchSize = 64,
     device: options.Device = None,
     seed: options.Seed = 0,
+    optimize: options.Optimize = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure a model's top-1 and top-5 accuracy."""
@@ -28,6 +30,8 @@ def evaluate(
     target = options.device_of(device)
     source.check_weights(pretrained=pretrained)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
+    if optimize:
+        inference.optimize(network.eval())
     accuracy = measure(network, load_data(data, network), batch_size=batch_size, device=target)
     if as_json:
         print_json({"model": model, "data": data} | asdict(accuracy))

@@ -76,6 +76,8 @@ Device = Annotated[str | None, _option("--device", "cpu, cuda, cuda:1, ...; by d
 Out = Annotated[Path | None, _option("--out", "Output folder; by default checkpoints/<model>.<arch>.", "DIR")]
 Force = Annotated[bool, _option("--force", "Replace the output folder where it exists.")]
 StorageDtype = Annotated[StorageType | None, _option("--dtype", "Save the weights in this dtype.")]
+OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; convert notes it in the folder, for loading on CUDA."
+Optimize = Annotated[bool, _option("--optimize", OPTIMIZE_HELP)]
 Json = Annotated[bool, _option("--json", "Print one JSON document on stdout, and nothing else.")]
 
 

@@ -109,7 +109,7 @@ class ConvertedFolder:
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
         """The converted model, in eval mode, on ``device``."""
-        return load(self.folder, device=device)
+        return load(self.folder, device=device, optimize=False)
 
 
 Source = Constructor | DenseFolder | ConvertedFolder

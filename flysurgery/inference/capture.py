@@ -1,0 +1,75 @@
+"""A whole forward as one CUDA graph, for small batches, whose time is mostly that of launching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flysurgery.errors import InferenceError
+
+WARM_UPS = 3
+
+
+class Captured:
+    """One forward of a model for one input shape, replayed from a CUDA graph.
+
+    A call copies its input into the graph's own, replays, and gives fresh copies of the results (with ``fresh=False`` the graph's own
+    results, which the next call overwrites). Weights are read where they lie: changed in place they count in the next call, and the
+    model must not be moved, retyped or restored meanwhile. Not for several threads at once.
+    """
+
+    def __init__(self, model: nn.Module, example: Tensor) -> None:
+        self._model = model  # keeps the weights that the graph reads
+        self._input = example.clone()
+        stream = torch.cuda.Stream(example.device)
+        stream.wait_stream(torch.cuda.current_stream(example.device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(WARM_UPS):
+                model(self._input)
+        stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(self._graph, stream=stream):
+            self._result = model(self._input)
+
+    def __call__(self, x: Tensor, *, fresh: bool = True) -> Any:
+        """The model's result for ``x``, of the captured shape, dtype and device.
+
+        Raises:
+            InferenceError: it is of another; the message gives both.
+        """
+        mine = self._input
+        if (x.shape, x.dtype, x.device) != (mine.shape, mine.dtype, mine.device):
+            raise InferenceError(
+                f"captured for {mine.dtype} of shape {tuple(mine.shape)} on {mine.device}, got {x.dtype} of shape {tuple(x.shape)} on "
+                f"{x.device}; capture the model for that as well"
+            )
+        mine.copy_(x)
+        self._graph.replay()
+        return pytree.tree_map_only(Tensor, torch.clone, self._result) if fresh else self._result
+
+
+def capture(model: nn.Module, example: Tensor) -> Captured:
+    """Capture the forward of ``model`` for inputs like ``example`` as a CUDA graph. Takes four forwards, and memory for one.
+
+    Raises:
+        InferenceError: the model is in training mode or not on CUDA, ``example`` is not where the model is, or something in the forward
+            cannot be captured; the message holds the reason.
+    """
+    if not isinstance(example, Tensor):
+        raise InferenceError(f"expected a tensor as example, got {type(example).__name__}")
+    places = {parameter.device for parameter in model.parameters()}
+    if example.device.type != "cuda" or places != {example.device}:
+        where = ", ".join(sorted(map(str, places))) or "none"
+        raise InferenceError(
+            f"CUDA graphs need the model and its input on one CUDA device, got an input on {example.device}, weights on {where}"
+        )
+    if any(module.training for module in model.modules()):
+        raise InferenceError("a model in training mode is not captured; call model.eval() first")
+    try:
+        return Captured(model, example.detach())
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise InferenceError(f"{type(model).__name__} cannot be captured as a CUDA graph: {reason}") from error

@@ -1,0 +1,44 @@
+"""Whole forwards as CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import flysurgery
+from flysurgery.errors import InferenceError
+from tests.inference.models import images, ready
+from tests.support.tolerance import assert_equal
+
+
+def test_the_cpu_is_refused_in_one_sentence() -> None:
+    with pytest.raises(InferenceError, match="one CUDA device, got an input on cpu, weights on cpu"):
+        flysurgery.capture(nn.Linear(3, 4).eval(), torch.zeros(2, 3))
+
+
+def test_an_example_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(InferenceError, match="expected a tensor as example, got tuple"):
+        flysurgery.capture(nn.Linear(3, 4), (torch.zeros(2, 3),))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.gpu
+def test_replays_give_what_the_model_gives() -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2)).cuda()
+    x = images(model.cpu()).cuda()
+    model.cuda()
+    captured = flysurgery.capture(model, x)
+    with torch.no_grad():
+        for scale in (1.0, -2.0):
+            assert_equal(captured(scale * x), model(scale * x))
+    first = captured(x)
+    kept = first.clone()
+    shared = captured(2 * x, fresh=False)
+    assert_equal(first, kept)
+    captured(x, fresh=False)
+    assert_equal(shared, kept)
+    with pytest.raises(InferenceError, match="captured for"):
+        captured(x[:1])
+    with pytest.raises(InferenceError, match="training mode"):
+        flysurgery.capture(model.train(), x)

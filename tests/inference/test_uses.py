@@ -1,0 +1,142 @@
+"""What is done with optimized models: saving and loading, features, compilation, gradients, autocast, other calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models._features import FeatureGetterNet
+from torch import nn
+
+import flysurgery
+from flysurgery.inference import standing
+from flysurgery.inference.standing import StandIn
+from tests.inference.models import images, ready
+from tests.support.tolerance import assert_equal
+
+SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+BLOCKS = ["norm_linear", "linear_residual", "ffn"] * 2
+
+
+def small(**options: object) -> nn.Module:
+    return ready(timm.create_model("vit_tiny_patch16_224", **SMALL, **options))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_folder_keeps_the_wish_and_the_plain_weights(called: list[str], tmp_path: Path) -> None:
+    model = small()
+    x = images(model)
+    before = model(x)
+    flysurgery.optimize(model)
+    flysurgery.save(model, tmp_path / "model", optimize=True)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["optimize"] is True
+    for optimize, kernels in ((None, []), (False, []), (True, ["patch_embedding", *BLOCKS])):
+        called.clear()
+        loaded = flysurgery.load(tmp_path / "model", optimize=optimize)  # None: only on CUDA
+        with torch.no_grad():
+            assert_equal(loaded(x), before)
+        assert called == kernels
+
+
+def test_features_and_intermediates(called: list[str]) -> None:
+    model = small()
+    x = images(model)
+    wrapped = FeatureGetterNet(model, out_indices=(0, 1))
+    runs = (lambda: model.forward_features(x), lambda: model.forward_intermediates(x)[1][0], lambda: wrapped(x)[1])  # pyright: ignore
+    before = [run() for run in runs]
+    flysurgery.optimize(model)
+    for run, expected in zip(runs, before, strict=True):
+        called.clear()
+        assert_equal(run(), expected)
+        assert called == ["patch_embedding", *BLOCKS]
+
+
+def test_other_image_sizes(called: list[str]) -> None:
+    model = small(dynamic_img_size=True)
+    x = torch.randn(3, 3, 48, 24)
+    before = model(x)
+    flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", *BLOCKS]
+
+
+def test_calls_of_another_form_go_to_the_own_modules(called: list[str]) -> None:
+    model = small()
+    x, mask = images(model), torch.zeros(17, 17).masked_fill(torch.ones(17, 17).tril() == 0, float("-inf"))
+    masked, causal = (model.forward_features(x, **options) for options in ({"attn_mask": mask}, {"is_causal": True}))  # pyright: ignore
+    flysurgery.optimize(model)
+    assert_equal(model.forward_features(x, attn_mask=mask), masked)  # pyright: ignore[reportCallIssue]
+    assert_equal(model.forward_features(x, is_causal=True), causal)  # pyright: ignore[reportCallIssue]
+    assert called == ["patch_embedding"] * 2
+
+
+def test_under_autocast_the_own_modules_run(called: list[str]) -> None:
+    model = small()
+    x = images(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        flysurgery.optimize(model)
+        assert_equal(model(x), before)
+    assert called == []
+
+
+@pytest.mark.usefixtures("compilable")
+def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    x = images(model)
+    before = model(x)
+    flysurgery.optimize(model)
+    assert isinstance(model.get_submodule("blocks.0"), StandIn)
+    with torch.no_grad():
+        assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
+
+
+def test_a_block_with_another_step_is_refused(called: list[str]) -> None:
+    class Shifted(type(small().get_submodule("blocks.0"))):  # pyright: ignore[reportUntypedBaseClass]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1.0
+
+    model = small()
+    block = model.get_submodule("blocks.0")
+    block.__class__ = Shifted
+    x = images(model)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    reasons = {row.fqn: row.reason.code for row in report.rows if row.reason}
+    assert reasons == {"blocks.0.attn.proj": "more"}
+
+
+def test_names_that_lie(called: list[str]) -> None:
+    class Lying(nn.Module):
+        """As a transformer block, with the names of its parts exchanged."""
+
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.mlp, self.attn = block.attn, block.mlp
+            self.norm2, self.norm1 = block.norm1, block.norm2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.mlp(self.norm2(x)) + x
+            return self.attn(self.norm1(x)) + x
+
+    model = small()
+    for index in range(2):
+        model.blocks[index] = Lying(model.blocks[index]).eval()  # pyright: ignore
+    x = images(model)
+    before = model(x)
+    flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", *BLOCKS]
+
+
+def test_a_view_leaves_its_original_alone() -> None:
+    original = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3))
+    seen = standing.view(original, {"0.0": nn.Identity(), "1": nn.Identity()}, {("0", "note"): 5})
+    x = torch.randn(2, 3)
+    assert_equal(seen(x), x.relu())
+    assert isinstance(original[0][0], nn.Linear)  # pyright: ignore[reportIndexIssue]
+    assert not hasattr(original[0], "note")
+    assert seen.get_submodule("0.1") is original.get_submodule("0.1")
