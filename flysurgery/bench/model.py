@@ -17,9 +17,10 @@ from flysurgery.bench.modes import in_mode
 from flysurgery.bench.units import reset
 from flysurgery.bench.variants import by_definition, chosen_backends, dense_linear
 from flysurgery.bench.work import work_of
+from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.patterns import Architecture
-from flysurgery.surgery import LayerPlan, Plan, Reason, grouped, install
+from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, install
 
 WHOLE = "(model)"
 """Stands in the column ``layer`` of rows about the whole model."""
@@ -212,8 +213,10 @@ def _ordered(found: Mapping[str, Measured]) -> list[str]:
 
 
 def _example(plan: Plan, settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> Tensor:
-    assert plan.example is not None and len(plan.example) == 1, "the plan was made for one tensor"
-    return torch.randn(settings.batch, *plan.example[0].shape[1:], device=device, dtype=dtype)
+    first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
+    if not isinstance(first, ExampleInput):
+        raise OptionError("bench model times models that take one tensor; time this one's layers with bench multiply")
+    return torch.randn(settings.batch, *first.shape[1:], device=device, dtype=dtype)
 
 
 def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
