@@ -226,7 +226,7 @@ def _row(
     unchanged = Made(copy.deepcopy(dense), 1.0, 0.0, None)
     made = unchanged if case.target == DENSE else make(case, dense, base, base_args, calibration)
     model = made.model.to(device)
-    errors = output_errors(dense, model, made.plan, images) if made.plan is not None and case.method != "permuted" else {}
+    errors: Any = output_errors(dense, model, made.plan, images) if made.plan is not None and case.method != "permuted" else {}
     before = evaluate(model, held_out, batch_size=128, device=device).top1
     reference = before if reference is None else reference
     row = Row(
