@@ -33,7 +33,7 @@ class EagerLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *saved = ctx.saved_tensors
-        factors, packed = saved[: ctx.count], saved[ctx.count :]
+        factors, packed = saved[: ctx.count], tuple(saved[ctx.count :])
         needs_x = ctx.needs_input_grad[3]
         of_all, of_input = all_gradients, input_gradient
         if torch.is_grad_enabled():  # a second derivative may follow, which the registered operators refuse with a reason

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.product import Product
 from flysurgery.ops.cuda.table import rows_bucket
 
-Packed = Sequence[Tensor]
+Packed = tuple[Tensor, ...]
 _trained: dict[tuple[object, ...], Trained] = {}
 
 
