@@ -12,7 +12,7 @@ import torch
 
 from flysurgery.ops.cuda.factor_grad import FactorGrad
 from flysurgery.ops.cuda.fused import FusedLinear
-from flysurgery.ops.cuda.gather import gather, make_tables
+from flysurgery.ops.cuda.gather import Packer
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
@@ -70,8 +70,9 @@ def run_gradient(pattern: Pattern, mode: str) -> None:
 def run_gather(mode: str) -> None:
     product = product_of(SMALL, mode, 1, 0, 75)
     factors = factors_of(SMALL, torch.float32)
-    for table in make_tables(lambda values: product._pack([values]), factors, mode):
-        gather(factors, table, mode)
+    packer = Packer(lambda values: product.pack_plainly(values, (), transposed=False), mode)
+    for values in (factors, factors):  # the first call learns the table
+        packer(values)
     print(f"gather {mode}")
 
 

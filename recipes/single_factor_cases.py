@@ -75,8 +75,8 @@ def grad_jobs(product: FactorGrad, arch: str, misaligned: bool) -> set[Job]:
     tile = product.tile
     vectors = {(tile.x_vector, tile.dy_vector)} | ({(tile.element_bytes, tile.dy_vector)} if misaligned else set())
     return {
-        ("factor_grad.cu", tuple(tile.defines(*pair, False).items()), arch, name)
-        for pair in vectors
+        ("factor_grad.cu", tuple(tile.defines(x_vector, dy_vector, bias=False).items()), arch, name)
+        for x_vector, dy_vector in vectors
         for name in ("factor_grad", "factor_grad_sum")
     }
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from flysurgery import surgery
 from flysurgery.cli import options
@@ -67,6 +67,8 @@ def autotune(
 def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
     """One forward, and backward if asked for, in an arithmetic, with PyTorch's switches as they were afterwards."""
     example = example_input(network)
+    if not isinstance(example, Tensor):
+        raise OptionError("expected a model of images in one tensor, got one that takes a list of images, which has no batch size")
     images = example[:1].expand(batch, *example.shape[1:]).contiguous()
     half = getattr(torch, arithmetic) if arithmetic in ("float16", "bfloat16") else None
     before = torch.get_float32_matmul_precision()

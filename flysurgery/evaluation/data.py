@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from timm.data.config import resolve_data_config
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flysurgery.errors import DataError, WalkError
@@ -86,9 +86,12 @@ def preparation(model: nn.Module) -> Preparation:
         DataError: the model takes something else than images.
     """
     try:
-        shape = tuple(example_input(model).shape)
+        example = example_input(model)
     except WalkError as error:
         raise DataError(f"it is not known what images the model takes: {error}") from error
+    if not isinstance(example, Tensor):
+        raise DataError("expected a model of images in one tensor, got one that takes a list of images")
+    shape = tuple(example.shape)
     if len(shape) != 4 or shape[1] not in (1, 3):
         raise DataError(f"expected a model of images with 1 or 3 channels, got one that takes inputs of shape {shape}")
     _, channels, height, width = shape

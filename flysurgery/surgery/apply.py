@@ -12,7 +12,7 @@ from flysurgery.errors import OptionError
 from flysurgery.surgery.calibrating import project_calibrated_layers
 from flysurgery.surgery.change import Change
 from flysurgery.surgery.check import check_plan, check_weights
-from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.surgery.planning import plan as make_plan
 from flysurgery.surgery.projecting import Progress, project_layers
 from flysurgery.surgery.report import Report, row_of
@@ -94,7 +94,8 @@ def convert(
 
 def _sample_shape(plan: Plan) -> tuple[int, ...] | None:
     """What one sample looks like, where the plan says that the model takes one batch of samples."""
-    return plan.example[0].shape[1:] if plan.example is not None and len(plan.example) == 1 else None
+    first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
+    return first.shape[1:] if isinstance(first, ExampleInput) else None
 
 
 def _count(model: nn.Module) -> int:
