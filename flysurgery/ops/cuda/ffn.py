@@ -1,0 +1,126 @@
+"""A whole feed-forward block in one launch: ``x + scale * down(activation(up(norm(x))))``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.factors import architecture_of
+from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.ffn_image import pack_ffn
+from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, ROWS_OF_WARPGROUP, WARPGROUPS, FfnTiling, ffn_tiling
+from flysurgery.ops.cuda.fused import aligned
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.modes import HALF_MODES
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.derived import derived
+from flysurgery.patterns import Architecture
+
+_MODE = {torch.float16: 0, torch.bfloat16: 1}
+
+
+def ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, device_index: int) -> str | None:
+    """Why the fused kernel cannot run a block on a device; None when it can."""
+    obstacle = device_obstacle(device_index) or size_obstacle(up, down, dtype, activation, residual, shared_limit_of(device_index))
+    if obstacle is None and device_arch(device_index) != "sm_90a":
+        return f"the fused FFN needs a GPU of compute capability 9.0, this one has {torch.cuda.get_device_capability(device_index)}"
+    return obstacle
+
+
+@lru_cache(maxsize=1024)
+def size_obstacle(
+    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, shared_limit: int
+) -> str | None:
+    """Why the fused kernel has no tiling for a block; None when it has one."""
+    if dtype not in HALF_MODES:
+        return f"the fused FFN takes float16 and bfloat16, not {dtype}"
+    if activation not in ACTIVATIONS:
+        return f"the fused FFN has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
+    if residual and up.in_features != down.out_features:
+        return f"a residual needs as many outputs as inputs, got {down.out_features} and {up.in_features}"
+    tile = ffn_tiling(up, down, shared_limit, scaled=True)
+    return tile if isinstance(tile, str) else None
+
+
+class FusedFfn:
+    """The compiled kernel of one block: its architectures, dtype, activation and options, on one device."""
+
+    def __init__(self, tile: FfnTiling, dtype: torch.dtype, activation: str, norm: bool, residual: bool, device_index: int) -> None:
+        self.tile, self.dtype, self.device_index = tile, dtype, device_index
+        defines = {
+            **tile.defines(),
+            "MODE": _MODE[dtype],
+            "ACTIVATION": ACTIVATIONS[activation],
+            "NORM": int(norm),
+            "RESIDUAL": int(residual),
+        }
+        self._kernel: Kernel = load_kernel("fused_ffn.cu", defines, name="fused_ffn", device_index=device_index)
+        self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
+
+    def run(self, x: Tensor, image: Tensor, eps: float) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
+        """Launch on the current stream."""
+        rows = x.shape[0]
+        y = torch.empty((rows, self.tile.factors[3].out_features), dtype=x.dtype, device=x.device)
+        if rows:
+            grid = min(-(-rows // ROWS_OF_WARPGROUP), self._blocks)
+            self._kernel.launch(
+                (grid, 1, 1),
+                (128 * WARPGROUPS, 1, 1),
+                self.tile.shared_bytes,
+                current_stream(self.device_index),
+                *(x, image, y, rows, x.stride(0) * x.element_size(), ctypes.c_float(eps)),
+            )
+        return y
+
+
+@lru_cache(maxsize=256)
+def _fused_ffn(
+    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, norm: bool, scaled: bool, residual: bool, device_index: int
+) -> FusedFfn:
+    obstacle = ffn_obstacle(up, down, dtype, activation, residual, device_index)
+    tile = ffn_tiling(up, down, shared_limit_of(device_index), scaled=scaled)
+    if obstacle is not None or isinstance(tile, str):
+        raise BackendError(obstacle or str(tile))
+    return FusedFfn(tile, dtype, activation, norm, residual, device_index)
+
+
+def run_ffn(
+    x: Tensor,  # shape: (rows, in_features)
+    norm: Sequence[Tensor | None] | None,  # weight and bias; None for no norm
+    eps: float,
+    up: Sequence[Tensor],
+    up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+) -> Tensor:  # shape: (rows, out_features)
+    """Find the kernel and the packed weights, and run them on the current stream.
+
+    Raises:
+        BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
+    """
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual)
+    architectures = architecture_of(up), architecture_of(down)
+    kernel = _fused_ffn(*architectures, x.dtype, activation, norm is not None, scale is not None, residual, device_index)
+    parts = (*up, *down, up_bias, down_bias, *(norm or (None, None)), scale)
+    sources = tuple(part for part in parts if part is not None)
+
+    def make() -> tuple[Tensor, ...]:
+        factors = (up[1], up[0], down[1], down[0])
+        pair = (None, None) if norm is None else (norm[0], norm[1])
+        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale, x.dtype),)
+
+    present = tuple(part is not None for part in parts)
+    image = derived(("ffn", kernel.tile, x.dtype, present), sources, make)[0]
+    x = x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    return kernel.run(x, image, eps)

@@ -1,0 +1,53 @@
+"""The fused feed-forward block as a registered operator, for graphs and compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flysurgery.ops.cuda.ffn import run_ffn
+
+
+def _ffn(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float | None,
+    up: Sequence[Tensor],
+    up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+) -> Tensor:
+    norm = None if eps is None else (norm_weight, norm_bias)
+    return run_ffn(x, norm, eps or 0.0, up, up_bias, down, down_bias, activation, scale, residual)
+
+
+def _fake_ffn(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float | None,
+    up: Sequence[Tensor],
+    up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+) -> Tensor:
+    a, b, _, d = down[0].shape
+    return x.new_empty((x.shape[0], a * b * d))
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define(
+    "ffn(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
+    "str activation, Tensor? scale, bool residual) -> Tensor"
+)
+_library.impl("ffn", _ffn, "CUDA")
+torch.library.register_fake("flysurgery::ffn", _fake_ffn, lib=_library)

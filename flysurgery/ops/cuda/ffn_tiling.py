@@ -1,0 +1,235 @@
+"""How the fused feed-forward kernel tiles two butterfly layers: sizes, tables and what they cost. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from flysurgery.patterns import Architecture, Pattern
+
+ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
+WARPGROUPS = 3
+ROWS_OF_WARPGROUP = 64
+_PANEL_BYTES = 14 * 1024
+_MIN_SLOTS, _MAX_SLOTS = 3, 8
+_REGISTERS = 168
+_REGISTERS_BESIDE_TILES = 40
+_NO_TILE = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class FfnTiling:
+    """Sizes of ``kernels/fused_ffn.cu`` for one pair of architectures; every field but the patterns is a choice.
+
+    Attributes:
+        factors: the four patterns, in the order in which x meets them.
+        hidden: hidden units of a class that are activated together.
+        parts: panels that a product with the first, the second and the last factor is cut into, along its inputs.
+        columns: columns of the last factor in a panel.
+        put_aside: blocks of the third factor whose outputs wait in the rows of y.
+        slots: panels that fit in the ring.
+        scaled: whether the last factor's outputs are scaled, one by one.
+    """
+
+    factors: tuple[Pattern, Pattern, Pattern, Pattern]
+    hidden: int
+    parts: tuple[int, int, int]
+    columns: int
+    put_aside: int
+    slots: int
+    scaled: bool
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring columns of x that a lane loads at once."""
+        return 8 if self.factors[0].c % 32 == 0 else 4
+
+    @property
+    def run(self) -> int:
+        """Column tiles of the last factor whose outputs a lane stores together, to fill vectors of 16 bytes."""
+        return next(run for run in (1, 2, 4) if run * self.factors[3].d % 4 == 0)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of ``hidden`` units in a class and a block of the third factor."""
+        return self.factors[2].c // self.factors[1].d // self.hidden
+
+    @property
+    def middle_steps(self) -> list[list[tuple[int, int]]]:
+        """For each class of the second factor, its pairs of tiles; all of the same number, a multiple of the parts."""
+        steps = class_steps(self.factors[0], self.factors[1])
+        longest = -(-max(map(len, steps)) // self.parts[1]) * self.parts[1]
+        return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
+
+    @property
+    def last_steps(self) -> list[list[tuple[int, int]]]:
+        steps = class_steps(self.factors[2], self.factors[3])
+        longest = -(-max(map(len, steps)) // self.parts[2]) * self.parts[2]
+        return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
+
+    @property
+    def panel_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes of weights in a panel of each factor."""
+        first, _, third, _ = self.factors
+        return (
+            first.c // self.parts[0] * 16 * tiles_of(first),
+            len(self.middle_steps[0]) // self.parts[1] * 32 * self.hidden,
+            self.hidden * 16 * tiles_of(third),
+            len(self.last_steps[0]) // self.parts[2] * 32 * self.columns,
+        )
+
+    @property
+    def panel_counts(self) -> tuple[int, int, int]:
+        """Panels of the first factor, of the two in the middle, of the last."""
+        first, second, third, last = self.factors
+        middle = third.a * second.d * self.pieces * (self.parts[1] + 1)
+        return first.a * self.parts[0], middle, last.b // self.columns * last.d * self.parts[2]
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one panel to the next, in the image and in the ring."""
+        first, second, third, last = self.panel_bytes
+        floats = 4 * self.columns * (2 if self.scaled else 1)
+        return ceil(max(first, second + 4 * self.hidden, third, last + floats) / 128) * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        first, third = self.factors[0], self.factors[2]
+        buffer = max(first.a * tiles_of(first), third.a * tiles_of(third)) * 1024
+        return self.slots * (self.stride + 12) + 127 + WARPGROUPS * buffer
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread in its busiest stage, estimated."""
+        first, _, third, last = self.factors
+        x = first.in_features // 4 + 24
+        kept = max(third.a - self.put_aside - 1, 0) * tiles_of(third) * 2
+        middle = kept + tiles_of(third) * 4 + self.hidden // 2 + self.hidden // 4
+        last_product = last.d * self.columns // 2 + 24
+        return max(x, middle, last_product) + _REGISTERS_BESIDE_TILES
+
+    def defines(self) -> dict[str, int | str]:
+        """The macros that the kernel is compiled with, less mode, activation, norm and residual."""
+        sizes = {f"{letter}{n}": getattr(f, letter.lower()) for n, f in enumerate(self.factors, 1) for letter in "ABC"}
+        middle = [[_descriptor(*pair) if pair[0] >= 0 else 0 for pair in steps] for steps in self.middle_steps]
+        last = [[_descriptor(*pair) if pair[0] >= 0 else _NO_TILE for pair in steps] for steps in self.last_steps]
+        return {
+            **sizes,
+            "D2": self.factors[1].d,
+            "D4": self.factors[3].d,
+            "WARPGROUPS": WARPGROUPS,
+            "X_VECTOR": self.vector,
+            "HIDDEN": self.hidden,
+            "PARTS1": self.parts[0],
+            "PARTS2": self.parts[1],
+            "PARTS4": self.parts[2],
+            "STEPS2": len(middle[0]),
+            "STEPS4": len(last[0]),
+            "COLUMNS4": self.columns,
+            "RUN": self.run,
+            "VS": self.put_aside,
+            "SLOTS": self.slots,
+            "PANEL_STRIDE": self.stride,
+            "SCALED": int(self.scaled),
+            "U_TABLE": _braces(middle),
+            "V_TABLE": _braces(last),
+        }
+
+
+def tiles_of(factor: Pattern) -> int:
+    """Column tiles of 8 that hold the outputs of one of a factor's blocks."""
+    return ceil(factor.b / 8)
+
+
+def block_order(factor: Pattern, block: int, classes: int) -> list[int]:
+    """The outputs of one block, sorted by the class of the next factor that reads them; -1 where the tiles are not full."""
+    order = sorted(range(factor.b), key=lambda p: ((block * factor.b + p) % classes, p))
+    return order + [-1] * (tiles_of(factor) * 8 - factor.b)
+
+
+def class_steps(factor: Pattern, reader: Pattern) -> list[list[tuple[int, int]]]:
+    """For each class of ``reader``, the tiles of ``factor``'s outputs that hold some of it, two a k16 step; -1 for none."""
+    found = []
+    for cls in range(reader.d):
+        tiles = []
+        for block in range(factor.a):
+            order = block_order(factor, block, reader.d)
+            for tile in range(tiles_of(factor)):
+                held = order[8 * tile : 8 * tile + 8]
+                if any(p >= 0 and (block * factor.b + p) % reader.d == cls for p in held):
+                    tiles.append(block * tiles_of(factor) + tile)
+        tiles += [-1] * (len(tiles) % 2)
+        found.append([*zip(tiles[::2], tiles[1::2], strict=True)])
+    return found
+
+
+def ffn_tiling(up: Architecture, down: Architecture, shared_limit: int, *, scaled: bool) -> FfnTiling | str:
+    """The tiling of a feed-forward block, or the reason why the kernel has none."""
+    return _tiling(up, down, shared_limit, scaled)
+
+
+@lru_cache(maxsize=256)
+def _tiling(up: Architecture, down: Architecture, shared_limit: int, scaled: bool) -> FfnTiling | str:
+    if len(up) != 2 or len(down) != 2:
+        return f"the fused FFN takes two factors a layer, got {up} and {down}"
+    factors = (up.patterns[1], up.patterns[0], down.patterns[1], down.patterns[0])
+    obstacle = _obstacle(*factors)
+    if obstacle is not None:
+        return obstacle
+    fitting = [*_fitting(factors, shared_limit, scaled)]
+    if not fitting:
+        return f"no tile of {up} with {down} fits in the registers and {shared_limit} bytes of shared memory"
+    return fitting[0]
+
+
+def _obstacle(first: Pattern, second: Pattern, third: Pattern, last: Pattern) -> str | None:
+    if first.d != 1 or third.d != 1 or second.a != 1 or last.a != 1:
+        return "the fused FFN takes layers (1,b,c,d),(a,b',c',1), as the named architectures are"
+    if second.out_features != third.in_features:
+        return f"the second layer reads {third.in_features} features, the first one gives {second.out_features}"
+    if first.c % 16 or third.c % (second.d * 16):
+        return f"the fused FFN multiplies 16 columns at a time, blocks {first} and {third} with {second.d} classes do not divide so"
+    return None
+
+
+def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: int, scaled: bool) -> list[FfnTiling]:
+    """Tilings that fit in the registers and in shared memory, the most promising first."""
+    first, second, third, last = factors
+    share = third.c // second.d
+    base = FfnTiling(factors, 16, (1, 1, 1), 8, 0, _MIN_SLOTS, scaled)
+    unit = 8 * base.run
+    found = []
+    for hidden in (n for n in (64, 48, 32, 16) if share % n == 0):
+        columns = max((n for n in (16, 24, 32, 48, 64) if last.b % n == 0 and n % unit == 0 and n * last.d <= 192), default=0)
+        if columns == 0 or columns // 8 % base.run:
+            continue
+        for put_aside in range(third.a):
+            if put_aside and (tiles_of(third) % 4 or put_aside * tiles_of(third) * 8 > last.out_features):
+                break
+            tile = _cut(replace(base, hidden=hidden, columns=columns, put_aside=put_aside))
+            if tile.registers > _REGISTERS:
+                continue
+            slots = [n for n in range(_MIN_SLOTS, _MAX_SLOTS + 1) if replace(tile, slots=n).shared_bytes <= shared_limit]
+            if slots and sum(tile.panel_counts) >= slots[-1]:
+                found.append(replace(tile, slots=slots[-1]))
+                break
+    return found
+
+
+def _cut(tile: FfnTiling) -> FfnTiling:
+    """Cut panels until they are small, so that several fit in the ring."""
+    first = next((n for n in (1, 2, 3, 4, 6, 8) if tile.factors[0].c % (16 * n) == 0 and tile.panel_bytes[0] // n <= _PANEL_BYTES), 1)
+    second = next((n for n in (1, 2, 3, 4) if tile.panel_bytes[1] // n <= _PANEL_BYTES), 4)
+    last = next((n for n in (1, 2, 3, 4) if tile.panel_bytes[3] // n <= _PANEL_BYTES), 4)
+    return replace(tile, parts=(first, second, last))
+
+
+def _descriptor(first: int, second: int) -> int:
+    """Two tiles of 1 KB as part of a descriptor: the place of the first, the way to the second, in units of 16 bytes."""
+    return 64 * first + ((second - first if second >= 0 else 0) * 64 << 16)
+
+
+def _braces(value: list) -> str:
+    return "{" + ",".join(_braces(item) if isinstance(item, list) else str(item) for item in value) + "}"

@@ -1,0 +1,82 @@
+// Rows of x in registers as operands of products, normalized there: (x - mean) / sqrt(variance + eps), rounded to halves.
+// A warp has 16 rows, a lane the parts of rows g and g + 8 that it multiplies: VECTOR neighbours (8 or 4) of every 4*VECTOR columns, so a
+// load is 16 or 8 bytes wide and a k16 step takes 4 of the neighbours; the weights are packed in this order.
+#pragma once
+#include "instructions.cuh"
+
+__device__ __forceinline__ float low_half(u32 w) { return widen((u16)w); }
+__device__ __forceinline__ float high_half(u32 w) {
+    if constexpr (MODE == 1) return __uint_as_float(w & 0xffff0000u);
+    else return widen((u16)(w >> 16));
+}
+__device__ __forceinline__ float over_quad_sum(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+template <int COLUMNS, int VECTOR>
+struct NormRows {
+    static_assert(COLUMNS % (4 * VECTOR) == 0, "four lanes load whole vectors of a row");
+    static constexpr int kVectors = COLUMNS / (4 * VECTOR);
+    u32 w[kVectors][2][VECTOR / 2];
+
+    // `row` is the lane's first row, `left` the number of rows from it on that are inside; others become zeros.
+    __device__ __forceinline__ void load(const char* row, long long stride, int t, int left) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                Vector<VECTOR * 2> part = {};
+                if (left > h * 8) part = *reinterpret_cast<const Vector<VECTOR * 2>*>(row + h * 8 * stride + (v * 4 + t) * VECTOR * 2);
+#pragma unroll
+                for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = part.w[k];
+            }
+    }
+
+    // Mean first, then the squares of what differs from it: exact where the mean is far larger than the deviations.
+    __device__ __forceinline__ void normalize(float eps) {
+        constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u;
+        float sums[4] = {};
+#pragma unroll
+        for (int s = 0; s < COLUMNS / 16; ++s) {
+            u32 a[4];
+            operand(a, s);
+            mma(sums, a, kOnes, kOnes);
+        }
+        float mean[2], rstd[2];
+        u32 zero[2];  // which the compiler does not know: it must widen x again, as registers have no room for what was widened before
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            mean[h] = sums[2 * h] * (1.0f / COLUMNS);
+            float low = 0.0f, high = 0.0f;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+                for (int k = 0; k < VECTOR / 2; ++k) {
+                    const float a = low_half(w[v][h][k]) - mean[h], b = high_half(w[v][h][k]) - mean[h];
+                    low = fmaf(a, a, low);
+                    high = fmaf(b, b, high);
+                }
+            rstd[h] = rsqrtf(over_quad_sum(low + high) * (1.0f / COLUMNS) + eps);
+            zero[h] = (u32)(__float_as_int(rstd[h]) >> 31);
+        }
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (int k = 0; k < VECTOR / 2; ++k)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const u32 again = w[v][h][k] ^ zero[h];
+                    w[v][h][k] = round2((low_half(again) - mean[h]) * rstd[h], (high_half(again) - mean[h]) * rstd[h]);
+                }
+    }
+
+    // The operand of a k16 step.
+    __device__ __forceinline__ void operand(u32 (&a)[4], int step) const {
+        const int v = step / (VECTOR / 4), k = step % (VECTOR / 4) * 2;
+        a[0] = w[v][0][k];
+        a[1] = w[v][1][k];
+        a[2] = w[v][0][k + 1];
+        a[3] = w[v][1][k + 1];
+    }
+};

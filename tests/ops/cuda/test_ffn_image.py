@@ -1,0 +1,129 @@
+"""The packed weights of the fused feed-forward block, read as the kernel reads them: they reproduce the block in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flysurgery.factors import ks_einsum
+from flysurgery.ops.cuda.ffn import size_obstacle
+from flysurgery.ops.cuda.ffn_image import input_order, pack_ffn
+from flysurgery.ops.cuda.ffn_tiling import FfnTiling, ffn_tiling, tiles_of
+from flysurgery.patterns import Architecture
+from flysurgery.patterns.catalog import gonon, low_rank, monarch
+
+SHARED = 232448
+BLOCKS = {
+    "gonon 384": (gonon(1536, 384), gonon(384, 1536)),
+    "monarch 384": (monarch(1536, 384), monarch(384, 1536)),
+    "gonon 192": (gonon(768, 192), gonon(192, 768)),
+    "monarch 192": (monarch(768, 192), monarch(192, 768)),
+}
+
+
+class Panels:
+    """The image, panel by panel in the order of use."""
+
+    def __init__(self, image: Tensor, stride: int) -> None:
+        self.panels = list(image.view(-1, stride))
+
+    def next(self, k: int, columns: int, floats: int = 0) -> tuple[Tensor, Tensor]:
+        """Weights of shape (k, columns) and the float32 values behind them."""
+        panel = self.panels.pop(0)
+        weights = panel[: 2 * k * columns].view(torch.float16).double().view(k // 8, columns, 8).transpose(1, 2).reshape(k, columns)
+        return weights, panel[2 * k * columns :][: 4 * floats].view(torch.float32).double()
+
+    def joined(self, k: int, columns: int, floats: int, parts: int) -> tuple[Tensor, Tensor]:
+        """A product that is cut into parts."""
+        found = [self.next(k // parts, columns, floats if part == 0 else 0) for part in range(parts)]
+        return torch.cat([weights for weights, _ in found]), found[0][1]
+
+
+def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
+    """What the kernel computes, in float64 and without the residual: from normalized rows to scaled outputs."""
+    first, second, third, last = tile.factors
+    panels = Panels(image, tile.stride)
+
+    def pick(u: Tensor, steps: list[tuple[int, int]]) -> Tensor:
+        padded = torch.cat([u, u.new_zeros(len(u), 8)], dim=1).view(len(u), -1, 8)
+        return padded[:, [t for pair in steps for t in pair]].flatten(1)
+
+    u = []
+    for block in x.view(len(x), first.a, first.c).unbind(1):
+        weights, _ = panels.joined(first.c, 8 * tiles_of(first), 0, tile.parts[0])
+        u.append(block[:, torch.from_numpy(input_order(first.c, tile.vector))] @ weights)
+    u, v = torch.cat(u, dim=1), []
+    for _ in range(third.a):
+        total = x.new_zeros(len(x), 8 * tiles_of(third))
+        for cls in range(second.d):
+            for _ in range(tile.pieces):
+                weights, bias = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
+                hidden = F.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias))
+                total += hidden @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
+        v.append(total)
+    v, y = torch.cat(v, dim=1), x.new_full((len(x), last.b, last.d), torch.nan)
+    count = 2 if tile.scaled else 1
+    lane, held = torch.arange(4)[:, None], torch.arange(2 * tile.run)[None, :]
+    for start in range(0, last.b, tile.columns):
+        for cls in range(last.d):
+            weights, floats = panels.joined(16 * len(tile.last_steps[0]), tile.columns, count * tile.columns, tile.parts[2])
+            out = pick(v, tile.last_steps[cls]) @ weights + floats[: tile.columns]
+            out = out * floats[tile.columns :] if tile.scaled else out
+            for run in range(0, tile.columns, 8 * tile.run):  # lane t stores what it holds of each tile of a run side by side
+                column = run + held // 2 * 8 + 2 * lane + held % 2
+                y[:, start + run : start + run + 8 * tile.run, cls] = out[:, column.flatten()]
+    assert not panels.panels
+    return y.flatten(1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_image_holds_the_block(name: str, scaled: bool) -> None:
+    up, down = BLOCKS[name]
+    tile = ffn_tiling(up, down, SHARED, scaled=scaled)
+    assert isinstance(tile, FfnTiling)
+    make = torch.Generator().manual_seed(3)
+
+    def halves(*shape: int) -> Tensor:
+        return torch.randint(-8, 9, shape, generator=make).double() / 8
+
+    factors = [halves(*pattern.factor_shape) for pattern in tile.factors]
+    biases, scale = (halves(up.out_features), halves(down.out_features)), halves(down.out_features)
+    norm = (torch.full((up.in_features,), 0.5), halves(up.in_features))
+    image = pack_ffn(tile, tuple(factors), biases, norm, scale if scaled else None, torch.float16)
+    x = halves(5, up.in_features)
+    entering = x * norm[0].double() + norm[1]
+    hidden = F.gelu(ks_einsum(ks_einsum(entering, factors[0]), factors[1]) + biases[0])
+    expected = ks_einsum(ks_einsum(hidden, factors[2]), factors[3]) + biases[1]
+    expected = expected * scale if scaled else expected
+    # All is exact in float64, but for the beta that passes through the up layer into a float32 bias.
+    torch.testing.assert_close(emulate(tile, image, x), expected, rtol=2.0**-20, atol=2.0**-20 * float(expected.abs().max()))
+
+
+def test_every_byte_of_a_panel_that_is_copied_is_weights() -> None:
+    for up, down in BLOCKS.values():
+        tile = ffn_tiling(up, down, SHARED, scaled=True)
+        assert isinstance(tile, FfnTiling)
+        image = pack_ffn(tile, tuple(torch.ones(p.factor_shape) for p in tile.factors), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
+        assert len(image) == sum(tile.panel_counts) * tile.stride
+        weights = sum(p.size for p in tile.factors) if hasattr(tile.factors[0], "size") else None
+        ones = int((image.view(torch.float16) == 1).sum())
+        assert weights is None or ones >= weights - tile.factors[1].out_features
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "dtype", "activation", "residual", "words"),
+    [
+        (gonon(1536, 384), gonon(384, 1536), torch.float32, "gelu", True, "float16 and bfloat16"),
+        (gonon(1536, 384), gonon(384, 1536), torch.float16, "relu", True, "activations"),
+        (gonon(1536, 384), low_rank(192, 1536), torch.float16, "gelu", True, "as many outputs as inputs"),
+        (gonon(4096, 1024) if 1024 % 6 == 0 else monarch(4096, 1024), monarch(1024, 4096), torch.float16, "gelu", True, "no tile"),
+        (Architecture.of((1, 1536, 384, 1)), gonon(384, 1536), torch.float16, "gelu", True, "two factors"),
+        (monarch(1536, 384, 2), monarch(384, 768), torch.float16, "gelu", True, "reads 768 features"),
+    ],
+)
+def test_the_reason_says_what_is_wrong(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, words: str) -> None:
+    reason = size_obstacle(up, down, dtype, activation, residual, SHARED)
+    assert reason is not None and words in reason
