@@ -49,6 +49,7 @@ static_assert(kTiles4 % RUN == 0 && kRun % 8 == 0 && kPanels4 * COLUMNS4 == B4 &
 struct Panels {
     static constexpr int kFirst = A1 * PARTS1, kMiddle = A3 * D2 * kPieces * (PARTS2 + 1), kLast = kPanels4 * D4 * PARTS4;
     static constexpr int kPanels = kFirst + kMiddle + kLast, kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = ::kWarps;
+    static constexpr int kTogether = PARTS1 > PARTS2 ? (PARTS1 > PARTS4 ? PARTS1 : PARTS4) : PARTS2 > PARTS4 ? PARTS2 : PARTS4;
     static __device__ __forceinline__ int bytes(int panel) {
         if (panel < kFirst) return kWeights1;
         if (panel >= kFirst + kMiddle) return kWeights4 + ((panel - kFirst - kMiddle) % PARTS4 == 0 ? kFloats4 : 0);
@@ -75,10 +76,16 @@ __device__ __forceinline__ void broadcast(float (&acc)[TILES][4], u32 address, i
 }
 
 template <int TILES, int O = 0>
-__device__ __forceinline__ void multiply(float (&acc)[TILES][4], const u32 (&a)[4], u32 panel, int accumulate) {
+__device__ __forceinline__ void multiply(float (&acc)[TILES][4], const u32 (&a)[4], u64 panel, int accumulate) {
     constexpr int kPiece = wgmma_piece((TILES - O) * 8);
-    Wgmma<kPiece>::template run<O>(acc, a, wgmma_descriptor(panel + O * 128, TILES * 8), accumulate);
+    Wgmma<kPiece>::template run<O>(acc, a, panel + O * 8, accumulate);
     if constexpr (O + kPiece / 8 < TILES) multiply<TILES, O + kPiece / 8>(acc, a, panel, accumulate);
+}
+
+// The descriptor of a panel of weights; `bytes` further on it is greater by bytes / 16.
+template <int COLUMNS>
+__device__ __forceinline__ u64 describe(u32 panel) {
+    return (u64)(128 >> 4) << 32 | (u32)(COLUMNS << 16) + (panel >> 4);
 }
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
@@ -134,9 +141,9 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             meet_warpgroup(warpgroup);  // all have read what the buffer held
 #pragma unroll
             for (int i = 0; i < A1; ++i) {
-                u32 panel[PARTS1];
+                u64 weights[PARTS1];
 #pragma unroll
-                for (int part = 0; part < PARTS1; ++part) panel[part] = ring.wait(part);
+                for (int part = 0; part < PARTS1; ++part) weights[part] = describe<kTiles1 * 8>(ring.wait(part));
 #pragma unroll
                 for (int first = 0; first < kTiles1; first += kHalf1) {
                     float acc[kHalf1][4];
@@ -146,7 +153,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         u32 a[4];
                         operands.operand(a, i * kSteps1 * PARTS1 + s);
                         Wgmma<kHalf1 * 8>::template run<0>(
-                            acc, a, wgmma_descriptor(panel[s / kSteps1] + s % kSteps1 * kTiles1 * 256 + first * 128, kTiles1 * 8), s > 0);
+                            acc, a, weights[s / kSteps1] + s % kSteps1 * kTiles1 * 16 + first * 8, s > 0);
                     }
                     wgmma_commit();
                     wgmma_wait<0>();
@@ -156,8 +163,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         store_shared(u_lane + (i * kTiles1 + first + n) * 1024 + 128, round2(acc[n][2], acc[n][3]));
                     }
                 }
-#pragma unroll
-                for (int part = 0; part < PARTS1; ++part) ring.leave();
+                ring.leave<PARTS1>();
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             meet_warpgroup(warpgroup);
@@ -177,31 +183,34 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                 for (int part = 0; part < PARTS2; ++part) {
                     const u32 panel = ring.wait(part);
+                    const u64 weights = describe<HIDDEN>(panel);
                     if (part == 0) broadcast(h, panel + kWeights2, t);
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < kSteps2; ++s) {
                         const u64 a = (u64)(128 >> 4) << 32 | (u_descriptor + tiles[part * kSteps2 + s]);
-                        WgmmaShared<HIDDEN>::run(h, a, wgmma_descriptor(panel + s * kTiles2 * 256, HIDDEN));
+                        WgmmaShared<HIDDEN>::run(h, a, weights + s * kTiles2 * 16);
                     }
                     wgmma_commit();
                 }
+                ring.settle();
                 wgmma_wait<0>();
-#pragma unroll
-                for (int part = 0; part < PARTS2; ++part) ring.leave();
+                ring.leave<PARTS2>();
 
                 u32 a[HIDDEN / 16][4];
 #pragma unroll
-                for (int s = 0; s < HIDDEN / 16; ++s)
+                for (int s = 0; s < HIDDEN / 16; ++s) {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         const float* pair = &h[2 * s + k / 2][k % 2 * 2];
                         a[s][k] = round2(activate_half<ACTIVATION>(pair[0]), activate_half<ACTIVATION>(pair[1]));
                     }
-                const u32 panel = ring.wait();
+                    if (s == 0) ring.settle();
+                }
+                const u64 weights = describe<kTiles3 * 8>(ring.wait());
                 wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < HIDDEN / 16; ++s) multiply(sums, a[s], panel + s * kTiles3 * 256, 1);
+                for (int s = 0; s < HIDDEN / 16; ++s) multiply(sums, a[s], weights + s * kTiles3 * 16, 1);
                 wgmma_commit();
                 wgmma_wait<0>();
                 ring.leave();
@@ -272,16 +281,18 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         floats = panel + kWeights4;
                         broadcast(acc[j], floats, t);
                     }
+                    const u64 weights = describe<COLUMNS4>(panel);
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < kSteps4; ++s) {
                         const u32 tiles = kTilesOfV[j][part * kSteps4 + s];
                         if (tiles == kNoTile) continue;
                         const u64 a = (u64)(128 >> 4) << 32 | (u_descriptor + tiles);
-                        WgmmaShared<COLUMNS4>::run(acc[j], a, wgmma_descriptor(panel + s * kTiles4 * 256, COLUMNS4));
+                        WgmmaShared<COLUMNS4>::run(acc[j], a, weights + s * kTiles4 * 16);
                     }
                     wgmma_commit();
                 }
+                ring.settle();
                 if (RESIDUAL && j == D4 - 1)
 #pragma unroll
                     for (int run = 0; run < kRuns / 2; ++run) load_residual(run);
@@ -294,8 +305,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[j][n][e] *= scale[n][e];
 #endif
-#pragma unroll
-                for (int part = 0; part < PARTS4; ++part) ring.leave();
+                ring.leave<PARTS4>();
             }
             if (RESIDUAL)
 #pragma unroll

@@ -5,7 +5,13 @@ from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
 from flysurgery.ops.dispatch import explain as explain
 from flysurgery.ops.group import ks_linear_group as ks_linear_group
+from flysurgery.ops.inference import ffn as ffn
+from flysurgery.ops.inference import ffn_reason as ffn_reason
+from flysurgery.ops.inference import patch_embedding as patch_embedding
+from flysurgery.ops.inference import patch_embedding_reason as patch_embedding_reason
 from flysurgery.ops.multiply import ks_linear as ks_linear
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
+from flysurgery.ops.parts import FusedFactors as FusedFactors
+from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.registry import BACKENDS as BACKENDS

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.multiply import ks_linear
@@ -18,9 +18,9 @@ from flysurgery.ops.parts import FusedFactors, Norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
 }
 
 
@@ -68,7 +68,7 @@ def patch_embedding(
     prefix: Tensor | None = None,  # shape: (tokens, features)
 ) -> Tensor:  # shape: (images, tokens + patches, features)
     """A convolution of patches that do not overlap, ``position`` added, the rows of ``prefix`` put before each image's."""
-    patches = F.conv2d(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+    patches = functional.conv2d(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
     patches = patches if position is None else patches + position
     return patches if prefix is None else torch.cat([prefix.expand(len(images), -1, -1), patches], dim=1)
 
@@ -80,7 +80,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return x if norm is None else functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
 def _linear(x: Tensor, linear: FusedFactors) -> Tensor:

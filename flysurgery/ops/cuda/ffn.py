@@ -24,7 +24,9 @@ from flysurgery.patterns import Architecture
 _MODE = {torch.float16: 0, torch.bfloat16: 1}
 
 
-def ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, device_index: int) -> str | None:
+def ffn_obstacle(
+    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, device_index: int
+) -> str | None:
     """Why the fused kernel cannot run a block on a device; None when it can."""
     obstacle = device_obstacle(device_index) or size_obstacle(up, down, dtype, activation, residual, shared_limit_of(device_index))
     if obstacle is None and device_arch(device_index) != "sm_90a":

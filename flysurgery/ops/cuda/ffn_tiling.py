@@ -196,7 +196,7 @@ def _obstacle(first: Pattern, second: Pattern, third: Pattern, last: Pattern) ->
 
 def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: int, scaled: bool) -> list[FfnTiling]:
     """Tilings that fit in the registers and in shared memory, the most promising first."""
-    first, second, third, last = factors
+    _, second, third, last = factors
     share = third.c // second.d
     base = FfnTiling(factors, 16, (1, 1, 1), 8, 0, _MIN_SLOTS, scaled)
     unit = 8 * base.run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.ffn import size_obstacle
@@ -60,7 +60,7 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
         for cls in range(second.d):
             for _ in range(tile.pieces):
                 weights, bias = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
-                hidden = F.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias))
+                hidden = functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias))
                 total += hidden @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
         v.append(total)
     v, y = torch.cat(v, dim=1), x.new_full((len(x), last.b, last.d), torch.nan)
@@ -95,22 +95,22 @@ def test_the_image_holds_the_block(name: str, scaled: bool) -> None:
     image = pack_ffn(tile, tuple(factors), biases, norm, scale if scaled else None, torch.float16)
     x = halves(5, up.in_features)
     entering = x * norm[0].double() + norm[1]
-    hidden = F.gelu(ks_einsum(ks_einsum(entering, factors[0]), factors[1]) + biases[0])
+    hidden = functional.gelu(ks_einsum(ks_einsum(entering, factors[0]), factors[1]) + biases[0])
     expected = ks_einsum(ks_einsum(hidden, factors[2]), factors[3]) + biases[1]
     expected = expected * scale if scaled else expected
     # All is exact in float64, but for the beta that passes through the up layer into a float32 bias.
     torch.testing.assert_close(emulate(tile, image, x), expected, rtol=2.0**-20, atol=2.0**-20 * float(expected.abs().max()))
 
 
-def test_every_byte_of_a_panel_that_is_copied_is_weights() -> None:
+def test_every_weight_is_there_and_panels_have_one_stride() -> None:
     for up, down in BLOCKS.values():
         tile = ffn_tiling(up, down, SHARED, scaled=True)
         assert isinstance(tile, FfnTiling)
-        image = pack_ffn(tile, tuple(torch.ones(p.factor_shape) for p in tile.factors), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
+        first, second, third, last = (torch.ones(pattern.factor_shape) for pattern in tile.factors)
+        image = pack_ffn(tile, (first, second, third, last), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
         assert len(image) == sum(tile.panel_counts) * tile.stride
-        weights = sum(p.size for p in tile.factors) if hasattr(tile.factors[0], "size") else None
-        ones = int((image.view(torch.float16) == 1).sum())
-        assert weights is None or ones >= weights - tile.factors[1].out_features
+        counts = [int((image.view(torch.float16) == value).sum()) for value in (1.0, 0.5)]
+        assert counts == [first.numel() + third.numel() + last.numel(), second.numel()]
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,13 @@ def test_every_byte_of_a_panel_that_is_copied_is_weights() -> None:
         (gonon(1536, 384), gonon(384, 1536), torch.float32, "gelu", True, "float16 and bfloat16"),
         (gonon(1536, 384), gonon(384, 1536), torch.float16, "relu", True, "activations"),
         (gonon(1536, 384), low_rank(192, 1536), torch.float16, "gelu", True, "as many outputs as inputs"),
-        (gonon(4096, 1024) if 1024 % 6 == 0 else monarch(4096, 1024), monarch(1024, 4096), torch.float16, "gelu", True, "no tile"),
+        (monarch(4096, 1024), monarch(1024, 4096), torch.float16, "gelu", True, "no tile"),
         (Architecture.of((1, 1536, 384, 1)), gonon(384, 1536), torch.float16, "gelu", True, "two factors"),
         (monarch(1536, 384, 2), monarch(384, 768), torch.float16, "gelu", True, "reads 768 features"),
     ],
 )
-def test_the_reason_says_what_is_wrong(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, words: str) -> None:
+def test_the_reason_says_what_is_wrong(
+    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, words: str
+) -> None:
     reason = size_obstacle(up, down, dtype, activation, residual, SHARED)
     assert reason is not None and words in reason
