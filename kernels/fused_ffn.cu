@@ -18,6 +18,11 @@
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
 // The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
 //
+// Measured on an H200, 25088 rows, width 384, float16, GELU by erf (`python recipes/fused_ffn_table.py`): 74 us with the patterns of Gonon et
+// al. and 61 us with Monarch of four blocks, where the dense block takes 206 us; 40 and 38 % of the roofline of the tensor cores. Of the
+// clocks of a warpgroup 15 % pass until x is there and normalized, 4 % in K1, 60 % in K2, act and K3, 20 % in K4 and the stores, which go
+// out in pieces of 16 bytes, 48 bytes apart where D4 = 3. Nothing is saturated: a single wave waits for its own latencies.
+//
 // Limits: sm_90a; rows of x at multiples of 16 bytes; sizes as in ffn_tiling.py.
 
 #include "activation.cuh"

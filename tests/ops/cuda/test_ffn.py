@@ -45,7 +45,10 @@ def widened(norm: Norm | None, up: FusedFactors, down: FusedFactors, scale: Tens
     def wide(part: FusedFactors) -> FusedFactors:
         return FusedFactors(tuple(f.double() for f in part.factors), None if part.bias is None else part.bias.double())
 
-    exact = None if norm is None else Norm(*(None if p is None else p.double() for p in (norm.weight, norm.bias)), norm.eps)
+    def wide_or_none(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part.double()
+
+    exact = None if norm is None else Norm(wide_or_none(norm.weight), wide_or_none(norm.bias), norm.eps)
     return exact, wide(up), wide(down), None if scale is None else scale.double()
 
 

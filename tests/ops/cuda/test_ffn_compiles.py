@@ -1,4 +1,4 @@
-"""The fused feed-forward kernel compiles for Hopper, without waits between warpgroup products and almost without spills."""
+"""The fused feed-forward kernel compiles for Hopper, without waits between warpgroup products and with few spills."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
 
 SHARED = 232448
-MAX_SPILL_BYTES = 320
-"""Of x alone, while it is normalized: before the first product."""
+MAX_SPILL_BYTES = 768
+"""Stores and loads a thread: of x while it is normalized, and of what is added to scaled sums at the end."""
 
 
 @pytest.mark.parametrize(

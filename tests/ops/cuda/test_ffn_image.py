@@ -89,14 +89,14 @@ def test_the_image_holds_the_block(name: str, scaled: bool) -> None:
     def halves(*shape: int) -> Tensor:
         return torch.randint(-8, 9, shape, generator=make).double() / 8
 
-    factors = [halves(*pattern.factor_shape) for pattern in tile.factors]
+    first, second, third, last = (halves(*pattern.factor_shape) for pattern in tile.factors)
     biases, scale = (halves(up.out_features), halves(down.out_features)), halves(down.out_features)
     norm = (torch.full((up.in_features,), 0.5), halves(up.in_features))
-    image = pack_ffn(tile, tuple(factors), biases, norm, scale if scaled else None, torch.float16)
+    image = pack_ffn(tile, (first, second, third, last), biases, norm, scale if scaled else None, torch.float16)
     x = halves(5, up.in_features)
     entering = x * norm[0].double() + norm[1]
-    hidden = functional.gelu(ks_einsum(ks_einsum(entering, factors[0]), factors[1]) + biases[0])
-    expected = ks_einsum(ks_einsum(hidden, factors[2]), factors[3]) + biases[1]
+    hidden = functional.gelu(ks_einsum(ks_einsum(entering, first), second) + biases[0])
+    expected = ks_einsum(ks_einsum(hidden, third), last) + biases[1]
     expected = expected * scale if scaled else expected
     # All is exact in float64, but for the beta that passes through the up layer into a float32 bias.
     torch.testing.assert_close(emulate(tile, image, x), expected, rtol=2.0**-20, atol=2.0**-20 * float(expected.abs().max()))

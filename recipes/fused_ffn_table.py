@@ -1,0 +1,157 @@
+"""Whole feed-forward blocks in one launch, against the dense block eager and compiled: one table for one CUDA device.
+
+``python recipes/fused_ffn_table.py --out recipes/results/fused_ffn_h200.csv``
+
+Norm, two linear layers, activation and residual. Times by CUDA graphs over rotating inputs larger than the L2 cache, all
+candidates of a block in one shuffled run, after a check against float64. ``composed`` is the same block of factors as separate
+operators.
+``ratio_to_compiled`` is against ``torch.compile(mode="max-autotune-no-cudagraphs")`` of the dense block; this run captures
+its graphs itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.bench import take_stamp, time_interleaved, write_csv
+from flysurgery.factors import factors_to_dense
+from flysurgery.ops import FusedFactors, Norm, composed, ffn
+from flysurgery.patterns import Architecture, gonon, monarch
+
+WIDTHS = (384, 192)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+ARCHITECTURES: dict[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of one block. ``error`` of the block's change of x is relative to float64, in the Frobenius norm."""
+
+    width: int
+    architecture: str
+    dtype: str
+    activation: str
+    rows: int
+    candidate: str
+    error: float
+    median_us: float
+    iqr_us: float
+    ratio_to_dense: float
+    ratio_to_compiled: float
+
+
+class DenseBlock(nn.Module):
+    """The block with the dense matrices that the factors multiply to."""
+
+    def __init__(self, norm: Norm, up: FusedFactors, down: FusedFactors, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = nn.GELU("tanh" if activation == "gelu_tanh" else "none")
+        self.norm = nn.LayerNorm(factors_to_dense(up.factors).shape[1], norm.eps, device="cuda", dtype=dtype)
+        self.up, self.down = (self._dense(layer, dtype) for layer in (up, down))
+        self.norm.load_state_dict({"weight": norm.weight, "bias": norm.bias})
+        self.requires_grad_(False)
+
+    @staticmethod
+    def _dense(layer: FusedFactors, dtype: torch.dtype) -> nn.Linear:
+        weight = factors_to_dense([factor.double() for factor in layer.factors]).to(dtype)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], device="cuda", dtype=dtype)
+        linear.load_state_dict({"weight": weight, "bias": layer.bias})
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(self.norm(x))))
+
+
+def make_block(name: str, width: int, dtype: torch.dtype) -> tuple[Norm, FusedFactors, FusedFactors]:
+    """Random weights of the sizes of a trained block."""
+
+    def layer(architecture: Architecture) -> FusedFactors:
+        factors = tuple((torch.randn(p.factor_shape, device="cuda") * p.c**-0.5).to(dtype) for p in architecture)
+        return FusedFactors(factors, (torch.randn(architecture.out_features, device="cuda") * 0.1).to(dtype))
+
+    weight, bias = (1 + 0.2 * torch.randn(width, device="cuda")).to(dtype), (0.2 * torch.randn(width, device="cuda")).to(dtype)
+    build = ARCHITECTURES[name]
+    return Norm(weight, bias, 1e-6), layer(build(4 * width, width)), layer(build(width, 4 * width))
+
+
+def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) -> list[Row]:
+    """Check and time one block."""
+    dtype = DTYPES[dtype_name]
+    torch.manual_seed(0)
+    norm, up, down = make_block(name, width, dtype)
+    x = torch.randn(rows, width, device="cuda", dtype=dtype)
+    dense = DenseBlock(norm, up, down, activation, dtype)
+    compiled = torch.compile(dense, mode="max-autotune-no-cudagraphs")
+
+    def wide(layer: FusedFactors) -> FusedFactors:
+        return FusedFactors(tuple(f.double() for f in layer.factors), None if layer.bias is None else layer.bias.double())
+
+    assert norm.weight is not None and norm.bias is not None
+    exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)
+    with torch.inference_mode():
+        truth = composed.ffn(x.double(), exact, wide(up), wide(down), activation)
+        runs: dict[str, Callable[[Tensor], Tensor]] = {
+            "fused": lambda x: ffn(x, norm, up, down, activation),
+            "composed": lambda x: composed.ffn(x, norm, up, down, activation),
+            "dense": dense,
+            "dense compiled": compiled,
+        }
+        errors = {key: float((run(x) - truth).norm() / (truth - x).norm()) for key, run in runs.items()}
+        if not errors["fused"] < 2 * errors["composed"]:
+            raise SystemExit(f"{name} {width} {dtype_name}: the fused block is wrong, relative error {errors['fused']:.2g}")
+        timings = time_interleaved(runs, x, rounds=15)
+    base, rival = timings["dense"].median_ms, timings["dense compiled"].median_ms
+    return [
+        Row(
+            width,
+            name,
+            dtype_name,
+            activation,
+            rows,
+            key,
+            errors[key],
+            t.median_ms * 1e3,
+            t.iqr_ms * 1e3,
+            t.median_ms / base,
+            t.median_ms / rival,
+        )
+        for key, t in timings.items()
+    ]
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=25216, help="rows of x: 128 images of 197 tokens by default")
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="widths of the model")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="out of " + ", ".join(DTYPES))
+    parser.add_argument("--activations", default="gelu,gelu_tanh", help="out of gelu, gelu_tanh")
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this table needs a CUDA device, and PyTorch finds none")
+    found: list[Row] = []
+    for width in map(int, options.widths.split(",")):
+        for dtype in options.dtypes.split(","):
+            for name in ARCHITECTURES:
+                for activation in options.activations.split(","):
+                    rows = measure(name, width, dtype, activation, options.rows)
+                    found += rows
+                    times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
+                    own = rows[0]
+                    print(
+                        f"{width} {dtype} {name} {activation}: {times} us; {own.ratio_to_dense:.3f}, {own.ratio_to_compiled:.3f}",
+                        flush=True,
+                    )
+                    if options.out is not None:
+                        write_csv(options.out, found, take_stamp(torch.device("cuda")))
+
+
+if __name__ == "__main__":
+    main()
