@@ -38,6 +38,7 @@ def convert(
     calibrate: options.Calibrate = None,
     samples: options.CalibrationSamples = None,
     sequential: options.Sequential = False,
+    permute: options.Permute = False,
     evaluate: options.Evaluate = None,
     batch_size: options.BatchSize = 64,
     out: options.Out = None,
@@ -50,7 +51,7 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
-    options.check_calibration(calibrate, {"--samples": samples, "--sequential": sequential})
+    options.check_calibration(calibrate, {"--samples": samples, "--sequential": sequential, "--permute": permute})
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     folder = out or Path("checkpoints") / f"{source.name}.{arch.value}"
     target = options.device_of(device)
@@ -84,7 +85,7 @@ def convert(
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("projecting") as step:
-        report = surgery.apply(plan, network, calibrate=inputs, samples=samples, sequential=sequential, progress=step)
+        report = surgery.apply(plan, network, calibrate=inputs, samples=samples, sequential=sequential, permute=permute, progress=step)
     accuracy = None
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)

@@ -34,22 +34,37 @@ class Grid:
 
     def ranks(self) -> Tensor:  # shape: (row classes, column classes), int64
         """The number of inner indices that lie in both classes."""
-        left, right = self.architecture.patterns
-        inner = torch.arange(left.in_features)
-        row_class = inner // (left.c * left.d) * left.d + inner % left.d
-        column_class = inner // (right.b * right.d) * right.d + inner % right.d
-        cells = torch.bincount(row_class * self.column_classes + column_class, minlength=self.row_classes * self.column_classes)
+        cell = self.row_class_of_inner() * self.column_classes + self.column_class_of_inner()
+        cells = torch.bincount(cell, minlength=self.row_classes * self.column_classes)
         return cells.reshape(self.row_classes, self.column_classes)
+
+    def row_class_of_inner(self) -> Tensor:  # shape: (inner,)
+        """The row class that each column of K_1 touches."""
+        left = self.architecture.patterns[0]
+        return _class_of(left.a, left.c, left.d)
+
+    def column_class_of_inner(self) -> Tensor:  # shape: (inner,)
+        """The column class that each row of K_2 touches."""
+        right = self.architecture.patterns[1]
+        return _class_of(right.a, right.b, right.d)
+
+    def row_class_of(self) -> Tensor:  # shape: (out_features,)
+        """The class of each row."""
+        left = self.architecture.patterns[0]
+        return _class_of(left.a, left.b, left.d)
+
+    def column_class_of(self) -> Tensor:  # shape: (in_features,)
+        """The class of each column."""
+        right = self.architecture.patterns[1]
+        return _class_of(right.a, right.c, right.d)
 
     def rows(self) -> Tensor:  # shape: (out_features,)
         """The row numbers, class after class."""
-        left = self.architecture.patterns[0]
-        return torch.arange(left.out_features).reshape(left.a, left.b, left.d).permute(0, 2, 1).reshape(-1)
+        return torch.argsort(self.row_class_of(), stable=True)
 
     def columns(self) -> Tensor:  # shape: (in_features,)
         """The column numbers, class after class."""
-        right = self.architecture.patterns[1]
-        return torch.arange(right.in_features).reshape(right.a, right.c, right.d).permute(0, 2, 1).reshape(-1)
+        return torch.argsort(self.column_class_of(), stable=True)
 
     def gather(
         self,
@@ -67,3 +82,9 @@ class Grid:
         flat = blocks.reshape(-1, blocks.shape[-1])
         rows, columns = self.rows().to(blocks.device), self.columns().to(blocks.device)
         return flat[torch.argsort(rows)][:, torch.argsort(columns)]
+
+
+def _class_of(a: int, length: int, d: int) -> Tensor:
+    """The class ``i*d + j`` of each index ``(i*length + p)*d + j``."""
+    index = torch.arange(a * length * d)
+    return index // (length * d) * d + index % d

@@ -12,6 +12,7 @@ from flysurgery.walker.layout import Prover
 from flysurgery.walker.linears import Call, read_elsewhere
 from flysurgery.walker.obstacles import Obstacle, module_obstacles, obstacle
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
+from flysurgery.walker.pairs import element_wise_pairs
 from flysurgery.walker.roles import Judgement
 from flysurgery.walker.survey import Survey, survey
 from flysurgery.walker.target import ROLES, Slice, Target
@@ -44,6 +45,7 @@ def _targets(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     calls, dataflow, owners = seen.calls, seen.dataflow, seen.owners
     read = read_elsewhere(seen.trace, owners, calls)
     prover = Prover(dataflow)
+    pairs = element_wise_pairs(calls)
     grouped: dict[str, list[tuple[Call, Judgement]]] = {}
     for call, judgement in zip(calls, seen.judgements, strict=True):
         grouped.setdefault(call.fqn, []).append((call, judgement))
@@ -68,6 +70,7 @@ def _targets(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
                 split=_common_split(prover, calls, dataflow, [member for member, _ in group]) if judgement.role == "qkv" else None,
                 aliases=() if call.kind == "raw" else owners.further_names(fqn),
                 switches=(seen.switches[fqn],) if fqn in seen.switches and fqn not in read else (),
+                pair=pairs.get(fqn),
             )
         )
     return (*targets, *_idle(model, owners, set(grouped)))

@@ -46,6 +46,7 @@ def test_bad_calibration_is_refused_before_anything_is_written(refused: Refused,
     convert = ("convert", *TINY, "--no-pretrained", "--out", "o")
     refused(*convert, "--samples", 20, words=("--samples", "--calibrate"), code=2)
     refused(*convert, "--sequential", words=("--sequential", "--calibrate"), code=2)
+    refused(*convert, "--permute", words=("--permute", "--calibrate"), code=2)
     refused(*convert, "--calibrate", "nowhere", words=("there is no data set 'nowhere'",))
     refused(*convert, "--calibrate", images, "--samples", 13, words=("13 were asked for and there are 12",))
     refused(*convert, "--calibrate", images, "--samples", 1, words=("--samples",), code=2)
