@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from flysurgery.projection import Side, choose_hidden_order, metric_of
+from flysurgery.surgery.build import Dense
 from flysurgery.surgery.fitting import Inputs
 from flysurgery.surgery.layer_plan import LayerPlan
 from flysurgery.walker import Target
@@ -15,7 +16,7 @@ from flysurgery.walker import Target
 def permuted_pairs(
     layers: Sequence[LayerPlan],
     targets: Sequence[Target],
-    dense: Mapping[str, nn.Linear],
+    dense: Mapping[str, Dense],
     inputs: Mapping[str, Inputs],
 ) -> tuple[dict[str, nn.Linear], dict[str, Inputs]]:
     """The linears and inputs of those blocks whose hidden units are better off in another order, in that order; aside from the model.
@@ -31,6 +32,8 @@ def permuted_pairs(
         if first is None or second is None or not (_is_pair_of_factors(first) and _is_pair_of_factors(second)):
             continue
         up, down = dense[first.fqn], dense[second.fqn]
+        if not (isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
+            continue
         found = choose_hidden_order(_side(first, up, inputs[first.fqn]), _side(second, down, inputs[second.fqn]))
         if found.error_after < found.error_before:
             order = found.order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -91,7 +92,7 @@ def test_units_that_are_read_elsewhere_or_come_from_elsewhere_make_no_pair() -> 
 
 
 def test_the_feed_forward_blocks_of_a_vit_are_pairs_and_gated_ones_are_not() -> None:
-    small = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    small: dict[str, Any] = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2}
     vit = timm.create_model("vit_tiny_patch16_224", **small)
     assert {t.fqn: t.pair for t in walk(vit) if t.pair} == {f"blocks.{i}.mlp.fc1": f"blocks.{i}.mlp.fc2" for i in (0, 1)}
     gated = timm.create_model("eva02_tiny_patch14_224", img_size=28, patch_size=14, embed_dim=32, depth=1, num_heads=2)
