@@ -38,11 +38,11 @@ def example_input(
     Raises:
         WalkError: none passes; an example must then be given.
     """
-    size = _timm_size(model)
-    if size is not None:
-        return _zeros(model, size)
+    sizes = _timm_sizes(model)
+    if len(sizes) == 1:
+        return _zeros(model, sizes[0])
     reason = ""
-    for candidate in itertools.chain(_patch_grid_sizes(model), _image_sizes(model)):
+    for candidate in sizes or itertools.chain(_patch_grid_sizes(model), _image_sizes(model)):
         example = _zeros(model, candidate)
         try:
             run_fake(shadow(model), (example,))
@@ -67,21 +67,24 @@ def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:
     return torch.zeros(EXAMPLE_BATCH, *size, dtype=dtype, device=device_of(model))
 
 
-def _timm_size(model: nn.Module) -> tuple[int, ...] | None:
+def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
+    """The size that the patch embedding was built for, and that of the configuration where it is another one (a stem may come first)."""
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     size = config.get("input_size") if isinstance(config, dict) else getattr(config, "input_size", None)
     if size is None:
-        return None
+        return []
     assert config is not None  # it gave the size
-    channels, height, width = size
+    channels, *configured = size
+    built = configured
     sizes = (getattr(m, "img_size", None) for m in model.modules() if hasattr(m, "patch_size"))
     built_for = next((size for size in sizes if size is not None), None)
     if built_for is not None:
-        height, width = built_for if isinstance(built_for, (tuple, list)) else (built_for, built_for)
+        built = list(built_for) if isinstance(built_for, (tuple, list)) else [built_for, built_for]
     first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
     name = next(iter(first), None) if isinstance(first, (tuple, list)) else first
     conv = dict(model.named_modules()).get(name) if name else None
-    return getattr(conv, "in_channels", channels), height, width
+    channels = getattr(conv, "in_channels", channels)
+    return [(channels, *sides) for sides in ([built] if built == configured else [built, configured])]
 
 
 def _patch_grid_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:

@@ -7,6 +7,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from flysurgery.walker.operations import is_fused_attention, name_of
+
 
 def inlined(module: GraphModule) -> Graph:
     """The module's graph with the bodies of higher-order operators in place of their calls."""
@@ -33,7 +35,7 @@ def _call_of_body(module: GraphModule, node: Node) -> tuple[GraphModule, list[An
     """The nested graph that a node runs, and what it is run on."""
     bodies = [(i, body) for i, body in enumerate(_submodule(module, arg) for arg in node.args) if body is not None]
     # a conditional has two bodies, of which one runs: it stays a single opaque node
-    if node.op != "call_function" or len(bodies) != 1:
+    if node.op != "call_function" or len(bodies) != 1 or is_fused_attention(name_of(node)):  # whose bodies change scores
         return None
     position, body = bodies[0]
     return body, list(node.args[position + 1 :])

@@ -21,8 +21,8 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"position-mlp": 2})),
     # Attention across channels; two blocks of class attention with q, k, v, proj, fc1 and fc2.
     "xcit_nano_12_p16_224": ({"depth": 2, "img_size": 64}, ((2, 2, 2, 2, 1), {"pool": 12})),
-    # Three stages of one block; between them a linear for the class token.
-    "pit_ti_224": ({"depths": (1, 1, 1)}, ((3, 3, 3, 3, 1), {"pool": 2})),
+    # Three stages of 2, 6 and 4 blocks; between them a linear for the class token.
+    "pit_ti_224": ({}, ((12, 12, 12, 12, 1), {"pool": 2})),
     # A block within a block, each with qk and v; the pixels' tokens go into the patches' by one linear a block and one before all.
     "tnt_s_patch16_224": ({"depth": 2, "img_size": 32}, ((8, 4, 4, 4, 1), {"no-role": 3})),
     # q and kv apart, keys and values on a coarser grid.
@@ -35,14 +35,14 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "hiera_tiny_224": ({"stages": (1, 1, 1, 1), "embed_dim": 24}, ((4, 4, 4, 4, 1), {"no-role": 3})),
     "hieradet_small": ({"stages": (1, 1, 1, 1), "embed_dim": 24, "global_att_blocks": ()}, ((4, 4, 4, 4, 1), {"no-role": 3})),
     # Local blocks with q, k and v, global ones with k and v alone.
-    "gcvit_xxtiny": ({"depths": (2, 2, 2, 2)}, ((8, 8, 8, 8, 1), {})),
-    "jx_nest_tiny": ({"depths": (1, 1, 1)}, ((3, 3, 3, 3, 1), {})),
+    "gcvit_xxtiny": ({}, ((12, 12, 12, 12, 1), {})),
+    "jx_nest_tiny": ({}, ((12, 12, 12, 12, 1), {})),
     # Four convolutional blocks with an MLP, three with attention across channels and an MLP.
     "edgenext_xx_small": ({"depths": (1, 2, 2, 2)}, ((3, 3, 7, 7, 1), {})),
     # Each depth is a block of windows and one of channels.
     "davit_tiny": ({"depths": (1, 1, 1, 1)}, ((8, 8, 8, 8, 1), {})),
-    # Two stages of convolutions and two of attention; the head has a hidden layer.
-    "caformer_s18": ({"depths": (1, 1, 1, 1)}, ((2, 2, 2, 2, 1), {"pool": 1})),
+    # Two stages of convolutions, then 9 and 3 blocks of attention; the head has a hidden layer.
+    "caformer_s18": ({}, ((12, 12, 12, 12, 1), {"pool": 1})),
     "tiny_vit_5m_224": ({"depths": (1, 1, 1, 1)}, ((3, 3, 3, 3, 1), {})),
     # All convolutions but the last block; two heads.
     "efficientformer_l1": ({"depths": (1, 1, 1, 1)}, ((1, 1, 1, 1, 2), {})),
@@ -53,17 +53,11 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     ),
     # Gated convolutions between two linears, no attention; the head has a hidden layer.
     "mambaout_femto": ({"depths": (1, 1, 1, 1)}, ((0, 0, 4, 4, 1), {"pool": 1})),
-    # fc1 and the gate over the tokens lead to fc2.
-    "gmlp_ti16_224": ({"num_blocks": 2, "img_size": 32}, ((0, 0, 4, 2, 1), {})),
     # A single linear over the tokens, without an activation.
-    "resmlp_12_224": ({"num_blocks": 2, "img_size": 32}, ((0, 0, 2, 2, 1), {"no-role": 2})),
+    "resmlp_12_224": ({}, ((0, 0, 12, 12, 1), {"no-role": 12})),
     # The patch embedding is a linear, whose weight is read for other patch sizes.
     "naflexvit_base_patch16_gap": ({"depth": 2, "embed_dim": 48, "num_heads": 2}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
-    # Additive attention: query, key, a score of one column, proj, and a last linear behind the sum with the query.
-    "swiftformer_xs": ({"depths": (1, 1, 1, 1)}, ((8, 4, 0, 0, 2), {"rank-one": 4, "no-role": 4})),
     "vit_tiny_r_s16_p8_224": ({"depth": 1}, ((1, 1, 1, 1, 1), {})),
-    # Outlook attention has its weights and its values from a linear each; class attention has q, kv, proj, fc1, fc2.
-    "volo_d1_224": ({"layers": (1, 1, 0, 0), "img_size": 64}, ((3, 2, 2, 2, 2), {"pool": 10})),
 }
 
 SIZES = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 48, "depth": 1, "heads": 4, "mlp_dim": 96, "dim_head": 16}
@@ -77,7 +71,6 @@ PLAIN: Truth = ((1, 1, 1, 1, 1), {"patch-embedding": 1})
 
 VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
     "deepvit:DeepViT": (SIZES, PLAIN),
-    "ats_vit:ViT": (SIZES | {"max_tokens_per_depth": (8,)}, PLAIN),
     "vit_for_small_dataset:ViT": (SIZES, PLAIN),
     "vit_with_patch_merger:ViT": (SIZES | {"depth": 2, "patch_merge_layer": 1}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
     # q and kv apart; a block of class attention with q, kv, out and an MLP.
@@ -89,16 +82,16 @@ VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
     # A linear for the class token between the two stages.
     "pit:PiT": (SIZES | {"image_size": 64, "depth": (1, 1)}, ((2, 2, 2, 2, 1), {"patch-embedding": 1, "pool": 1})),
     # Blocks and grids, and two linears of squeeze and excitation a stage.
-    "max_vit:MaxViT": (STAGES | {"dim": 16, "dim_conv_stem": 16}, ((8, 8, 8, 8, 1), {"pool": 8})),
+    "max_vit:MaxViT": (STAGES | {"dim": 32, "dim_conv_stem": 32}, ((8, 8, 8, 8, 1), {"pool": 8})),
     "mobile_vit:MobileViT": (MOBILE | {"depths": (1, 1, 1)}, ((3, 3, 3, 3, 1), {})),
     "regionvit:RegionViT": (STAGES | {"dim": (16, 32, 32, 64)}, ((4, 4, 4, 4, 1), {})),
-    # A linear gives the weights by which the tokens are pooled.
-    "cct:CCT": (CCT, ((1, 1, 1, 1, 1), {"pool": 1})),
+    # A linear with one row gives the weights by which the tokens are pooled.
+    "cct:CCT": (CCT, ((1, 1, 1, 1, 1), {"rank-one": 1})),
     "vivit:ViViT": (
         {name: size for name, size in SIZES.items() if name not in ("patch_size", "depth")} | VIDEO,
         ((2, 2, 2, 2, 1), {"patch-embedding": 1}),
     ),
-    # q and k together, v apart.
+    # q and k together, v apart; attention is an operator that takes functions of the scores.
     "vit_nd_rotary:ViTND": (
         {name: size for name, size in SIZES.items() if name != "image_size"} | {"ndim": 2, "input_shape": (32, 32)},
         ((2, 1, 1, 1, 1), {"patch-embedding": 1}),
