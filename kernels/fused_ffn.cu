@@ -109,7 +109,7 @@ struct Place {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
-fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __restrict__ y, long long rows, long long x_stride, float eps) {
+fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __restrict__ y, long long rows, long long x_stride, int eps_bits) {
     extern __shared__ __align__(128) char memory[];
     using Ring = BulkRing<Panels>;
     const u32 ring_at = shared_address(memory);
@@ -141,7 +141,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             NormRows<kIn, X_VECTOR> operands;
             operands.load(x + at.row * x_stride, x_stride, at.t, at.left);
 #if NORM
-            operands.normalize(eps);
+            operands.normalize(__int_as_float(eps_bits));
 #endif
             meet_warpgroup(warpgroup);  // all have read what the buffer held
 #pragma unroll

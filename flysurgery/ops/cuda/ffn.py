@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -75,9 +75,14 @@ class FusedFfn:
                 (128 * WARPGROUPS, 1, 1),
                 self.tile.shared_bytes,
                 current_stream(self.device_index),
-                *(x, image, y, rows, x.stride(0) * x.element_size(), ctypes.c_float(eps)),
+                *(x, image, y, rows, x.stride(0) * x.element_size(), _bits(eps)),
             )
         return y
+
+
+def _bits(value: float) -> int:
+    """A float32 as the integer of the same bits: launches take integers."""
+    return struct.unpack("i", struct.pack("f", value))[0]
 
 
 @lru_cache(maxsize=256)
