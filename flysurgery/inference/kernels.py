@@ -1,33 +1,12 @@
-"""The fused operators, and what modules give to them."""
+"""What modules give to the fused operators."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery import ops
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops.parts import FusedFactors, Norm
-
-
-def _missing(*arguments: Any, **options: Any) -> Any:
-    return "this build of flysurgery has no fused kernels"
-
-
-Operator = Callable[..., Tensor]
-Reason = Callable[..., "str | None"]
-
-ffn: Operator = getattr(ops, "ffn", _missing)
-ffn_reason: Reason = getattr(ops, "ffn_reason", _missing)
-norm_linear: Operator = getattr(ops, "norm_linear", _missing)
-norm_linear_reason: Reason = getattr(ops, "norm_linear_reason", _missing)
-linear_residual: Operator = getattr(ops, "linear_residual", _missing)
-linear_residual_reason: Reason = getattr(ops, "linear_residual_reason", _missing)
-patch_embedding: Operator = getattr(ops, "patch_embedding", _missing)
-patch_embedding_reason: Reason = getattr(ops, "patch_embedding_reason", _missing)
 
 
 def factors_of(linear: nn.Module) -> FusedFactors | None:

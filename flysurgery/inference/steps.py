@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flysurgery import ops
 from flysurgery.inference import kernels
 
 DENSE = "it is dense, and the kernels multiply factors"
@@ -48,7 +49,7 @@ class NormLinear(Step):
 
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
         group = kernels.group_of(self.linear)
-        return DENSE if group is None else kernels.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
+        return DENSE if group is None else ops.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
 
     def likeness(self) -> tuple[object, ...]:
         return _shapes(self.norm, self.linear)
@@ -59,7 +60,7 @@ class NormLinear(Step):
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
         group = kernels.group_of(self.linear)
         assert group is not None  # else there was an obstacle
-        return kernels.norm_linear(x, kernels.norm_of(self.norm, self.eps), group)
+        return ops.norm_linear(x, kernels.norm_of(self.norm, self.eps), group)
 
 
 class LinearResidual(Step):
@@ -72,7 +73,7 @@ class LinearResidual(Step):
 
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
         linear = kernels.factors_of(self.linear)
-        return DENSE if linear is None else kernels.linear_residual_reason(x, linear, others[0], _value(self._scale))
+        return DENSE if linear is None else ops.linear_residual_reason(x, linear, others[0], _value(self._scale))
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.linear), self._scale is None)
@@ -83,7 +84,7 @@ class LinearResidual(Step):
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
         linear = kernels.factors_of(self.linear)
         assert linear is not None  # else there was an obstacle
-        return kernels.linear_residual(x, linear, others[0], _value(self._scale))
+        return ops.linear_residual(x, linear, others[0], _value(self._scale))
 
 
 class FeedForward(Step):
@@ -108,7 +109,7 @@ class FeedForward(Step):
         if first is None or second is None:
             return DENSE
         norm = kernels.norm_of(self.norm, self.eps)
-        return kernels.ffn_reason(x, norm, first, second, self.activation, _value(self._scale), self.residual)
+        return ops.ffn_reason(x, norm, first, second, self.activation, _value(self._scale), self.residual)
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.norm, self.first, self.second), self.activation, self._scale is None, self.residual)
@@ -122,7 +123,7 @@ class FeedForward(Step):
         first, second = kernels.factors_of(self.first), kernels.factors_of(self.second)
         assert first is not None and second is not None  # else there was an obstacle
         norm = kernels.norm_of(self.norm, self.eps)
-        return kernels.ffn(x, norm, first, second, self.activation, _value(self._scale), self.residual)
+        return ops.ffn(x, norm, first, second, self.activation, _value(self._scale), self.residual)
 
 
 class Patches(Step):
@@ -151,8 +152,8 @@ class Patches(Step):
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
         weight, bias = self.convolution.weight, self.convolution.bias
-        if kernels.patch_embedding_reason(x, weight, bias) is None:
-            tokens = kernels.patch_embedding(x, weight, bias)
+        if ops.patch_embedding_reason(x, weight, bias) is None:
+            tokens = ops.patch_embedding(x, weight, bias)
         else:
             images, channels, height, width = x.shape
             rows, columns = height // weight.shape[2], width // weight.shape[3]

@@ -7,6 +7,10 @@ from flysurgery.ops.dispatch import explain as explain
 from flysurgery.ops.group import ks_linear_group as ks_linear_group
 from flysurgery.ops.inference import ffn as ffn
 from flysurgery.ops.inference import ffn_reason as ffn_reason
+from flysurgery.ops.inference import linear_residual as linear_residual
+from flysurgery.ops.inference import linear_residual_reason as linear_residual_reason
+from flysurgery.ops.inference import norm_linear as norm_linear
+from flysurgery.ops.inference import norm_linear_reason as norm_linear_reason
 from flysurgery.ops.inference import patch_embedding as patch_embedding
 from flysurgery.ops.inference import patch_embedding_reason as patch_embedding_reason
 from flysurgery.ops.multiply import ks_linear as ks_linear

@@ -17,7 +17,6 @@ from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.parts import FusedFactors, Norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
@@ -41,13 +40,12 @@ def ffn(
 
 def norm_linear(
     x: Tensor,  # shape: (*batch, in_features)
-    norm: Norm | None,
+    norm: Norm,
     group: Sequence[FusedFactors],
-    activation: str = "none",
-) -> Tensor:  # shape: (*batch, len(group) * out_features)
-    """``activation`` of the linears' outputs for ``norm(x)``, side by side."""
+) -> Tensor:  # shape: (*batch, sum of all out_features)
+    """The linears' outputs for ``norm(x)``, side by side."""
     normed = _normed(x, norm)
-    return _activation(activation)(torch.cat([_linear(normed, member) for member in group], dim=-1))
+    return torch.cat([_linear(normed, member) for member in group], dim=-1)
 
 
 def linear_residual(

@@ -1,9 +1,11 @@
-"""Operators for inference, each one launch of a fused kernel, and the reasons where there is none.
+"""Operators for inference, by fused kernels, and the reasons where there is none.
 
 ``flysurgery.ops.composed`` has the same functions made of PyTorch's operators, for everything that a reason excludes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +14,13 @@ import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.backend import is_exporting
+from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
+from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
+from flysurgery.ops.cuda.linear_residual import linear_residual_obstacle
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
 
@@ -61,6 +69,74 @@ def ffn_reason(
     first, second = architecture_of(up.factors), architecture_of(down.factors)
     wrong = _wrong_size(x, norm, ((first, up.bias), (second, down.bias)), scale)
     return wrong or _ffn_obstacle(_shapes(up), _shapes(down), x.dtype, activation, residual, x.device.index)
+
+
+def norm_linear(
+    x: Tensor,  # shape: (*batch, in_features)
+    norm: Norm,
+    group: Sequence[FusedFactors],
+) -> Tensor:  # shape: (*batch, sum of all out_features)
+    """The linears' outputs for ``norm(x)``, side by side: one launch for the norm, and one for linears of one architecture.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
+    """
+    obstacle = norm_linear_reason(x, norm, group)
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    normed = torch.ops.flysurgery.layer_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps).view(x.shape)
+    if len(group) == 1:
+        return ks_linear(normed, group[0].factors, group[0].bias)
+    return ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
+
+
+def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[FusedFactors]) -> str | None:
+    """Why no kernel takes this norm; None where one does. The linears are multiplied by the backend that ``ks_linear`` chooses."""
+    parts = (norm.weight, norm.bias, *(part for member in group for part in (*member.factors, member.bias)))
+    obstacle = _common_obstacle(x, tuple(part for part in parts if part is not None))
+    if obstacle is not None:
+        return obstacle
+    layers = [(architecture_of(member.factors), member.bias) for member in group]
+    wrong = next(filter(None, (_wrong_size(x, norm, (layer,), None) for layer in layers)), None)
+    return wrong or _layer_norm_obstacle(x.shape[-1], x.dtype)
+
+
+def linear_residual(
+    x: Tensor,  # shape: (*batch, in_features)
+    linear: FusedFactors,
+    residual: Tensor,  # shape: (*batch, out_features)
+    scale: Tensor | None = None,  # shape: (out_features,)
+) -> Tensor:  # shape: (*batch, out_features)
+    """``residual + scale * linear(x)`` in one launch.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``linear_residual_reason`` answers.
+    """
+    obstacle = linear_residual_reason(x, linear, residual, scale)
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    rows = residual.reshape(-1, residual.shape[-1])
+    y = torch.ops.flysurgery.linear_residual(x.reshape(-1, x.shape[-1]), list(linear.factors), linear.bias, rows, scale, mode)
+    return y.view(residual.shape)
+
+
+def linear_residual_reason(x: Tensor, linear: FusedFactors, residual: Tensor, scale: Tensor | None = None) -> str | None:
+    """Why no kernel takes this; None where one does."""
+    obstacle = _common_obstacle(x, tuple(part for part in (*linear.factors, linear.bias, residual, scale) if part is not None))
+    if obstacle is not None:
+        return obstacle
+    architecture = architecture_of(linear.factors)
+    wrong = _wrong_size(x, None, ((architecture, linear.bias),), scale)
+    if wrong is not None:
+        return wrong
+    expected = (*x.shape[:-1], architecture.out_features)
+    if residual.shape != expected or residual.dtype != x.dtype:
+        return f"expected a residual of shape {expected} and {x.dtype}, got {tuple(residual.shape)} and {residual.dtype}"
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    if mode is None:
+        return f"the fused operators take float32, float16 and bfloat16, not {x.dtype}"
+    return _linear_residual_obstacle(_shapes(linear), mode, scale is not None, x.device.index)
 
 
 def patch_embedding(
@@ -147,6 +223,16 @@ def _ffn_obstacle(
     device_index: int,
 ) -> str | None:
     return ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, residual, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
+    return device_obstacle() or layer_norm_obstacle(features, dtype)
+
+
+@torch.compiler.assume_constant_result
+def _linear_residual_obstacle(shapes: tuple[tuple[int, ...], ...], mode: str, scaled: bool, device_index: int) -> str | None:
+    return device_obstacle(device_index) or linear_residual_obstacle(Architecture.of(*shapes), mode, scaled, device_index)
 
 
 def _shapes(linear: FusedFactors) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flysurgery.inference import candidate, kernels
+from flysurgery import ops
+from flysurgery.inference import candidate
 from flysurgery.ops import composed
 
 OPERATORS = ("ffn", "norm_linear", "linear_residual", "patch_embedding")
@@ -26,8 +27,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return run
 
     for name in OPERATORS:
-        monkeypatch.setattr(kernels, name, counted(name))
-        monkeypatch.setattr(kernels, f"{name}_reason", lambda *arguments: None)
+        monkeypatch.setattr(ops, name, counted(name))
+        monkeypatch.setattr(ops, f"{name}_reason", lambda *arguments: None)
     monkeypatch.setattr(candidate, "medians_ms", lambda ways, inputs: (2.0, 1.0))
     yield names
 
@@ -36,6 +37,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def compilable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``called``, without the list, which a compiled graph could not hold."""
     for name in OPERATORS:
-        monkeypatch.setattr(kernels, name, getattr(composed, name))
-        monkeypatch.setattr(kernels, f"{name}_reason", lambda *arguments: None)
+        monkeypatch.setattr(ops, name, getattr(composed, name))
+        monkeypatch.setattr(ops, f"{name}_reason", lambda *arguments: None)
     monkeypatch.setattr(candidate, "medians_ms", lambda ways, inputs: (2.0, 1.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -15,7 +14,7 @@ from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn_image import pack_ffn
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, ROWS_OF_WARPGROUP, WARPGROUPS, FfnTiling, ffn_tiling
 from flysurgery.ops.cuda.fused import aligned
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.derived import derived
@@ -75,14 +74,9 @@ class FusedFfn:
                 (128 * WARPGROUPS, 1, 1),
                 self.tile.shared_bytes,
                 current_stream(self.device_index),
-                *(x, image, y, rows, x.stride(0) * x.element_size(), _bits(eps)),
+                *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
             )
         return y
-
-
-def _bits(value: float) -> int:
-    """A float32 as the integer of the same bits: launches take integers."""
-    return struct.unpack("i", struct.pack("f", value))[0]
 
 
 @lru_cache(maxsize=256)

@@ -198,3 +198,8 @@ class Prepared:
 def current_stream(device_index: int) -> int:
     """Raw handle of PyTorch's current stream on a device."""
     return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def float_bits(value: float) -> int:
+    """A float32 as the integer of the same bits: launches take integers."""
+    return struct.unpack("i", struct.pack("f", value))[0]

@@ -1,0 +1,77 @@
+"""Layer norm over the last dimension in one launch, with its registered operator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.ops.cuda.fused import aligned
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.ops.derived import derived
+
+_MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_ROWS_OF_BLOCK = 8
+_MAX_COLUMNS = 4096
+_VECTOR_BYTES = 16
+
+
+def layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
+    """Why the kernel has no norm of rows of so many features; None where it has."""
+    if dtype not in _MODES:
+        return f"the norm's kernel takes float16, bfloat16 and float32, not {dtype}"
+    if features % (_VECTOR_BYTES // dtype.itemsize) or features > _MAX_COLUMNS:
+        return f"the norm's kernel takes rows of whole vectors of 16 bytes and up to {_MAX_COLUMNS} features, got {features} of {dtype}"
+    return None
+
+
+def run_layer_norm(
+    x: Tensor,  # shape: (rows, features)
+    weight: Tensor | None,  # shape: (features,)
+    bias: Tensor | None,  # shape: (features,)
+    eps: float,
+) -> Tensor:  # shape: (rows, features)
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, in float32, rounded once; on the current stream.
+
+    Reads x and writes the result once; the weights may be of any dtype.
+    """
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_layer_norm(x, weight, bias, eps)
+    rows, features = x.shape
+    y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    x = x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    sources = tuple(part for part in (weight, bias) if part is not None)
+
+    def make() -> tuple[Tensor, ...]:
+        ones, zeros = x.new_ones(features, dtype=torch.float32), x.new_zeros(features, dtype=torch.float32)
+        return (ones if weight is None else ones * weight.detach(), zeros if bias is None else zeros + bias.detach())
+
+    wide = derived(("layer norm", weight is None), sources, make) if sources else make()
+    _kernel(features, x.dtype, device_index).launch(
+        (-(-rows // _ROWS_OF_BLOCK), 1, 1),
+        (32 * _ROWS_OF_BLOCK, 1, 1),
+        0,
+        current_stream(device_index),
+        *(x, *wide, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
+    )
+    return y
+
+
+@lru_cache(maxsize=256)
+def _kernel(features: int, dtype: torch.dtype, device_index: int) -> Kernel:
+    return load_kernel("layer_norm.cu", {"COLUMNS": features, "MODE": _MODES[dtype]}, name="layer_norm", device_index=device_index)
+
+
+def _fake_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor")
+_library.impl("layer_norm", run_layer_norm, "CUDA")
+torch.library.register_fake("flysurgery::layer_norm", _fake_layer_norm, lib=_library)

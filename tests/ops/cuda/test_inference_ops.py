@@ -1,0 +1,127 @@
+"""The other operators for inference on the GPU: against float64, beside PyTorch's own operators in the same dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops import FusedFactors, Norm, composed, linear_residual, linear_residual_reason, norm_linear, norm_linear_reason
+from flysurgery.ops import patch_embedding as patches
+from flysurgery.patterns import Architecture
+from flysurgery.patterns.catalog import gonon, monarch
+
+pytestmark = pytest.mark.gpu
+
+K = 1.25 * 1.2
+"""Level 2 of the tolerance policy, for a product of factors."""
+K_FP32 = 2.0
+"""The goal for float32 by pairs of fp16, beside float32 by PyTorch."""
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(3)
+
+
+def normal(*shape: int, dtype: torch.dtype, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * deviation + mean).to(dtype)
+
+
+def layer(architecture: Architecture, dtype: torch.dtype, bias: bool = True) -> FusedFactors:
+    factors = tuple(normal(*pattern.factor_shape, dtype=dtype, deviation=pattern.c**-0.5) for pattern in architecture)
+    return FusedFactors(factors, normal(architecture.out_features, dtype=dtype, deviation=0.3) if bias else None)
+
+
+def wide(part: FusedFactors) -> FusedFactors:
+    return FusedFactors(tuple(f.double() for f in part.factors), None if part.bias is None else part.bias.double())
+
+
+def comparable(out: Tensor, yardstick: Tensor, truth: Tensor) -> None:
+    assert out.dtype == yardstick.dtype and out.shape == yardstick.shape
+    assert bool(out.isfinite().all())
+    error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, yardstick))
+    assert error <= (K_FP32 if out.dtype == torch.float32 else K) * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(768, 768), monarch(192, 192)], ids=str)
+@pytest.mark.parametrize(("rows", "mean"), [(1, 0.0), (197, 50.0), (25216, 0.0)])
+def test_norm_and_projections(architecture: Architecture, dtype: torch.dtype, rows: int, mean: float) -> None:
+    features = architecture.in_features
+    x = normal(rows, features, dtype=dtype, mean=mean)
+    norm = Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
+    group = [layer(architecture, dtype) for _ in range(3)]
+    exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)  # type: ignore[union-attr]
+    truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
+    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+
+
+def test_norms_without_parameters_of_strided_rows() -> None:
+    holder = normal(300, 400, dtype=torch.float16)
+    x, group = holder[:, :384], [layer(gonon(384, 384), torch.float16)]
+    norm = Norm(None, None, 1e-5)
+    truth = composed.norm_linear(x.double(), norm, [wide(group[0])])
+    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+    assert norm_linear(x[:0], norm, group).shape == (0, 384)
+
+
+def test_a_changed_norm_is_seen_and_graphs_replay() -> None:
+    x, group = normal(394, 384, dtype=torch.float16), [layer(gonon(384, 384), torch.float16) for _ in range(3)]
+    norm = Norm(normal(384, dtype=torch.float16), None, 1e-6)
+    before = norm_linear(x, norm, group)
+    assert norm.weight is not None
+    with torch.no_grad():
+        norm.weight.mul_(-1)
+    assert torch.equal(
+        norm_linear(x, norm, [FusedFactors(m.factors) for m in group]),
+        -norm_linear(x, Norm(-norm.weight, None, 1e-6), [FusedFactors(m.factors) for m in group]),
+    )
+    assert not torch.equal(before, norm_linear(x, norm, group))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = norm_linear(x, norm, group)
+    expected = norm_linear(x, norm, group)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", [gonon(384, 384), gonon(384, 1536), monarch(384, 384)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_product_added_to_a_residual(architecture: Architecture, dtype: torch.dtype, scaled: bool) -> None:
+    x, residual = normal(2, 197, architecture.in_features, dtype=dtype), normal(2, 197, architecture.out_features, dtype=dtype)
+    linear = layer(architecture, dtype)
+    scale = normal(architecture.out_features, dtype=dtype) if scaled else None
+    if scaled and dtype == torch.float16:
+        with pytest.raises(BackendError, match="would vanish"):
+            linear_residual(x, linear, residual, scale)
+        return
+    truth = composed.linear_residual(x.double(), wide(linear), residual.double(), None if scale is None else scale.double())
+    comparable(linear_residual(x, linear, residual, scale), composed.linear_residual(x, linear, residual, scale), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_patches(dtype: torch.dtype, with_tokens: bool) -> None:
+    images, weight, bias = normal(4, 3, 64, 96, dtype=dtype), normal(48, 3, 16, 16, dtype=dtype, deviation=0.03), normal(48, dtype=dtype)
+    more = (normal(24, 48, dtype=dtype), normal(2, 48, dtype=dtype)) if with_tokens else (None, None)
+    exact = tuple(None if part is None else part.double() for part in more)
+    truth = composed.patch_embedding(images.double(), weight.double(), bias.double(), *exact)
+    out = patches(images, weight, bias, *more)
+    yardstick = composed.patch_embedding(images, weight, bias, *more)
+    assert out.shape == yardstick.shape
+    assert float((out.double() - truth).norm()) <= 3 * float((yardstick.double() - truth).norm()) + 1e-7 * float(truth.norm())
+
+
+def test_reasons() -> None:
+    x, group = normal(8, 384, dtype=torch.float16), [layer(gonon(384, 384), torch.float16)]
+    norm = Norm(None, None)
+    assert norm_linear_reason(x, norm, group) is None
+    assert "no gradients" in str(norm_linear_reason(x.requires_grad_(), norm, group))
+    assert "float64" in str(norm_linear_reason(x.detach().double(), norm, group))
+    assert "takes 384 features" in str(norm_linear_reason(x.detach()[:, :380], norm, group)).replace("take 384", "takes 384")
+    assert "expected a residual" in str(linear_residual_reason(x.detach(), group[0], x.detach()[:4]))
