@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import timm
 import torch
@@ -26,6 +27,7 @@ from flysurgery.bench.compiled import compiled
 from flysurgery.bench.rows import write_csv
 from flysurgery.bench.stamp import take_stamp
 from flysurgery.bench.timing import time_interleaved
+from flysurgery.walker import example_input
 
 CHECKED = 8
 """Images whose features are held against float64."""
@@ -70,8 +72,7 @@ def measure(name: str, arch: str, mode: str, batch: int, autotune: bool) -> list
     with in_mode(mode) as dtype:
         torch.manual_seed(0)
         dense = timm.create_model(name, pretrained=False).cuda()
-        size = dense.pretrained_cfg["input_size"]
-        x = torch.randn(batch, *size, device="cuda", dtype=dtype)
+        x = torch.randn(batch, *cast(Tensor, example_input(dense)).shape[1:], device="cuda", dtype=dtype)
         models, fused, exact = candidates(dense, arch, x)
         runs: dict[str, Callable[[Tensor], Tensor]] = dict(models)
         if autotune:
