@@ -10,7 +10,7 @@ from torch import nn
 _TABLE: dict[str, tuple[bool, str]] = {
     "weight-read": (True, "its parent reads the weight, at least in some cases, and does not call the module"),
     "raw-weight": (True, "the weight is a parameter of a larger module, there is no nn.Linear to replace"),
-    "conv1x1": (True, "it is a 1x1 convolution, replaced only where convs are asked for"),
+    "conv1x1": (True, "it is a 1x1 convolution, replaced only where convs are asked for (--convs)"),
     "conv-stride": (True, "the convolution has a stride, padding or groups"),
     "parametrized": (True, "its weight is parametrized (computed from other tensors)"),
     "custom-forward": (True, "its class or the module itself overrides the forward of torch's own"),
