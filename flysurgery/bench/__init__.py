@@ -35,6 +35,7 @@ from flysurgery.bench.plots import check_plot as check_plot
 from flysurgery.bench.plots import draw_boxes as draw_boxes
 from flysurgery.bench.plots import draw_lines as draw_lines
 from flysurgery.bench.plots import draw_ratios as draw_ratios
+from flysurgery.bench.plots import draw_tradeoff as draw_tradeoff
 from flysurgery.bench.projection import ProjectionRow as ProjectionRow
 from flysurgery.bench.projection import bench_projection as bench_projection
 from flysurgery.bench.rival_rows import bench_rivals as bench_rivals

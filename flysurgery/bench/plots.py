@@ -90,6 +90,17 @@ def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, 
     _save(figure, path)
 
 
+def draw_tradeoff(curve: Sequence[tuple[float, float]], chosen: tuple[float, float], path: Path, *, unit: str) -> None:
+    """The predicted error over the share of the dense layers' weights or milliseconds, and the point that was chosen."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.plot([100 * share for share, _ in curve], [error for _, error in curve], marker="o", markersize=3, label="least error")
+    axes.plot([100 * chosen[0]], [chosen[1]], marker="D", linestyle="none", label=f"chosen: {chosen[0]:.1%}, {chosen[1]:.3f}")
+    axes.set(xlabel=f"share of the dense layers' {unit}, percent", ylabel="predicted relative error", ylim=(0, None))
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib

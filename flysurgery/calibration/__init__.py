@@ -5,4 +5,5 @@ from flysurgery.calibration.samples import DEFAULT_SAMPLES as DEFAULT_SAMPLES
 from flysurgery.calibration.samples import Data as Data
 from flysurgery.calibration.samples import Samples as Samples
 from flysurgery.calibration.samples import samples_of as samples_of
+from flysurgery.calibration.sensitivity import sensitivities as sensitivities
 from flysurgery.calibration.unchanged import unchanged_state as unchanged_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -9,6 +10,7 @@ from torch import nn
 
 from flysurgery import checkpoint as storage
 from flysurgery import evaluation, surgery
+from flysurgery.bench import check_plot, draw_tradeoff
 from flysurgery.calibration import Samples
 from flysurgery.cli import options
 from flysurgery.cli.output import check_space, check_writable
@@ -25,6 +27,9 @@ def convert(
     rank: options.Rank = None,
     patterns: options.Patterns = None,
     budget: options.Budget = None,
+    max_error: options.MaxError = None,
+    latency: options.Latency = None,
+    plot: options.Plot = None,
     roles: options.Roles = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
@@ -52,17 +57,22 @@ def convert(
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
     options.check_calibration(calibrate, {"--samples": samples, "--sequential": sequential, "--permute": permute})
+    named = {"--arch": arch is not options.Family.monarch, "--nblocks": nblocks != 4, "--rank": rank, "--patterns": patterns}
+    named = {name: bool(value) for name, value in named.items()}
+    allocated = options.check_allocation((budget, max_error, latency), plot, named, dry_run=dry_run)
+    check_plot(plot)
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
-    folder = out or Path("checkpoints") / f"{source.name}.{arch.value}"
+    folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated else arch.value}"
     target = options.device_of(device)
     if not dry_run:
         storage.check_folder(folder, force=force)
         check_writable(folder)
+    if allocated or not dry_run:
         source.check_weights(pretrained=pretrained)
     skeleton = source.skeleton()
     plan = surgery.plan(
         skeleton.model,
-        arch.value,
+        surgery.PLACEHOLDER if allocated else arch.value,
         roles=options.roles_of(roles),
         include=include,
         exclude=exclude,
@@ -72,20 +82,38 @@ def convert(
         nblocks=nblocks,
         rank=rank,
         patterns=patterns,
-        budget=budget,
         base=skeleton.base,
         base_args=skeleton.base_args,
     )
-    if dry_run:
+    if dry_run and not allocated:
         print_plan(plan, as_json=as_json)
         return
-    check_space(folder, _bytes(skeleton.model, plan, dtype))
+    if latency is not None:
+        surgery.read_latency_table(latency, plan.replaced)  # before the model and its data are loaded
     data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
     inputs = None if calibrate is None else load_inputs(calibrate, skeleton.model, samples)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
+    tradeoff = None
+    if allocated:
+        with progress("choosing") as step:
+            plan, tradeoff = surgery.allocate(
+                plan,
+                network,
+                budget=budget,
+                max_error=max_error,
+                latency=latency,
+                calibrate=inputs,
+                samples=samples,
+                progress=step,
+            )
+    if dry_run:
+        print_plan(plan, tradeoff, as_json=as_json)
+        return
+    check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("projecting") as step:
         report = surgery.apply(plan, network, calibrate=inputs, samples=samples, sequential=sequential, permute=permute, progress=step)
+    report = replace(report, tradeoff=tradeoff)
     accuracy = None
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
@@ -99,6 +127,10 @@ def convert(
         accuracy=None if accuracy is None else accuracy.to_json(),
         optimize=optimize,
     )
+    if plot is not None and tradeoff is not None:
+        draw_tradeoff(
+            [(each.share, each.error) for each in tradeoff.curve], (tradeoff.chosen.share, tradeoff.chosen.error), plot, unit=tradeoff.unit
+        )
     print_report(report, folder, accuracy, as_json=as_json)
 
 

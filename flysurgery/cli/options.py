@@ -12,6 +12,7 @@ import torch
 import typer
 
 from flysurgery.errors import OptionError
+from flysurgery.surgery import check_budget
 
 
 class Family(str, Enum):
@@ -48,7 +49,13 @@ Arch = Annotated[Family, _option("--arch", "The family of architectures.")]
 Nblocks = Annotated[int, _option("--nblocks", "Number of blocks of Monarch architectures.", minimum=1)]
 Rank = Annotated[int | None, _option("--rank", "Rank of low-rank architectures.", minimum=1)]
 Patterns = Annotated[list[str] | None, _option("--patterns", "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size.", "TEXT")]
-Budget = Annotated[float | None, _option("--budget", "Share of the replaced weights to keep, above 0 and at most 1.")]
+BUDGET_HELP = "Share of the selected layers' weights to keep (with --latency: of their time); each layer gets what suits all of them best."
+Budget = Annotated[float | None, _option("--budget", BUDGET_HELP)]
+MAX_ERROR_HELP = "Keep as few weights (with --latency: as little time) as this relative error of all selected layers together allows."
+MaxError = Annotated[float | None, _option("--max-error", MAX_ERROR_HELP)]
+LATENCY_HELP = "With --budget or --max-error: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
+Latency = Annotated[Path | None, _option("--latency", LATENCY_HELP, "TABLE")]
+Plot = Annotated[Path | None, _option("--plot", "With --budget or --max-error: draw the trade-off into this picture file.", "FILE")]
 ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."
 Roles = Annotated[str | None, _option("--roles", ROLES_HELP, "NAMES")]
 Include = Annotated[list[str] | None, _option("--include", "Only layers whose name matches; repeatable.", "REGEX")]
@@ -56,7 +63,7 @@ Exclude = Annotated[list[str] | None, _option("--exclude", "No layer whose name 
 Blocks = Annotated[str | None, _option("--blocks", "Only layers within the blocks of these numbers, as in 0-5,8.", "NUMBERS")]
 MinSize = Annotated[int | None, _option("--min-size", "Only layers with both sides at least so long.", minimum=1)]
 Convs = Annotated[bool, _option("--convs", "Replace 1x1 convolutions of the selected roles too.")]
-DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights.")]
+DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights, unless there is a budget.")]
 
 # Measuring.
 DATA = "digits|fractals|FOLDER"
@@ -109,6 +116,29 @@ def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
     given = [name for name, value in others.items() if value]
     if data is None and given:
         raise OptionError(f"{' and '.join(given)} need data to calibrate with; give --calibrate digits, or --calibrate FOLDER")
+
+
+def check_allocation(
+    bounds: tuple[float | None, float | None, Path | None], plot: Path | None, others: Mapping[str, bool], *, dry_run: bool
+) -> bool:
+    """Whether the architectures are to be chosen by an allocation; ``bounds`` are budget, max-error and latency.
+
+    Raises:
+        OptionError: bounds that contradict each other, a plot without them, or ``others``, which name architectures, beside them.
+    """
+    if bounds == (None, None, None):
+        if plot is not None:
+            raise OptionError("--plot draws the trade-off of --budget or --max-error; give one of them")
+        return False
+    check_budget(*bounds)
+    given = [name for name, is_given in others.items() if is_given]
+    if given:
+        raise OptionError(
+            f"{' and '.join(given)} name the architectures, and --budget, --max-error and --latency choose them; leave one out"
+        )
+    if dry_run and plot is not None:
+        raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
+    return True
 
 
 def names(text: str, option: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import typer
 
 from flysurgery.cli.tables import print_json, print_table
 from flysurgery.evaluation import Comparison
-from flysurgery.surgery import LayerPlan, Plan, Report, Row, grouped, short_count
+from flysurgery.surgery import LayerPlan, Plan, Report, Row, Tradeoff, grouped, short_count
 
 Layers: TypeAlias = Sequence[LayerPlan | Row]
 
@@ -21,13 +21,15 @@ KEPT = ("kept dense", "n", "role", "out x in", "why")
 NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy", "output\nerror", "plain\nprojection")
 
 
-def print_plan(plan: Plan, *, as_json: bool) -> None:
+def print_plan(plan: Plan, tradeoff: Tradeoff | None = None, *, as_json: bool) -> None:
     """Print what convert would do. FLOPs are those of one sample's forward."""
     if as_json:
-        print_json({"plan": plan.to_json()})
+        print_json({"plan": plan.to_json()} | ({} if tradeoff is None else {"tradeoff": tradeoff.to_json()}))
         return
     _print_layers(PLANNED, plan.layers)
     _print_totals(_layer_totals(plan.layers))
+    if tradeoff is not None:
+        typer.echo(f"\n{tradeoff}")
 
 
 def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, as_json: bool) -> None:
@@ -48,6 +50,8 @@ def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, a
     _print_totals(totals)
     if report.calibration is not None:
         typer.echo(f"\n{report.calibration}")
+    if report.tradeoff is not None:
+        typer.echo(f"\n{report.tradeoff}")
     typer.echo(f"\nsaved in {folder}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import nn
 
 from flysurgery.calibration import Data, samples_of
 from flysurgery.errors import OptionError
+from flysurgery.surgery.allocating import PLACEHOLDER, allocate
 from flysurgery.surgery.calibrating import project_calibrated_layers
 from flysurgery.surgery.change import Change
 from flysurgery.surgery.check import check_plan, check_weights
@@ -90,13 +93,27 @@ def convert(
     permute: bool = False,
     progress: Progress | None = None,
     verify: bool = True,
+    budget: float | None = None,
+    max_error: float | None = None,
+    latency: Path | None = None,
     **options: Any,
 ) -> Report:
-    """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise."""
-    plan = make_plan(model, arch, **options)
-    return apply(
+    """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise.
+
+    With ``budget``, ``max_error`` or ``latency`` the architectures are chosen by ``allocate``, and ``arch`` and its options play no part.
+    """
+    tradeoff = None
+    if (budget, max_error, latency) == (None, None, None):
+        plan = make_plan(model, arch, **options)
+    else:
+        plan = make_plan(model, PLACEHOLDER, **options)
+        plan, tradeoff = allocate(
+            plan, model, budget=budget, max_error=max_error, latency=latency, calibrate=calibrate, samples=samples, progress=progress
+        )
+    report = apply(
         plan, model, calibrate=calibrate, samples=samples, sequential=sequential, permute=permute, progress=progress, verify=verify
     )
+    return replace(report, tradeoff=tradeoff)
 
 
 def _sample_shape(plan: Plan) -> tuple[int, ...] | None:

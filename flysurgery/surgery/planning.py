@@ -31,7 +31,6 @@ def plan(
     nblocks: int = DEFAULT_NBLOCKS,
     rank: int | None = None,
     patterns: str | Architecture | Sequence[object] | None = None,
-    budget: float | None = None,
     base: str | None = None,
     base_args: Mapping[str, Any] | None = None,
     example: Tensor | tuple[Any, ...] | None = None,
@@ -52,7 +51,6 @@ def plan(
         arch: family of architectures: "monarch" (with ``nblocks``), "gonon" or "lowrank" (with ``rank``).
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
             gets the first that has its size. With ``include``, every included layer must have such a one.
-        budget: share of the dense weights in (0, 1]: each matrix gets the family's densest architecture below it.
         base, base_args: how the dense model is built again when a checkpoint is loaded; timm models say it themselves.
         example: arguments of one forward; timm and vit-pytorch models need none.
         blocks, min_size: only layers within the blocks of these numbers (``"0-5,8"``), or with both sides at least so long.
@@ -68,7 +66,7 @@ def plan(
         PlanError: nothing would be replaced; the message says why.
         WalkError: the model's graph cannot be read.
     """
-    rule = Rule(arch, nblocks, rank, budget, read_architectures(patterns))
+    rule = Rule(arch, nblocks, rank, read_architectures(patterns))
     name, arguments = find_base(model, base, base_args)
     refuse_converted(model)
     inputs = example_input(model) if example is None else example

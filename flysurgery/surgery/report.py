@@ -10,6 +10,7 @@ from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibrat
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
 from flysurgery.surgery.plan_table import kept_table
 from flysurgery.surgery.table import grouped, share, short_count, text_table
+from flysurgery.surgery.tradeoff import Tradeoff
 
 REPLACED = (
     "replaced",
@@ -74,6 +75,7 @@ class Report:
     seconds: float
     verified: bool
     calibration: ReportCalibration | None = None
+    tradeoff: Tradeoff | None = None
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -99,7 +101,8 @@ class Report:
         """Rows and totals as JSON values."""
         rows = [asdict(row) | {"parts": [asdict(part) for part in row.parts]} for row in self.rows]
         calibration = None if self.calibration is None else asdict(self.calibration)
-        return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration}
+        tradeoff = None if self.tradeoff is None else self.tradeoff.to_json()
+        return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration, "tradeoff": tradeoff}
 
     def __str__(self) -> str:
         totals = self.totals
@@ -115,6 +118,8 @@ class Report:
         blocks = [head, _replaced_table(self.replaced), "\n".join(sums)]
         if self.calibration is not None:
             blocks += [str(self.calibration), calibrated_table([(row.fqn, row.role, row.calibration) for row in self.rows])]
+        if self.tradeoff is not None:
+            blocks.append(str(self.tradeoff))
         return "\n\n".join([*blocks, *([kept_table(kept)] if kept else [])])
 
 

@@ -1,0 +1,187 @@
+"""Budgets for a whole model: what they keep to, what they are measured by, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flysurgery.calibration import sensitivities
+from flysurgery.errors import DataError, OptionError, PlanError
+from flysurgery.patterns import Architecture, low_rank, monarch
+from flysurgery.surgery import Plan, allocate, apply, candidates, convert, plan
+
+
+def weights(made: Plan, among: Plan) -> tuple[int, int]:
+    """Weights after and before in the layers that ``among`` replaces."""
+    chosen = [layer for layer in made.layers if layer.fqn in {each.fqn for each in among.replaced}]
+    return sum(layer.weights_after for layer in chosen), sum(layer.weights_before for layer in chosen)
+
+
+@torch.no_grad()
+def make_first_block_count(model: nn.Module) -> None:
+    """Larger weights in the first block, so that layers differ in what their errors cost."""
+    for name, parameter in model.named_parameters():
+        if "blocks.0." in name:
+            parameter.mul_(3)
+
+
+@pytest.mark.parametrize("budget", [0.12, 0.3, 0.4, 0.75])
+def test_the_weights_keep_to_the_budget_and_the_prediction_is_what_apply_measures(vit: nn.Module, vit_plan: Plan, budget: float) -> None:
+    make_first_block_count(vit)
+    before = copy.deepcopy(vit.state_dict())
+    made, tradeoff = allocate(vit_plan, vit, budget=budget)
+    assert all(torch.equal(value, before[name]) for name, value in vit.state_dict().items())
+    after, whole = weights(made, vit_plan)
+    assert 0.8 * budget < after / whole <= budget
+    assert tradeoff.chosen.cost == after and tradeoff.chosen.share == pytest.approx(after / whole)
+    norms = {each.fqn: float(vit.get_submodule(each.fqn).weight.detach().double().norm()) for each in vit_plan.replaced}  # pyright: ignore
+    report = apply(made, vit)
+    lost = sum((row.relative_error or 0.0) ** 2 * norms[row.fqn] ** 2 for row in report.replaced)
+    assert tradeoff.chosen.error == pytest.approx(sqrt(lost / sum(norm**2 for norm in norms.values())), rel=1e-4)
+
+
+def test_no_uniform_architecture_of_equal_cost_is_better(vit: nn.Module, vit_plan: Plan) -> None:
+    make_first_block_count(vit)
+    norms = {each.fqn: float(vit.get_submodule(each.fqn).weight.detach().double().norm()) for each in vit_plan.replaced}  # pyright: ignore
+    for nblocks in (2, 4, 8):
+        uniform = plan(vit, nblocks=nblocks)
+        rows = apply(uniform, copy.deepcopy(vit)).replaced
+        error = sqrt(sum((row.relative_error or 0) ** 2 * norms[row.fqn] ** 2 for row in rows) / sum(norm**2 for norm in norms.values()))
+        after, whole = weights(uniform, vit_plan)
+        _, tradeoff = allocate(vit_plan, vit, budget=after / whole)
+        assert tradeoff.chosen.error <= error * (1 + 1e-4)
+
+
+def test_the_block_that_counts_gets_more(vit: nn.Module, vit_plan: Plan) -> None:
+    make_first_block_count(vit)
+    made, _ = allocate(vit_plan, vit, budget=0.4)
+    first, second = (sum(each.weights_after for each in made.layers if f"blocks.{i}.m" in each.fqn) for i in (0, 1))
+    assert first > 1.5 * second
+
+
+def test_max_error_is_kept_and_the_curve_falls(vit: nn.Module, vit_plan: Plan) -> None:
+    _, tradeoff = allocate(vit_plan, vit, max_error=0.5)
+    assert tradeoff.chosen.error <= 0.5
+    cheaper = [point for point in tradeoff.curve if point.share < tradeoff.chosen.share - 0.05]
+    assert cheaper and all(point.error > 0.5 for point in cheaper)
+    assert 8 <= len(tradeoff.curve) <= 12
+    assert all(a.share < b.share and a.error > b.error for a, b in zip(tradeoff.curve, tradeoff.curve[1:], strict=False))
+    assert (tradeoff.curve[-1].share, tradeoff.curve[-1].error) == (1, 0)
+    assert "chosen" in str(tradeoff)
+
+
+def test_layers_that_stay_dense_say_so_and_the_plan_is_data(vit: nn.Module, vit_plan: Plan) -> None:
+    make_first_block_count(vit)
+    made, _ = allocate(vit_plan, vit, budget=0.75)
+    kept = [layer for layer in made.layers if layer.reason is not None and layer.reason.code == "budget"]
+    assert kept and all(layer.status == "keep" and layer.weights_after == layer.weights_before for layer in kept)
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_candidates_are_smaller_than_dense_and_low_rank_is_no_larger_than_its_twin(vit_plan: Plan) -> None:
+    up = next(layer for layer in vit_plan.replaced if layer.fqn == "blocks.0.mlp.fc1")
+    found = candidates(up)
+    assert monarch(256, 64, 4) in found
+    assert low_rank(256, 64, monarch(256, 64, 4).num_parameters // (256 + 64)) in found
+    assert all(each.density < 1 and each.shape == (256, 64) for each in found)
+
+
+def test_sensitivities_are_the_squares_of_the_derivative() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    x = torch.randn(4000, 6, dtype=torch.float64)
+    found = sensitivities(model, ["0", "1"], [x])
+    last = model[1].weight
+    assert isinstance(last, Tensor)
+    assert found["1"] == pytest.approx(1)
+    assert found["0"] == pytest.approx(float(last.detach().square().sum()) / 5, rel=0.1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_calibration_weighs_layers_by_what_the_output_feels(vit: nn.Module, vit_plan: Plan, images: Tensor) -> None:
+    with torch.no_grad():
+        vit.get_parameter("blocks.1.mlp.fc2.weight").mul_(10)
+        vit.get_parameter("blocks.0.mlp.fc2.weight").mul_(0.01)
+        vit.get_parameter("blocks.0.mlp.fc2.bias").mul_(0.01)
+    only = replace(
+        vit_plan, layers=tuple(replace(each, status="keep", parts=()) if "fc1" not in each.fqn else each for each in vit_plan.layers)
+    )
+    made, tradeoff = allocate(only, vit, budget=0.6, calibrate=images.repeat(4, 1, 1, 1), samples=10)
+    after = {layer.fqn: layer.weights_after for layer in made.layers}
+    assert tradeoff.weighted
+    assert after["blocks.1.mlp.fc1"] > 2 * after["blocks.0.mlp.fc1"]
+
+
+def test_convert_takes_a_budget(vit: nn.Module) -> None:
+    report = convert(vit, budget=0.4)
+    assert report.tradeoff is not None and report.tradeoff.chosen.share <= 0.4
+    assert report.to_json()["tradeoff"]["chosen"]["share"] == report.tradeoff.chosen.share
+    assert "predicted error" in str(report)
+
+
+def table(made: Plan, file: Path, fast: Architecture | None = None) -> Path:
+    """Dense takes 2 ms, monarch 4 half as long, monarch 8 a fourth; ``fast`` none to speak of."""
+    lines = ["batch,ms,fqn,architecture"]
+    for layer in made.replaced:
+        size = (layer.parts[0].stop - layer.parts[0].start, layer.in_features)
+        lines += [f"1,2.0,{layer.fqn},dense", f'1,1.0,{layer.fqn},"{monarch(*size, 4)}"', f'1,0.5,{layer.fqn}, "{monarch(*size, 8)}"']
+        if fast is not None and fast.shape == size:
+            lines.append(f'1,0.01,{layer.fqn},"{fast}"')
+    file.write_text("\n".join([*lines, "1,bad,another.layer,dense"]) + "\n")
+    return file
+
+
+def test_a_table_bounds_the_milliseconds_and_names_the_candidates(vit: nn.Module, vit_plan: Plan, tmp_path: Path) -> None:
+    fast = low_rank(64, 256, 1)
+    made, tradeoff = allocate(vit_plan, vit, budget=0.4, latency=table(vit_plan, tmp_path / "t.csv", fast))
+    assert tradeoff.unit == "ms" and tradeoff.chosen.cost <= 0.4 * 2 * len(vit_plan.replaced)
+    allowed = {
+        monarch(64, 64, 4),
+        monarch(64, 64, 8),
+        monarch(256, 64, 4),
+        monarch(256, 64, 8),
+        monarch(64, 256, 4),
+        monarch(64, 256, 8),
+        fast,
+    }
+    assert {part.architecture for layer in made.replaced for part in layer.parts} <= allowed
+    slow, _ = allocate(vit_plan, vit, max_error=0.99, latency=table(vit_plan, tmp_path / "t.csv", fast))
+    assert all(layer.parts[0].architecture == fast for layer in slow.replaced if layer.fqn.endswith("fc2"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text.replace("2.0,blocks.1.mlp.fc2,dense", "2.0,other,dense"), "no dense row of layer blocks.1.mlp.fc2"),
+        (lambda text: text.replace("blocks.0.mlp.fc1", "other"), "no rows of layer blocks.0.mlp.fc1"),
+        (lambda text: text.replace("1,2.0,blocks.0.attn.qkv", "1,-2,blocks.0.attn.qkv"), "line 2: ms must be a positive number"),
+        (lambda text: text.replace("ms,fqn", "time,fqn"), "ms missing"),
+        (lambda text: text + "1,3,blocks.0.attn.qkv,dense\n", "line 21: a second row of layer blocks.0.attn.qkv with dense"),
+        (lambda text: text + '1,3,blocks.0.mlp.fc1,"(1,8,8,1)"\n', "line 21: .*is 8x8, and layer blocks.0.mlp.fc1 is 256x64"),
+        (lambda text: text + "1,3,blocks.0.mlp.fc1,fast\n", "line 21: expected patterns"),
+        (lambda _: '{"rows": [{"fqn": "a"}]}', "row 1: expected an object with fqn, architecture, ms"),
+        (lambda _: '{"rows": [', "no valid JSON, line 1"),
+    ],
+)
+def test_wrong_tables_are_refused(vit: nn.Module, vit_plan: Plan, tmp_path: Path, change, words: str) -> None:  # pyright: ignore
+    file = table(vit_plan, tmp_path / "t.csv")
+    assert len(file.read_text().splitlines()) == 20
+    file.write_text(change(file.read_text()))
+    with pytest.raises(DataError, match=words):
+        allocate(vit_plan, vit, budget=0.5, latency=file)
+
+
+def test_bounds_that_cannot_be_kept_or_contradict_each_other(vit: nn.Module, vit_plan: Plan) -> None:
+    with pytest.raises(OptionError, match=r"smallest reachable share of the dense layers' weights is 0\.\d+"):
+        allocate(vit_plan, vit, budget=0.01)
+    with pytest.raises(PlanError, match="every layer does best dense"):
+        allocate(vit_plan, vit, budget=1.0)
+    for wrong in ({}, {"budget": 0.4, "max_error": 0.1}, {"budget": 0.0}, {"budget": float("nan")}, {"max_error": 1.0}):
+        with pytest.raises(OptionError):
+            allocate(vit_plan, vit, **wrong)
