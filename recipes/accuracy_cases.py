@@ -8,7 +8,6 @@ largest magnitude.
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +34,12 @@ DENSE = "dense"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gonon": {"arch": "gonon"},
     "monarch": {"arch": "monarch", "nblocks": 4},
-    "budget 0.4": {"arch": "monarch", "budget": 0.4},
+    "budget 0.4": {"arch": surgery.PLACEHOLDER},
 }
 """What each target means, as options of ``surgery.plan``."""
+
+BUDGETS = {"budget 0.4": 0.4}
+"""The targets whose architectures are chosen for all layers together, with the calibration images, once for all methods."""
 
 FitError = (FlysurgeryError, RuntimeError)
 """What a case may fail with and still be a row of the table."""
@@ -53,7 +55,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Made:
-    """A converted copy. ``replaced_share`` is the parameters of the replaced layers after, over before, biases included."""
+    """A converted copy. ``replaced_share`` is the parameters of the replaced layers, and of those that a budget leaves dense, after over
+    before, biases included."""
 
     model: nn.Module
     replaced_share: float
@@ -93,33 +96,47 @@ def all_cases(targets: Sequence[str] = TARGETS, methods: Sequence[str] = METHODS
     return tuple(Case(target, method) for target in targets for method in methods)
 
 
-def make(case: Case, dense: nn.Module, base: str, base_args: Mapping[str, Any], calibration: Tensor) -> Made:
-    """Convert a copy of ``dense``; ``calibration`` holds inputs of it.
+def make(
+    case: Case, dense: nn.Module, base: str, base_args: Mapping[str, Any], calibration: Tensor, plans: dict[str, Plan] | None = None
+) -> Made:
+    """Convert a copy of ``dense``; ``calibration`` holds inputs of it. ``plans`` keeps the targets' plans from one call to the next.
 
     Raises:
-        FlysurgeryError: this version lacks the method, or it failed.
+        FlysurgeryError: the plan or the method failed.
     """
     model = copy.deepcopy(dense).eval()
     started = time.perf_counter()
-    plan = surgery.plan(model, base=base, base_args=base_args, **OPTIONS[case.target])
-    before, after = (sum(getattr(layer, name) for layer in plan.replaced) for name in ("params_before", "params_after"))
+    plans = {} if plans is None else plans
+    if case.target not in plans:
+        plans[case.target] = _plan(case.target, model, base, base_args, calibration)
+    plan = plans[case.target]
+    before, after = (sum(getattr(layer, name) for layer in _selected(plan)) for name in ("params_before", "params_after"))
     if case.method == "magnitude":
         for layer in plan.replaced:
             _prune(model.get_submodule(layer.fqn), layer)
         return Made(model, after / before, time.perf_counter() - started, plan)
     if case.method.startswith("lowrank"):
         plan = replace(plan, layers=tuple(_low_rank(layer) if layer.is_replaced else layer for layer in plan.layers))
-        after = sum(layer.params_after for layer in plan.replaced)
+        after = sum(layer.params_after for layer in _selected(plan))
     options: dict[str, Any] = {}
     if case.method in ("calibrated", "lowrank calibrated", "sequential", "permuted"):
         options["calibrate"] = calibration
     if case.method in ("sequential", "permuted"):
         options["sequential" if case.method == "sequential" else "permute"] = True
-    lacking = [name for name in options if name not in inspect.signature(surgery.apply).parameters]
-    if lacking:
-        raise FlysurgeryError(f"this version cannot {lacking[0]}")
     surgery.apply(plan, model, **options)
     return Made(model, after / before, time.perf_counter() - started, plan)
+
+
+def _plan(target: str, model: nn.Module, base: str, base_args: Mapping[str, Any], calibration: Tensor) -> Plan:
+    plan = surgery.plan(model, base=base, base_args=base_args, **OPTIONS[target])
+    if target in BUDGETS:
+        plan, _ = surgery.allocate(plan, model, budget=BUDGETS[target], calibrate=calibration)
+    return plan
+
+
+def _selected(plan: Plan) -> list[LayerPlan]:
+    """The layers that the target is about: the replaced ones, and those that a budget leaves dense."""
+    return [layer for layer in plan.layers if layer.is_replaced or (layer.reason is not None and layer.reason.code == "budget")]
 
 
 def _low_rank(layer: LayerPlan) -> LayerPlan:
@@ -190,6 +207,7 @@ def run(
     started = time.perf_counter()
     dense = dense.to(device).eval()
     rows = _earlier(out.with_suffix(".json"))
+    plans: dict[str, Plan] = {}
     images = torch.stack([held_out.dataset[index][0] for index in range(min(64, held_out.samples))]).to(device)
     for case in (Case(DENSE, DENSE), *cases):
         if any((row.target, row.method) == (case.target, case.method) for row in rows):
@@ -200,7 +218,7 @@ def run(
             break
         reference = next((row.top1 for row in rows if row.target == DENSE), None)
         try:
-            row = _row(case, dense, base, base_args, calibration, held_out, fine_tune, finetune_share, images, device, reference)
+            row = _row(case, dense, base, base_args, calibration, held_out, fine_tune, finetune_share, images, device, reference, plans)
         except FitError as error:
             row = Row(case.target, case.method, status=str(error).splitlines()[0])
         rows.append(row)
@@ -222,9 +240,10 @@ def _row(
     images: Tensor,
     device: torch.device,
     reference: float | None,
+    plans: dict[str, Plan],
 ) -> Row:
     unchanged = Made(copy.deepcopy(dense), 1.0, 0.0, None)
-    made = unchanged if case.target == DENSE else make(case, dense, base, base_args, calibration)
+    made = unchanged if case.target == DENSE else make(case, dense, base, base_args, calibration, plans)
     model = made.model.to(device)
     errors: Any = output_errors(dense, model, made.plan, images) if made.plan is not None and case.method != "permuted" else {}
     before = evaluate(model, held_out, batch_size=128, device=device).top1
