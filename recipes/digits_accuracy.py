@@ -3,8 +3,8 @@
     python recipes/digits_accuracy.py [--finetune-steps N] [--out FILE]
 
 Rows: dense; the plain projection; calibrated; calibrated block by block; with hidden units in a new order; low rank with the same number
-of weights a layer, plain and calibrated; magnitude pruning to the same density, which stores as many weights and their places; and a budget of 0.4 shared among the layers,
-those that it leaves dense included in the density.
+of weights a layer, plain and calibrated; magnitude pruning to the same density, which stores as many weights and their places; and a
+budget of 0.4 shared among the layers, whose density counts those that it leaves dense.
 Calibration images come from the training part, accuracy and pruning errors from the 599 held-out digits. One digit is 0.17 points.
 """
 

@@ -100,12 +100,17 @@ def convert(
 ) -> Report:
     """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise.
 
-    With ``budget``, ``max_error`` or ``latency`` the architectures are chosen by ``allocate``, and ``arch`` and its options play no part.
+    With ``budget``, ``max_error`` or ``latency`` the architectures are chosen by ``allocate``, which leaves no say to ``arch`` and its options.
     """
     tradeoff = None
     if (budget, max_error, latency) == (None, None, None):
         plan = make_plan(model, arch, **options)
     else:
+        named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None] + ["arch"] * (arch != "monarch")
+        if named:
+            raise OptionError(
+                f"a budget, max_error and latency choose the architectures, so {' and '.join(named)} cannot be given with them"
+            )
         plan = make_plan(model, PLACEHOLDER, **options)
         plan, tradeoff = allocate(
             plan, model, budget=budget, max_error=max_error, latency=latency, calibrate=calibrate, samples=samples, progress=progress

@@ -51,3 +51,25 @@ def test_output_errors_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) 
         lost = new.attn.qkv(x) - wanted  # pyright: ignore
     assert found["error_qkv"] == pytest.approx(float(lost.norm() / (wanted - block.attn.qkv.bias.detach()).norm()), rel=1e-4)  # pyright: ignore
     assert surgery.plan_of(dense) is None and found.keys() == {"error_qkv", "error_ffn_in", "error_ffn_out"}
+
+
+def test_a_budget_is_shared_once_for_all_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import accuracy_cases
+
+    from flysurgery.checkpoint import build_base
+
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+    dense = build_base("vit_tiny_patch16_224", arguments).eval()
+    plans = {}
+    shares = []
+    for method in ("svd", "permuted", "lowrank", "magnitude"):
+        case = accuracy_cases.Case("budget 0.4", method)
+        made = accuracy_cases.make(case, dense, "vit_tiny_patch16_224", arguments, torch.randn(16, 3, 16, 16), plans)
+        shares.append(made.replaced_share)
+    assert len(plans) == 1
+    selected = [layer for layer in plans["budget 0.4"].layers if layer.role in accuracy_cases.ROLES]
+    after, before = (sum(getattr(layer, name) for layer in selected) for name in ("params_after", "params_before"))
+    assert shares[0] == shares[1] == shares[3] == after / before
+    assert sum(layer.weights_after for layer in selected) <= 0.4 * sum(layer.weights_before for layer in selected)
+    assert shares[2] <= shares[0]

@@ -119,10 +119,13 @@ def test_calibration_weighs_layers_by_what_the_output_feels(vit: nn.Module, vit_
 
 
 def test_convert_takes_a_budget(vit: nn.Module) -> None:
-    report = convert(vit, budget=0.4)
+    report = convert(copy.deepcopy(vit), budget=0.4)
     assert report.tradeoff is not None and report.tradeoff.chosen.share <= 0.4
     assert report.to_json()["tradeoff"]["chosen"]["share"] == report.tradeoff.chosen.share
     assert "predicted error" in str(report)
+    for options in ({"arch": "gonon"}, {"rank": 3}, {"patterns": "(1,8,8,1)"}):
+        with pytest.raises(OptionError, match="choose the architectures"):
+            convert(vit, budget=0.4, **options)  # pyright: ignore[reportArgumentType]
 
 
 def table(made: Plan, file: Path, fast: Architecture | None = None) -> Path:
