@@ -100,7 +100,7 @@ def convert(
 ) -> Report:
     """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise.
 
-    With ``budget``, ``max_error`` or ``latency`` the architectures are chosen by ``allocate``, which leaves no say to ``arch`` and its options.
+    With ``budget``, ``max_error`` or ``latency`` the architectures are chosen by ``allocate``, not by ``arch`` and its options.
     """
     tradeoff = None
     if (budget, max_error, latency) == (None, None, None):
