@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,13 @@ MAX_PARAMETERS = 20_000
 """Most parameter tensors that a base may have. A base is named by a file, so its building must come to an end."""
 
 
+class _EndlessError(ModelError):
+    """A base with too many parameters, which is not to be tried again in another way."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the base has more than {MAX_PARAMETERS} parameter tensors; check its arguments")
+
+
 def build_skeleton(plan: Plan) -> nn.Module:
     """The converted model on the meta device: every name, shape and dtype, and no memory.
 
@@ -31,8 +39,11 @@ def build_skeleton(plan: Plan) -> nn.Module:
         try:
             with _parameters_on_meta():
                 model = build_base(_base(plan), plan.base_args, device="meta")
+        except _EndlessError:
+            raise
         except ModelError:  # a constructor that reads numbers; what else is wrong shows again
-            model = build_base(_base(plan), plan.base_args).to("meta")
+            with _parameters_counted():
+                model = build_base(_base(plan), plan.base_args).to("meta")
     install(plan, model)
     return model
 
@@ -52,10 +63,13 @@ def build_shell(plan: Plan) -> nn.Module:
         try:
             with _parameters_on_meta():
                 model = build_base(_base(plan), plan.base_args)
+        except _EndlessError:
+            raise
         except ModelError:
             model = None
         if model is None or _has_meta_state(model):
-            model = build_base(_base(plan), plan.base_args)
+            with _parameters_counted():
+                model = build_base(_base(plan), plan.base_args)
     install(plan, model)
     return model
 
@@ -92,12 +106,28 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         if id(parameter) not in moved:
             if len(moved) >= MAX_PARAMETERS:
-                raise ModelError(f"the base has more than {MAX_PARAMETERS} parameter tensors; check its arguments")
+                raise _EndlessError
             # The original is kept as well, so that no other parameter gets its id.
             moved[id(parameter)] = (parameter, nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad))
         return moved[id(parameter)][1]
 
     hook = register_module_parameter_registration_hook(move)  # pyright: ignore[reportArgumentType]  its result counts
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _parameters_counted() -> Iterator[None]:
+    """Inside, modules of this thread take no more parameters than a base may have."""
+    thread, count = threading.get_ident(), itertools.count(1)
+
+    def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and threading.get_ident() == thread and next(count) > MAX_PARAMETERS:
+            raise _EndlessError
+
+    hook = register_module_parameter_registration_hook(check)
     try:
         yield
     finally:

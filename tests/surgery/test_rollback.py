@@ -222,7 +222,7 @@ class Bypass(nn.Module):
         x = self.norm(x) + torch.rand(())
         if isinstance(self.linear, nn.Linear):
             return self.linear(x)
-        return x * self.linear.weight if self.breaks else x
+        return x @ self.linear.get_parameter("weight") if self.breaks else x  # in a way that the walk cannot see
 
 
 @pytest.mark.parametrize(
