@@ -13,7 +13,6 @@ from torch import Tensor
 import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.backend import is_exporting
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
@@ -22,6 +21,7 @@ from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.parts import FusedFactors, Norm
+from flysurgery.ops.problem import is_exporting
 from flysurgery.patterns import Architecture
 
 

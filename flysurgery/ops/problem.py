@@ -68,3 +68,10 @@ def is_tracing(x: Tensor) -> bool:
         or bool(torch._C._len_torch_dispatch_stack())
         or peek_interpreter_stack() is not None
     )
+
+
+@torch.compiler.assume_constant_result  # traced, some versions of dynamo take torch.compiler.is_exporting() as true
+def is_exporting() -> bool:
+    """Whether a graph is being made for use without this package: ``torch.export``, ONNX, TorchScript."""
+    scripting = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return scripting or torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()

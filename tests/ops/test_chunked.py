@@ -64,3 +64,47 @@ def test_scratch_is_kept_up_to_its_size_and_not_beyond() -> None:
 )
 def test_chosen_where_it_is_fastest(rows: int, dtype: torch.dtype, choice: str) -> None:
     assert explain(Problem(ARCHITECTURES[0], rows, dtype, "cpu")).choice == choice
+
+
+@pytest.mark.parametrize("rows", [5, 700])  # few rows take bmm, within the operator
+def test_a_compiled_graph_calls_one_operator(rows: int) -> None:
+    called = []
+
+    def record(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    architecture = ARCHITECTURES[0]
+    factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
+    x = make_input(rows, architecture.in_features, FP32)
+    torch.compiler.reset()
+    with torch.no_grad():
+        y = torch.compile(lambda x: ks_linear(x, factors, bias).relu(), backend=record, fullgraph=True)(x)
+    assert sum("chunked_linear" in name for name in called) == 1
+    assert not any("bmm" in name for name in called)
+    assert_equal(y, ks_linear(x, factors, bias).relu())
+
+
+def test_the_operator_keeps_the_rules_of_operators() -> None:
+    architecture = ARCHITECTURES[0]
+    factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
+    x = make_input(600, architecture.in_features, FP32)
+    torch.library.opcheck(torch.ops.flysurgery.chunked_linear.default, (x, factors, bias), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_gradients_and_exported_graphs_go_elsewhere() -> None:
+    architecture = ARCHITECTURES[0]
+    factors = [factor.requires_grad_() for factor in make_factors(architecture, FP32)]
+    x = make_input(600, architecture.in_features, FP32)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: ks_linear(x, factors), backend="aot_eager", fullgraph=True)(x)
+    compiled.sum().backward()
+    assert all(factor.grad is not None for factor in factors)
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ks_linear(x, [factor.detach() for factor in factors])
+
+    with torch.no_grad():
+        exported = torch.export.export(Layer(), (x,))
+    assert not any("flysurgery" in str(node.target) for node in exported.graph.nodes)

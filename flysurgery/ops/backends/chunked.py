@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flysurgery.factors import architecture_of, to_blocks
 from flysurgery.ops.backend import Backend
+from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
 from flysurgery.ops.derived import derived
-from flysurgery.ops.problem import Problem
+from flysurgery.ops.problem import Problem, is_exporting, is_tracing
 from flysurgery.patterns import Pattern
 
 FEW_ROWS = 512
@@ -29,7 +30,8 @@ class ChunkedBackend(Backend):
     Stored as ``(features, rows)``, the residue class j of a factor is a matrix of unit stride whose leading dimension is d
     times larger: BLAS reads it in place, and the permutation between two factors costs nothing. Intermediates stay
     in the cache, and only the result is allocated at full size. The bias is one more term of the last product: a row of
-    ones below the intermediate.
+    ones below the intermediate. A compiled graph calls it as one operator: left to itself, the compiler would fuse an
+    activation into the permutation between two layers, and lose the vector units.
     """
 
     name = "chunked"
@@ -37,8 +39,8 @@ class ChunkedBackend(Backend):
     def can_run(self, problem: Problem) -> str | None:
         if problem.device_type != "cpu":
             return f"it is written for the CPU, x is on {problem.device_type}"
-        if problem.tracing:
-            return "it writes into memory given out before, which a traced graph cannot hold"
+        if problem.tracing and (is_exporting() or not torch.compiler.is_compiling()):
+            return "it writes into memory given out before, which only a compiled graph can hold, as one operator"
         if problem.requires_grad:
             return "it gives no gradients"
         return None
@@ -51,6 +53,8 @@ class ChunkedBackend(Backend):
         return None
 
     def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        if is_tracing(x):
+            return torch.ops.flysurgery.chunked_linear(x, list(factors), bias)
         return self.bind(factors, bias)(x)
 
     def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -60,6 +64,22 @@ class ChunkedBackend(Backend):
         (blocks,) = derived("chunked", sources, lambda: (_last_blocks(factors[0], inner_bias),))
         inner = [(pattern, to_blocks(factor)) for pattern, factor in zip(others, factors[1:], strict=True)]
         return partial(_multiply, left=left, left_blocks=blocks, inner=inner[::-1], bias=bias, bias_inside=inner_bias is not None)
+
+
+def _compiled(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """What a compiled graph calls, where the number of rows is known only now."""
+    backend = BmmBackend() if x.shape[0] < FEW_ROWS else ChunkedBackend()
+    return backend.linear(x, factors, bias)
+
+
+def _fake(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], architecture_of(factors).out_features)
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define("chunked_linear(Tensor x, Tensor[] factors, Tensor? bias) -> Tensor")
+_library.impl("chunked_linear", _compiled, "CPU")
+torch.library.register_fake("flysurgery::chunked_linear", _fake, lib=_library)
 
 
 def _last_blocks(

@@ -15,7 +15,7 @@ from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
-from flysurgery.ops.problem import Problem, is_tracing
+from flysurgery.ops.problem import Problem, is_exporting, is_tracing
 from flysurgery.patterns import Architecture
 
 
@@ -76,13 +76,6 @@ class CudaBackend(Backend):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *factors, *biases)):
             return EagerLinear.apply(linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
         return multiply(x, factors, biases, linears, mode)
-
-
-@torch.compiler.assume_constant_result  # traced, some versions of dynamo take torch.compiler.is_exporting() as true
-def is_exporting() -> bool:
-    """Whether a graph is being made for use without this package: ``torch.export``, ONNX, TorchScript."""
-    scripting = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return scripting or torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
