@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -23,8 +22,9 @@ from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, error_of, hull
 from flysurgery.surgery.latency_table import Times, read_latency_table
 from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
 from flysurgery.surgery.plan import Plan
-from flysurgery.surgery.projecting import MAX_WORKERS, Progress
+from flysurgery.surgery.projecting import Progress
 from flysurgery.surgery.tradeoff import Point, Tradeoff
+from flysurgery.surgery.workers import workers
 
 CURVE_POINTS = 12
 DENSE = "dense"
@@ -206,11 +206,9 @@ def _plain(weight: Tensor, values: Tensor, architecture: Architecture | None) ->
 
 
 def _judged(units: Sequence[_Unit], judge: _Judge, progress: Progress | None) -> tuple[list[list[Choice]], list[float]]:
-    """The choices of each unit and its reference; side by side with one BLAS thread each, as ``project_layers`` does."""
-    threads = torch.get_num_threads()
+    """The choices of each unit and its reference."""
     choices, references = [], []
-    pool = ThreadPoolExecutor(min(threads, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with workers() as pool:
         jobs = [pool.submit(judge.errors, unit) for unit in units]
         for done, (unit, job) in enumerate(zip(units, jobs, strict=True), start=1):
             errors, reference = job.result()
@@ -218,9 +216,6 @@ def _judged(units: Sequence[_Unit], judge: _Judge, progress: Progress | None) ->
             references.append(reference)
             if progress is not None:
                 progress(done, len(units), unit.layer.fqn)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
     return choices, references
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 from time import perf_counter
 
@@ -16,12 +15,10 @@ from flysurgery.surgery.build import Dense, build
 from flysurgery.surgery.fitting import Inputs, LayerFit
 from flysurgery.surgery.layer_plan import LayerPlan, Part
 from flysurgery.surgery.report import PartRow, Row, row_of
+from flysurgery.surgery.workers import workers
 
 Progress = Callable[[int, int, str], None]
 """Called after each projection with the number done, the number of all, and the layer's name."""
-
-MAX_WORKERS = 4
-"""Layers at work at once; each holds several copies of its weight in float64."""
 
 
 def project_layers(
@@ -33,25 +30,19 @@ def project_layers(
     """The new modules and the report's rows of ``layers``, by name. The model is only read.
 
     With ``inputs`` the factors are fitted to what the layers are given, and biases take up what the mean loses; else they are
-    those nearest to the weights. Layers run side by side with one BLAS thread each: their blocks are too small to share among threads,
-    which costs twice the processor time and, on a busy machine, many times the wall time.
+    those nearest to the weights. Layers run side by side.
 
     Raises:
         ProjectionError: a weight that cannot be projected; the message names the layer.
     """
-    threads = torch.get_num_threads()
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
-    pool = ThreadPoolExecutor(min(threads, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with workers() as pool:
         jobs = [pool.submit(_project_layer, layer, dense[layer.fqn], None if inputs is None else inputs[layer.fqn]) for layer in layers]
         for done, (layer, job) in enumerate(zip(layers, jobs, strict=True), start=1):
             modules[layer.fqn], rows[layer.fqn] = job.result()
             if progress is not None:
                 progress(done, len(layers), layer.fqn)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
     return modules, rows
 
 
