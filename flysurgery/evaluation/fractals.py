@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from flysurgery.errors import DataError
@@ -26,11 +27,19 @@ PIXELS_A_WALKER = 16
 WALKERS = 128, 4096
 """Fewest and most walkers of a picture: one for each PIXELS_A_WALKER pixels in between."""
 
-BENDING = 0.12
+LONGEST = 128
+"""Longest side of what is painted. A larger picture is painted at a half, a third, ... of its size and enlarged, to be made fast."""
+
+BENDING = 0.06
 """How far the entries of a picture's maps lie from those of its class, as a standard deviation; the maps' own entries are below 1."""
 
-TURN, GROWTH, SHIFT = math.radians(25), 0.25, 0.2
-"""Largest turn of a picture's attractor, change of its size, and shift in half pictures."""
+TURN, GROWTH, SHIFT = math.radians(15), 0.2, 0.1
+"""Largest turn of a picture's attractor, change of its size, and shift in half pictures.
+
+With BENDING they set how hard the classes are. Of 100 classes in pictures of 56x56, halved, with 60 training pictures a class, the five
+nearest by their edges name 79 % of the held-out ones right, and by their pixels 44 %; at a bending of 0.12, 25 degrees, 0.25 and 0.2 it
+was 15 % and 6 %, and a ViT-S/16 had learnt next to nothing after 270 000 pictures.
+"""
 
 SPREAD = 2.2
 """Standard deviations of an attractor from the middle of the picture to its edge."""
@@ -50,7 +59,7 @@ class Fractals(Dataset[Any]):
     have random classes and no end: ``batch`` takes any numbers, and ``len`` is that of the held-out part, whose classes take turns.
     Other devices round otherwise, so that their pictures differ in single points.
 
-    Cost: (BURN_IN + STEPS) small products for each of at most 4096 walkers; thousands of pictures of 224x224 a second on a GPU.
+    Cost: (BURN_IN + STEPS) small products for each of at most 4096 walkers, and their coefficients in memory, 1 kB a walker.
 
     Raises:
         DataError: fewer than two classes.
@@ -80,7 +89,8 @@ class Fractals(Dataset[Any]):
         self._channels = len(mean)
         maps, shares = _systems(classes)
         self._maps, self._bounds = maps.to(self.device), shares.cumsum(1).to(self.device)
-        walkers = min(max(size[0] * size[1] // PIXELS_A_WALKER, WALKERS[0]), WALKERS[1])
+        height, width = self._painted = tuple(-(-side // -(-max(size) // LONGEST)) for side in size)
+        walkers = min(max(height * width // PIXELS_A_WALKER, WALKERS[0]), WALKERS[1])
         # One table for all pictures: which map a walker takes at each step follows from it and the class's shares.
         self._table = torch.rand(BURN_IN + STEPS, walkers, generator=torch.Generator().manual_seed(0)).to(self.device)
 
@@ -108,36 +118,35 @@ class Fractals(Dataset[Any]):
         index = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         drawn = _uniform(index, self._salt)
         classes = index % self.classes if self.part == "held-out" else (drawn[:, -1] * self.classes).long()
-        counts = self._walk(classes, drawn)
-        return (_paint(counts, drawn, self._channels) - self._mean) / self._std, classes
+        images = _paint(self._walk(classes, drawn), drawn, self._channels)
+        if self._painted != self.size:
+            images = interpolate(images, self.size, mode="bilinear", align_corners=False)
+        return (images - self._mean) / self._std, classes
 
     def _walk(self, classes: Tensor, drawn: Tensor) -> Tensor:  # shape: (batch, MAPS, height, width)
         """How often the walkers of each picture came to each pixel, by the map that took them there."""
         batch, walkers = len(classes), self._table.shape[1]
-        height, width = self.size
+        height, width = self._painted
         bends = drawn[:, : MAPS * 6].view(batch, MAPS, 6) + drawn[:, MAPS * 6 : MAPS * 12].view(batch, MAPS, 6) - 1
         maps = self._maps[classes] + BENDING * math.sqrt(6) * bends  # the sum of two uniform numbers has variance 1/6
-        rows = maps.view(batch * MAPS, 6)
-        bounds, first = self._bounds[classes], MAPS * torch.arange(batch, device=self.device)[:, None]
+        bounds, first = self._bounds[classes][..., None], MAPS * torch.arange(batch, device=self.device)[:, None]
+        # All choices at once, shape (steps, batch, walkers): few large operations, since a GPU waits for the launch of small ones.
+        chosen = first + sum((self._table[:, None] > bounds[:, k]).long() for k in range(MAPS - 1))
+        a, b, c, d, e, f = maps.view(batch * MAPS, 6).T[:, chosen]
         x, y = (torch.zeros(batch, walkers, device=self.device) for _ in range(2))
-        frame, places = None, torch.zeros(batch * MAPS * height * width, device=self.device)
-        ones = torch.ones(batch * walkers, device=self.device)
-        for step, table in enumerate(self._table):
-            choice = sum((table > bounds[:, k : k + 1]).long() for k in range(MAPS - 1))
-            a, b, c, d, e, f = rows[(first + choice).flatten()].view(batch, walkers, 6).unbind(-1)
-            x, y = a * x + b * y + e, c * x + d * y + f
+        path = []
+        for step in range(len(chosen)):
             # A bent map may have ceased to contract; what has run away is far outside the picture, and stays finite.
-            x, y = x.clamp(-9, 9), y.clamp(-9, 9)
-            if step < BURN_IN:
-                continue
-            if frame is None:
-                frame = _frame(x, y, drawn[:, MAPS * 12 :])
-            u, v = _in_frame(x, y, frame)
-            column, row = ((u + 1) * (width / 2)).floor().long(), ((v + 1) * (height / 2)).floor().long()
-            inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-            pixel = ((first + choice) * height + row.clamp(0, height - 1)) * width + column.clamp(0, width - 1)
-            # Whole numbers, so that the order of the sum does not matter.
-            places.scatter_add_(0, pixel.flatten(), ones * inside.flatten())
+            x, y = (a[step] * x + b[step] * y + e[step]).clamp(-9, 9), (c[step] * x + d[step] * y + f[step]).clamp(-9, 9)
+            path.append((x, y))
+        x, y = (torch.stack(places) for places in zip(*path[BURN_IN:], strict=True))
+        u, v = _in_frame(x, y, _frame(x[0], y[0], drawn[:, MAPS * 12 :]))
+        column, row = ((u + 1) * (width / 2)).floor().long(), ((v + 1) * (height / 2)).floor().long()
+        inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+        pixel = (chosen[BURN_IN:] * height + row.clamp(0, height - 1)) * width + column.clamp(0, width - 1)
+        places = torch.zeros(batch * MAPS * height * width, device=self.device)
+        # Whole numbers, so that the order of the sum does not matter.
+        places.scatter_add_(0, pixel.flatten(), inside.flatten().float())
         return places.view(batch, MAPS, height, width)
 
 

@@ -44,7 +44,14 @@ def test_classes_can_be_told_apart_by_the_nearest_training_picture() -> None:
     known, classes = Fractals("train", 4, (32, 32), **GREY).batch(range(600))
     asked, expected = Fractals("held-out", 4, (32, 32), **GREY).batch(range(100))
     nearest = (edges(asked) @ edges(known).T).argmax(1)
-    assert (classes[nearest] == expected).float().mean() > 0.45
+    assert (classes[nearest] == expected).float().mean() > 0.7
+
+
+def test_a_large_picture_is_a_small_one_enlarged() -> None:
+    small, large = (Fractals("train", 5, size, **GREY).batch(range(4)) for size in ((100, 75), (200, 150)))
+    assert large[0].shape == (4, 1, 200, 150) and torch.equal(small[1], large[1])
+    again = torch.nn.functional.interpolate(small[0], (200, 150), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(large[0], again)
 
 
 def test_load_data_makes_them_for_the_model() -> None:
