@@ -1,16 +1,18 @@
 """The rows of an accuracy table: one model converted in many ways, each before and after the same short fine-tuning.
 
-Shared by the recipes of the digits and of the fractals. A case is a target, which fixes how many weights each matrix keeps, and a
-method, which chooses them: projections onto the target's architectures, plain low rank with as many parameters, or the entries of
-largest magnitude.
+A case is a target, which fixes how many weights each matrix keeps, and a method, which chooses them: projections onto the target's
+architectures, plain low rank with as many parameters, or the entries of largest magnitude.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from flysurgery import surgery
-from flysurgery.bench import take_stamp, write_csv
+from flysurgery.bench import Stamp, take_stamp, write_csv
 from flysurgery.errors import FlysurgeryError
 from flysurgery.evaluation import ImageData, evaluate
 from flysurgery.patterns import named
 from flysurgery.surgery import LayerPlan, Plan
 
-TARGETS = ("gonon", "monarch", "budget 0.4")
-METHODS = ("svd", "calibrated", "sequential", "permuted", "lowrank", "lowrank calibrated", "magnitude")
+TARGETS = ("gonon", "monarch", "budget 0.4", "budget 0.45")
+METHODS = ("svd", "calibrated", "lowrank", "lowrank calibrated", "magnitude", "sequential", "permuted")
 ROLES = ("qkv", "ffn_in", "ffn_out")
 DENSE = "dense"
 
@@ -35,11 +37,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gonon": {"arch": "gonon"},
     "monarch": {"arch": "monarch", "nblocks": 4},
     "budget 0.4": {"arch": surgery.PLACEHOLDER},
+    "budget 0.45": {"arch": surgery.PLACEHOLDER},
 }
 """What each target means, as options of ``surgery.plan``."""
 
-BUDGETS = {"budget 0.4": 0.4}
-"""The targets whose architectures are chosen for all layers together, with the calibration images, once for all methods."""
+BUDGETS = {"budget 0.4": 0.4, "budget 0.45": 0.45}
+"""The targets whose architectures are chosen for all layers together, with the calibration images."""
 
 FitError = (FlysurgeryError, RuntimeError)
 """What a case may fail with and still be a row of the table."""
@@ -96,20 +99,72 @@ def all_cases(targets: Sequence[str] = TARGETS, methods: Sequence[str] = METHODS
     return tuple(Case(target, method) for target in targets for method in methods)
 
 
-def make(
-    case: Case, dense: nn.Module, base: str, base_args: Mapping[str, Any], calibration: Tensor, plans: dict[str, Plan] | None = None
-) -> Made:
-    """Convert a copy of ``dense``; ``calibration`` holds inputs of it. ``plans`` keeps the targets' plans from one call to the next.
+@dataclass(frozen=True)
+class Workshop:
+    """What one process makes rows with: the dense model on its device, inputs to calibrate with, images to measure on, and ``fine_tune``,
+    which trains its argument in place. None of them changes."""
+
+    dense: nn.Module
+    base: str
+    base_args: Mapping[str, Any]
+    calibration: Tensor
+    held_out: ImageData
+    fine_tune: Callable[[nn.Module], None] | None
+    finetune_share: float
+
+    def plan(self, target: str) -> Plan | None:
+        """The architectures of each layer; None for the dense model.
+
+        Raises:
+            FlysurgeryError: the plan failed.
+        """
+        if target == DENSE:
+            return None
+        plan = surgery.plan(self.dense, base=self.base, base_args=self.base_args, **OPTIONS[target])
+        if target in BUDGETS:
+            plan, _ = surgery.allocate(plan, self.dense, budget=BUDGETS[target], calibrate=self.calibration)
+        return plan
+
+    def row(self, case: Case, plan: Plan | None) -> Row:
+        """Convert a copy, measure, fine-tune and measure again; all but the points, which need the dense model's row.
+
+        Raises:
+            FlysurgeryError, RuntimeError: no row came of it.
+        """
+        made = Made(copy.deepcopy(self.dense), 1.0, 0.0, None) if plan is None else make(case, self.dense, plan, self.calibration)
+        device = next(self.dense.parameters()).device
+        model = made.model.to(device)
+        errors: Any = {}
+        if made.plan is not None and case.method != "permuted":
+            images = torch.stack([self.held_out.dataset[index][0] for index in range(min(64, self.held_out.samples))])
+            errors = output_errors(self.dense, model, made.plan, images.to(device))
+        row = Row(
+            target=case.target,
+            method=case.method,
+            replaced_share=made.replaced_share,
+            model_params=_parameters(model),
+            **errors,
+            top1=evaluate(model, self.held_out, batch_size=128).top1,
+            samples=self.held_out.samples,
+            convert_seconds=made.seconds,
+        )
+        if self.fine_tune is None:
+            return row
+        started = time.perf_counter()
+        self.fine_tune(model)
+        seconds = time.perf_counter() - started
+        after = evaluate(model, self.held_out, batch_size=128).top1
+        return replace(row, top1_finetuned=after, finetune_seconds=seconds, finetune_share=self.finetune_share)
+
+
+def make(case: Case, dense: nn.Module, plan: Plan, calibration: Tensor) -> Made:
+    """Convert a copy of ``dense`` by ``plan``; ``calibration`` holds inputs of it.
 
     Raises:
-        FlysurgeryError: the plan or the method failed.
+        FlysurgeryError: the method failed.
     """
     model = copy.deepcopy(dense).eval()
     started = time.perf_counter()
-    plans = {} if plans is None else plans
-    if case.target not in plans:
-        plans[case.target] = _plan(case.target, model, base, base_args, calibration)
-    plan = plans[case.target]
     before, after = (sum(getattr(layer, name) for layer in _selected(plan)) for name in ("params_before", "params_after"))
     if case.method == "magnitude":
         for layer in plan.replaced:
@@ -125,13 +180,6 @@ def make(
         options["sequential" if case.method == "sequential" else "permute"] = True
     surgery.apply(plan, model, **options)
     return Made(model, after / before, time.perf_counter() - started, plan)
-
-
-def _plan(target: str, model: nn.Module, base: str, base_args: Mapping[str, Any], calibration: Tensor) -> Plan:
-    plan = surgery.plan(model, base=base, base_args=base_args, **OPTIONS[target])
-    if target in BUDGETS:
-        plan, _ = surgery.allocate(plan, model, budget=BUDGETS[target], calibrate=calibration)
-    return plan
 
 
 def _selected(plan: Plan) -> list[LayerPlan]:
@@ -184,90 +232,108 @@ def output_errors(dense: nn.Module, model: nn.Module, plan: Plan, images: Tensor
 
 
 def run(
-    dense: nn.Module,
-    base: str,
-    base_args: Mapping[str, Any],
+    open_workshop: Callable[[], Workshop],
     cases: Sequence[Case],
-    *,
-    calibration: Tensor,
-    held_out: ImageData,
-    fine_tune: Callable[[nn.Module], None] | None,
-    finetune_share: float,
     out: Path,
+    *,
     device: torch.device,
+    gpus: Sequence[str] = (),
     minutes: float | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Row]:
-    """Convert, measure, fine-tune and measure again, case by case; ``fine_tune`` trains its argument in place.
+    """Make the rows of the dense model, which is fine-tuned as well to tell what the fine-tuning alone gives, and of ``cases``.
 
-    The dense model is the first row, and is fine-tuned as well, to tell what the fine-tuning alone gives. After each row ``out``
-    (CSV) is written whole, and ``out`` with the ending .json, from which a later call takes the rows that are there already. No row
-    is begun once ``minutes`` are over.
+    The rows are made in as many processes as there are ``gpus``, each with one of these for its CUDA_VISIBLE_DEVICES and a workshop
+    of its own; without any, in this process. After each row ``out`` (CSV) is written whole, and ``out`` with the ending .json, from
+    which a later call takes the rows that are there already. No row is begun once ``minutes`` are over.
     """
     started = time.perf_counter()
-    dense = dense.to(device).eval()
     rows = _earlier(out.with_suffix(".json"))
-    plans: dict[str, Plan] = {}
-    images = torch.stack([held_out.dataset[index][0] for index in range(min(64, held_out.samples))]).to(device)
-    for case in (Case(DENSE, DENSE), *cases):
-        if any((row.target, row.method) == (case.target, case.method) for row in rows):
-            continue
-        spent = (time.perf_counter() - started) / 60
-        if minutes is not None and spent > minutes:
-            echo(f"stopped before {case.target}, {case.method}: {spent:.1f} of {minutes:g} minutes are over")
-            break
-        reference = next((row.top1 for row in rows if row.target == DENSE), None)
-        try:
-            row = _row(case, dense, base, base_args, calibration, held_out, fine_tune, finetune_share, images, device, reference, plans)
-        except FitError as error:
-            row = Row(case.target, case.method, status=str(error).splitlines()[0])
-        rows.append(row)
-        write_csv(out, rows, take_stamp(device))
-        out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n", encoding="utf-8")
-        echo(_shown(row))
-    return rows
+    waiting = [case for case in (Case(DENSE, DENSE), *cases) if case not in rows]
+    unplanned = list(dict.fromkeys(case.target for case in waiting))
+    plans: dict[str, Plan | None] = {}
+    running: dict[Future[Any], Case | str] = {}
+    stamp = take_stamp(device)
+    with _executor(open_workshop, gpus) as executor:
+        while waiting or running:
+            over = minutes is not None and time.perf_counter() - started > 60 * minutes
+            while not over and len(running) < max(1, len(gpus)):
+                ready = next((case for case in waiting if case.target in plans), None)
+                if unplanned:
+                    target = unplanned.pop(0)
+                    running[executor.submit(_plan, target)] = target
+                elif ready is not None:
+                    waiting.remove(ready)
+                    running[executor.submit(_row, ready, plans[ready.target])] = ready
+                else:
+                    break
+            if not running:
+                echo(f"stopped before {', '.join(f'{case.target} {case.method}' for case in waiting)}")
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                failed = future.exception()
+                if failed is not None and not isinstance(failed, FitError):
+                    raise failed
+                reason = "" if failed is None else next(iter(str(failed).splitlines()), type(failed).__name__)
+                if isinstance(job, Case):
+                    rows[job] = future.result() if failed is None else Row(job.target, job.method, status=reason)
+                elif failed is None:
+                    plans[job] = future.result()
+                else:
+                    rows |= {case: Row(job, case.method, status=reason) for case in waiting if case.target == job}
+                    waiting = [case for case in waiting if case.target != job]
+                if isinstance(job, str) and failed is None:
+                    continue
+                _write(out, _table(rows), stamp)
+                echo(_shown(rows[job]) if isinstance(job, Case) else f"{job}: {reason}")
+    return _table(rows)
 
 
-def _row(
-    case: Case,
-    dense: nn.Module,
-    base: str,
-    base_args: Mapping[str, Any],
-    calibration: Tensor,
-    held_out: ImageData,
-    fine_tune: Callable[[nn.Module], None] | None,
-    finetune_share: float,
-    images: Tensor,
-    device: torch.device,
-    reference: float | None,
-    plans: dict[str, Plan],
-) -> Row:
-    unchanged = Made(copy.deepcopy(dense), 1.0, 0.0, None)
-    made = unchanged if case.target == DENSE else make(case, dense, base, base_args, calibration, plans)
-    model = made.model.to(device)
-    errors: Any = output_errors(dense, model, made.plan, images) if made.plan is not None and case.method != "permuted" else {}
-    before = evaluate(model, held_out, batch_size=128, device=device).top1
-    reference = before if reference is None else reference
-    row = Row(
-        target=case.target,
-        method=case.method,
-        replaced_share=made.replaced_share,
-        model_params=_parameters(model),
-        **errors,
-        top1=before,
-        points=100 * (before - reference),
-        samples=held_out.samples,
-        convert_seconds=made.seconds,
-    )
-    if fine_tune is None:
-        return row
-    started = time.perf_counter()
-    fine_tune(model)
-    seconds = time.perf_counter() - started
-    after = evaluate(model, held_out, batch_size=128, device=device).top1
-    return replace(
-        row, top1_finetuned=after, points_finetuned=100 * (after - reference), finetune_seconds=seconds, finetune_share=finetune_share
-    )
+_workshop: list[Workshop] = []
+"""The workshop of this process, once it is open."""
+
+
+def _executor(open_workshop: Callable[[], Workshop], gpus: Sequence[str]) -> Executor:
+    """Processes that see one of ``gpus`` each, or one thread; every one with a workshop."""
+    if not gpus:
+        return ThreadPoolExecutor(1, initializer=_open, initargs=(open_workshop,))
+    context = multiprocessing.get_context("spawn")
+    left = context.SimpleQueue()
+    for gpu in gpus:
+        left.put(gpu)
+    return ProcessPoolExecutor(len(gpus), context, initializer=_open, initargs=(open_workshop, left))
+
+
+def _open(open_workshop: Callable[[], Workshop], gpus: Any = None) -> None:
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()  # before CUDA is used
+    _workshop[:] = [open_workshop()]
+
+
+def _plan(target: str) -> Plan | None:
+    return _workshop[0].plan(target)
+
+
+def _row(case: Case, plan: Plan | None) -> Row:
+    return _workshop[0].row(case, plan)
+
+
+def _write(out: Path, rows: Sequence[Row], stamp: Stamp) -> None:
+    write_csv(out, rows, stamp)
+    out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def _table(rows: Mapping[Case, Row]) -> list[Row]:
+    """The rows in the order of the table, with their distances from the dense model as it came, where that is known."""
+    first = Case(DENSE, DENSE)
+    reference = rows[first].top1 if first in rows else None
+
+    def points(top1: float | None) -> float | None:
+        return None if top1 is None or reference is None else 100 * (top1 - reference)
+
+    ordered = [rows[case] for case in (first, *all_cases()) if case in rows]
+    return [replace(row, points=points(row.top1), points_finetuned=points(row.top1_finetuned)) for row in ordered]
 
 
 def _parameters(model: nn.Module) -> int:
@@ -276,16 +342,16 @@ def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - dropped
 
 
-def _earlier(file: Path) -> list[Row]:
+def _earlier(file: Path) -> dict[Case, Row]:
     found = [Row(**each) for each in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
-    return [row for row in found if row.status == "ok"]
+    return {Case(row.target, row.method): row for row in found if row.status == "ok"}
 
 
 def _shown(row: Row) -> str:
     if row.status != "ok":
         return f"{row.target}, {row.method}: {row.status}"
-    line = f"{row.target}, {row.method}: {row.replaced_share:.1%} kept, top-1 {row.top1:.2%} ({row.points:+.2f})"
+    line = f"{row.target}, {row.method}: {row.replaced_share:.1%} kept, top-1 {row.top1:.2%}"
     if row.top1_finetuned is not None:
-        line += f", fine-tuned {row.top1_finetuned:.2%} ({row.points_finetuned:+.2f}) in {row.finetune_seconds:.0f} s"
+        line += f", fine-tuned {row.top1_finetuned:.2%} in {row.finetune_seconds:.0f} s"
     errors = {role: getattr(row, f"error_{role}") for role in ROLES}
     return line + "".join(f"; {role} {error:.3f}" for role, error in errors.items() if error is not None)

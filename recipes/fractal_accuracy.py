@@ -1,78 +1,90 @@
 """Accuracy at real size without a download: a ViT-S/16 trained on generated images, then converted in many ways.
 
-    python recipes/fractal_accuracy.py --folder build/fractals --minutes 9.5 --out recipes/results/fractal_accuracy_h200.csv
+    torchrun --nproc-per-node 2 recipes/fractal_accuracy.py --folder build/fractals --train-minutes 4
+    python recipes/fractal_accuracy.py --folder build/fractals --minutes 5 --out recipes/results/fractal_accuracy_h200.csv
 
-The first call trains the dense model for --train-minutes and keeps it in FOLDER; then the table's rows are made one by one until
---minutes are over. The same command once more goes on with the rows that are missing. The weights are kept in bfloat16, in files of
-less than 16 MiB. --quick does all of it with a tiny model and few images, on any machine, to see that it runs; its numbers mean nothing.
+The first call trains the dense model on two GPUs and keeps it in FOLDER, its weights in bfloat16 in files of less than 16 MiB. The second
+one makes the table's rows, several at a time on each GPU, and begins none once --minutes are over; the same command once more goes on
+with the rows that are missing. Without the first call the second one trains on one GPU. --quick does all of it with a tiny model and few
+images, on any machine, to see that it runs; its numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_cases import METHODS, TARGETS, all_cases, run
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from accuracy_cases import METHODS, TARGETS, Workshop, all_cases, run
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flysurgery.checkpoint import build_base
 from flysurgery.cli.options import device_of
 from flysurgery.evaluation import Fractals, ImageData, evaluate, preparation
-from flysurgery.finetune import Settings, train, training_data
+from flysurgery.finetune import Outcome, Settings, train, training_data
 
 FILE_BYTES = 15 << 20
-FINE_TUNING_RATE = 3e-4
+PROBE = 60
+"""Updates that are made to tell how fast training is."""
+
+PROCESSES_A_GPU = 3
+"""Conversions wait for the processor, so that several of them keep a GPU busy."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, on what, and how."""
+    """What is trained, on what, and how; batches are those of one process."""
 
     base: str
     base_args: dict[str, Any]
     held_out: int
     calibration: int
     batch: int
-    fine_tuning_batch: int
     rate: float
+    fine_tuning_batch: int
+    fine_tuning_rate: float
     precision: str
 
 
-FULL = Size("vit_small_patch16_224", {"num_classes": 100}, 10_000, 512, 512, 256, 1e-3, "bf16")
+FULL = Size("vit_small_patch16_224", {"num_classes": 100}, 10_000, 512, 256, 1e-3, 128, 3e-4, "bf16")
 QUICK = Size(
     "vit_small_patch16_224",
     {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5},
-    *(100, 64, 16, 16, 1e-3, "no"),
+    *(100, 64, 16, 1e-3, 16, 3e-4, "no"),
 )
 
 
-def learn(model: nn.Module, size: Size, images: int, *, rate: float, batch: int, seed: int, teacher: nn.Module | None = None) -> float:
-    """Train in place on ``images`` new images, which never repeat, and give the speed in images a second."""
-    updates = max(1, images // batch)
+def learn(model: nn.Module, size: Size, images: int, *, seed: int, teacher: nn.Module | None = None) -> Outcome:
+    """Train in place on about ``images`` new images, of all processes together and never the same twice; with a teacher, fine-tune."""
+    batch, rate = (size.batch, size.rate) if teacher is None else (size.fine_tuning_batch, size.fine_tuning_rate)
     precision: Any = size.precision
+    together = batch * int(os.environ.get("WORLD_SIZE", "1"))
     settings = Settings(
         epochs=1,
         batch_size=batch,
-        images_per_epoch=updates * batch,
+        images_per_epoch=max(1, images // together) * together,
         learning_rate=rate,
+        smoothing=0.0,
         precision=precision,
         log_every=25,
         seed=seed,
         cpu=next(model.parameters()).device.type == "cpu",
     )
-    data = training_data("fractals", model, settings)
 
     def progress(done: int, total: int, text: str) -> None:
-        if done % 100 == 0 or done == total:
+        if teacher is None and (done % 250 == 0 or done == total):
             print(f"  update {done} of {total}, {text}", flush=True)
 
-    return train(model, data, settings, teacher=teacher, progress=progress).images_per_second
+    return train(model, training_data("fractals", model, settings), settings, teacher=teacher, progress=progress)
 
 
 def held_out_images(model: nn.Module, samples: int, device: torch.device) -> ImageData:
@@ -84,27 +96,28 @@ def held_out_images(model: nn.Module, samples: int, device: torch.device) -> Ima
     return ImageData("fractals", data, samples, classes)
 
 
-def train_dense(size: Size, minutes: float | None, images: int, device: torch.device, folder: Path) -> tuple[nn.Module, int]:
-    """Train the dense model for about ``minutes``, or on ``images``, and keep it."""
+def train_dense(size: Size, minutes: float | None, images: int, device: torch.device, folder: Path) -> None:
+    """Train the dense model for about ``minutes``, or on ``images``, in all processes together, and keep it."""
     torch.manual_seed(0)
     if minutes is not None:
-        probe = learn(build_base(size.base, size.base_args).to(device), size, 60 * size.batch, rate=size.rate, batch=size.batch, seed=1)
-        images = int(60 * minutes * probe)
-        print(f"{probe:.0f} images a second, so {images} images in {minutes:g} minutes", flush=True)
+        probe = learn(build_base(size.base, size.base_args).to(device), size, PROBE * size.batch, seed=1)
+        images = int(60 * minutes * probe.images_per_second)
+        (images,) = broadcast_object_list([images])  # the clocks of the processes differ
     torch.manual_seed(0)
-    model = build_base(size.base, size.base_args).to(device)
     started = time.perf_counter()
-    learn(model, size, images, rate=size.rate, batch=size.batch, seed=0)
+    outcome = learn(build_base(size.base, size.base_args).to(device), size, images, seed=0)
+    if not outcome.is_main:
+        return
     seconds = time.perf_counter() - started
     # Rounded before anything is measured, so that a later call finds the same model.
-    model = model.to(torch.bfloat16).float()
+    model = outcome.model.to(torch.bfloat16).float()
+    facts = {"images": outcome.images, "updates": outcome.updates, "processes": outcome.processes, "seconds": round(seconds, 1)}
+    keep(model, folder, facts)
     accuracy = evaluate(model, held_out_images(model, size.held_out, device), batch_size=128, device=device)
-    print(f"dense: {accuracy}; {images} images in {seconds:.0f} s", flush=True)
-    keep(model, folder, images, seconds)
-    return model, images
+    print(f"dense: {accuracy}; trained on {json.dumps(facts)}", flush=True)
 
 
-def keep(model: nn.Module, folder: Path, images: int, seconds: float) -> None:
+def keep(model: nn.Module, folder: Path, facts: dict[str, Any]) -> None:
     """Write the weights into small files, and last how they came about."""
     folder.mkdir(parents=True, exist_ok=True)
     shares: list[dict[str, torch.Tensor]] = [{}]
@@ -118,20 +131,42 @@ def keep(model: nn.Module, folder: Path, images: int, seconds: float) -> None:
         room -= stored.nbytes
     for number, share in enumerate(shares):
         save_file(share, folder / f"dense-{number}.safetensors")
-    (folder / "dense.json").write_text(json.dumps({"images": images, "seconds": seconds, "files": len(shares)}) + "\n", encoding="utf-8")
+    (folder / "dense.json").write_text(json.dumps(facts | {"files": len(shares)}) + "\n", encoding="utf-8")
 
 
-def kept(size: Size, folder: Path) -> tuple[nn.Module, int] | None:
+def kept(size: Size, folder: Path) -> tuple[nn.Module, int]:
     """The dense model of an earlier call and the images that it was trained on."""
-    if not (folder / "dense.json").is_file():
-        return None
     facts = json.loads((folder / "dense.json").read_text(encoding="utf-8"))
     state: dict[str, torch.Tensor] = {}
     for number in range(facts["files"]):
         state |= load_file(folder / f"dense-{number}.safetensors")
     model = build_base(size.base, size.base_args)
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    return model, facts["images"]
+    return model.eval(), facts["images"]
+
+
+def open_workshop(size: Size, folder: Path, share: float, device: torch.device) -> Workshop:
+    """All that rows are made with."""
+    dense, images = kept(size, folder)
+    dense = dense.to(device)
+    held_out = held_out_images(dense, size.held_out, device)
+    wanted = preparation(dense)
+    known = Fractals("train", held_out.num_classes, (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std, device=device, seed=9)
+
+    def fine_tune(model: nn.Module) -> None:
+        learn(model, size, int(share * images), seed=2, teacher=dense)
+
+    calibration = known.batch(range(size.calibration))[0]
+    return Workshop(dense, size.base, size.base_args, calibration, held_out, fine_tune, share)
+
+
+def places(device: torch.device, processes: int | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES is in each process that makes rows; none where this one makes them."""
+    if device.type != "cuda":
+        return [""] * (processes or 0)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    return [gpus[number % len(gpus)] for number in range(processes or PROCESSES_A_GPU * len(gpus))]
 
 
 def main() -> None:
@@ -146,6 +181,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, help="number of classes, instead of 100")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--processes", type=int, help="rows made at a time, shared out over the GPUs; by default three on each")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
@@ -155,28 +191,17 @@ def main() -> None:
     size = QUICK if options.quick else FULL
     if options.classes is not None:
         size = replace(size, base_args=size.base_args | {"num_classes": options.classes})
-    minutes = None if options.quick else options.train_minutes
-    dense, images = kept(size, options.folder) or train_dense(size, minutes, 960, device, options.folder)
-    share = options.finetune_share
-    held_out = held_out_images(dense, size.held_out, device)
-    wanted = preparation(dense)
-    known = Fractals("train", held_out.num_classes, (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std, device=device, seed=9)
-    teacher = dense.to(device)
-
-    def fine_tune(model: nn.Module) -> None:
-        learn(model, size, int(share * images), rate=FINE_TUNING_RATE, batch=size.fine_tuning_batch, seed=2, teacher=teacher)
-
+    if not (options.folder / "dense.json").is_file():
+        state = PartialState(cpu=device.type == "cpu")
+        train_dense(size, None if options.quick else options.train_minutes, 960, state.device or device, options.folder)
+    if "WORLD_SIZE" in os.environ:
+        return
     run(
-        dense,
-        size.base,
-        size.base_args,
+        partial(open_workshop, size, options.folder, options.finetune_share, device),
         all_cases(options.targets, options.methods),
-        calibration=known.batch(range(size.calibration))[0],
-        held_out=held_out,
-        fine_tune=fine_tune,
-        finetune_share=share,
-        out=options.out or options.folder / "accuracy.csv",
+        options.out or options.folder / "accuracy.csv",
         device=device,
+        gpus=places(device, options.processes),
         minutes=options.minutes - (time.perf_counter() - started) / 60,
         echo=lambda text: print(text, flush=True),
     )
