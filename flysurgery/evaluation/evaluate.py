@@ -47,7 +47,8 @@ def evaluate(model: nn.Module, data: ImageData, *, batch_size: int = 64, device:
     started = perf_counter()
     try:
         model.eval()
-        with torch.inference_mode():
+        # Not inference_mode: what FSDP2 gathers here, training uses later.
+        with torch.no_grad():
             for images, classes in DataLoader(data.dataset, batch_size, num_workers=data.workers):
                 scores = _scores(model(images.to(parameter.device, parameter.dtype)), len(classes), data)
                 right = scores.topk(min(TOP, data.num_classes), dim=1).indices == classes.to(scores.device)[:, None]
