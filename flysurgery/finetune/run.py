@@ -126,6 +126,7 @@ class _Run:
         if not begun:
             before = self._measure(stepper)
             self._log.add(LogRow(0, 0.0, top1=None if before is None else before.top1, top5=None if before is None else before.top5))
+        self._loss = notes.get("loss", self._loss)
         notes = {"before": None if before is None else asdict(before), "seconds": notes.get("seconds", 0.0)}
         after, started = before, perf_counter()
         total = torch.zeros(5, device=self._accelerator.device)
@@ -150,7 +151,8 @@ class _Run:
                 after = self._measure(stepper)
             self._note(done, losses, stepper.learning_rate, after if ends_epoch else None)
             if saves and self._states is not None:
-                self._states.save(self._accelerator, done, notes | {"seconds": notes["seconds"] + perf_counter() - started})
+                seconds = notes["seconds"] + perf_counter() - started
+                self._states.save(self._accelerator, done, notes | {"seconds": seconds, "loss": self._loss})
                 self._saved = done
             total.zero_()
             since, clock = done, perf_counter()
