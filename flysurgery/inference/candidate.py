@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from flysurgery.inference.clock import medians_ms
+from flysurgery.inference import clock
 from flysurgery.inference.steps import Step
 from flysurgery.surgery import Reason
 
@@ -51,8 +52,13 @@ def decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measu
     candidate.step.enabled = candidate.reason is None
 
 
-def _measure(step: Step, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors to time a group with, the same ones in every call."""
     generator = torch.Generator(device).manual_seed(0)
-    inputs = [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes]
-    plain_ms, fused_ms = medians_ms((step.plain, step.fused), inputs)
+    return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes]
+
+
+def _measure(step: Step, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    inputs = random_inputs(shapes, dtype, device)
+    plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), inputs)
     return plain_ms, fused_ms

@@ -1,28 +1,45 @@
-"""Which of two ways is faster here: a short measurement for a choice, no benchmark."""
+"""Which of several ways is fastest here: a short measurement for a choice, no benchmark."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Way = Callable[..., Any]
 
 CUDA_ROUNDS, OTHER_ROUNDS = 9, 3
 CACHE_MULTIPLE = 2
 """On CUDA, the inputs that one sample goes through are together this many times larger than the L2 cache."""
 
 
-def medians_ms(ways: Sequence[Callable[..., Tensor]], inputs: Sequence[Tensor]) -> tuple[float, ...]:
-    """Milliseconds of one call of each, taken in turns; on CUDA captured as graphs and with cold caches, elsewhere by the wall clock."""
+def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int | None = None) -> tuple[float, ...]:
+    """Milliseconds of one call of each, all in every round and each time in a new order.
+
+    On CUDA captured as graphs and with cold caches, launched from Python where one of them waits for the device; elsewhere by the wall
+    clock.
+
+    Args:
+        most_copies: bounds the inputs of one sample, for ways whose weights fill the cache by themselves.
+    """
     on_cuda = inputs[0].is_cuda
-    samplers = [(_cuda_sampler if on_cuda else _sampler)(way, inputs) for way in ways]
-    rounds = [[sample() for sample in samplers] for _ in range(CUDA_ROUNDS if on_cuda else OTHER_ROUNDS)]
-    return tuple(median(column) for column in zip(*rounds, strict=True))
+    samplers = _cuda_samplers(ways, inputs, most_copies) if on_cuda else [_sampler(way, inputs) for way in ways]
+    times: list[list[float]] = [[] for _ in ways]
+    order, shuffle = list(range(len(ways))), random.Random(0).shuffle
+    for _ in range(CUDA_ROUNDS if on_cuda else OTHER_ROUNDS):
+        shuffle(order)
+        for index in order:
+            times[index].append(samplers[index]())
+    return tuple(median(each) for each in times)
 
 
-def _sampler(way: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], float]:
+def _sampler(way: Way, inputs: Sequence[Tensor]) -> Callable[[], float]:
     def sample() -> float:
         start = time.perf_counter()
         way(*inputs)
@@ -32,28 +49,73 @@ def _sampler(way: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[
     return sample
 
 
-def _cuda_sampler(way: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], float]:
+def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: int | None) -> list[Callable[[], float]]:
     device = inputs[0].device
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    size = max(1, sum(each.nbytes for each in inputs))
-    copies = [tuple(each.clone() for each in inputs) for _ in range(1 + CACHE_MULTIPLE * cache_bytes // size)]
+    count = 1 + CACHE_MULTIPLE * cache_bytes // max(1, sum(each.nbytes for each in inputs))
+    copies = [tuple(each.clone() for each in inputs) for _ in range(min(count, most_copies or count))]
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            way(*copies[0])
+        for way in ways:
+            for _ in range(2):
+                way(*copies[0])
+        waiting = any(_waits(way, copies[0]) for way in ways)
     stream.synchronize()
+    pool = torch.cuda.graph_pool_handle()
+    works = [_eager(way, copies) if waiting else _captured(way, copies, stream, pool) for way in ways]
+    samplers = [_between_events(work, len(copies)) for work in works]
+    for sample in samplers:
+        sample()
+    return samplers
+
+
+def _waits(way: Way, inputs: Sequence[Tensor]) -> bool:
+    """Whether a call waits for the device, which no graph holds; to be known before a capture, as one that fails leaves damage behind."""
+    with _no_waiting():
+        try:
+            way(*inputs)
+        except RuntimeError:
+            return True
+    return False
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Let operations that wait for the device raise."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _eager(way: Way, copies: Sequence[tuple[Tensor, ...]]) -> Callable[[], None]:
+    def work() -> None:
+        for each in copies:
+            way(*each)
+
+    return work
+
+
+def _captured(way: Way, copies: Sequence[tuple[Tensor, ...]], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
+    """A graph of one call for each of the copies; graphs of one pool use the same memory, and what they leave there is not to be read."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, pool=pool):
         results = [way(*each) for each in copies]
+    del results
+    return graph.replay
+
+
+def _between_events(work: Callable[[], None], calls: int) -> Callable[[], float]:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def sample() -> float:
         start.record()
-        graph.replay()
+        work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / len(results)
+        return start.elapsed_time(end) / calls
 
-    sample()
     return sample

@@ -15,7 +15,9 @@ from flysurgery.inference.place import Place
 from flysurgery.inference.places import Builder
 from flysurgery.inference.report import OptimizeReport, OptimizeRow
 from flysurgery.inference.restoring import put
+from flysurgery.inference.whole import not_slower
 from flysurgery.surgery import OPTIMIZED, Reason
+from flysurgery.walker import example_input
 
 MEASURED_IMAGES = 64
 """Images of the measurement on CUDA where no example says how many."""
@@ -26,8 +28,9 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
 
     Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], [attention's output projection -> layer
     scale -> residual], [LN -> FFN -> layer scale -> residual] and the patch embedding. Each is fused where a kernel takes it and was
-    faster than the model's own modules in a short measurement; the report says so group by group, and why not. Layers may be
-    converted or dense.
+    faster than the model's own modules in a short measurement, at the example's number of samples and on CUDA in graphs; the report
+    says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group
+    that gained the least is left as it was. Layers may be converted or dense.
 
     Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, autocast, training mode, hooks that
     are set later and arguments other than those of the trace are served by the model's own modules. Fused modules run under
@@ -47,22 +50,24 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     if any(OPTIMIZED in vars(module) for module in model.modules()):
         raise InferenceError("the model is optimized already; flysurgery.restore(model) takes that back")
     device, dtype = _place_of(model)
-    found = look(model, example)
-    batch = found.seen.trace.batch
-    enlarged = example is None and device.type == "cuda" and batch
-    built = Builder(model, found, max(1, MEASURED_IMAGES // batch) if enlarged and batch else 1).build()
+    found = look(model, _example(model, device) if example is None else example)
+    built = Builder(model, found).build()
     measured: dict[object, tuple[float, float]] = {}
-    new: dict[str, nn.Module] = {}
     for place in built.places:
         _decide(place, dtype, device, measured)
-        if any(candidate.reason is None for candidate in place.candidates):
-            new.update(place.put())
+    new, whole = not_slower(model, built.places, found.seen.example)
     put(model, new)
     rows = [_row(candidate) for place in built.places for candidate in place.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
-    return OptimizeReport(tuple(rows), str(device), str(dtype).removeprefix("torch."), perf_counter() - started, model)
+    return OptimizeReport(tuple(rows), str(device), str(dtype).removeprefix("torch."), perf_counter() - started, model, whole)
+
+
+def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]:
+    """An input that the model takes; on CUDA, where it is one tensor, with ``MEASURED_IMAGES`` samples."""
+    example = example_input(model)
+    return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
 def _decide(place: Place, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:

@@ -30,10 +30,10 @@ class Places:
 
 
 class Builder:
-    """Makes the candidates of ``model``. ``scale_rows`` is the number of times the traced rows are taken for measuring."""
+    """Makes the candidates of ``model``."""
 
-    def __init__(self, model: nn.Module, found: Findings, scale_rows: int) -> None:
-        self.model, self.found, self.scale_rows = model, found, scale_rows
+    def __init__(self, model: nn.Module, found: Findings) -> None:
+        self.model, self.found = model, found
         self.sources = {call.node: call.source for call in found.seen.calls}
 
     def build(self) -> Places:
@@ -91,8 +91,7 @@ class Builder:
     def _patches(self, fqn: str) -> Candidate:
         convolution = self._module(fqn)
         assert isinstance(convolution, nn.Conv2d)  # the match has seen to it
-        images, *sizes = self.found.calls[fqn].first_input.shape
-        return Candidate("patches", fqn, Patches(convolution), ((images * self.scale_rows, *sizes),))
+        return Candidate("patches", fqn, Patches(convolution), (tuple(self.found.calls[fqn].first_input.shape),))
 
     def _module(self, fqn: str) -> nn.Module:
         return self.model.get_submodule(fqn)
@@ -102,4 +101,4 @@ class Builder:
 
     def _rows(self, node: Node) -> tuple[int, ...]:
         *batch, features = shape_of(node) or (0, 0)
-        return (math.prod(batch) * self.scale_rows, features)
+        return (math.prod(batch), features)

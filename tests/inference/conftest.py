@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flysurgery import ops
-from flysurgery.inference import candidate
+from flysurgery.inference import clock
 from flysurgery.ops import composed
 
 OPERATORS = ("ffn", "norm_linear", "linear_residual", "patch_embedding")
@@ -29,7 +29,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in OPERATORS:
         monkeypatch.setattr(ops, name, counted(name))
         monkeypatch.setattr(ops, f"{name}_reason", lambda *arguments: None)
-    monkeypatch.setattr(candidate, "medians_ms", lambda ways, inputs: (2.0, 1.0))
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
     yield names
 
 
@@ -39,4 +39,4 @@ def compilable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OPERATORS:
         monkeypatch.setattr(ops, name, getattr(composed, name))
         monkeypatch.setattr(ops, f"{name}_reason", lambda *arguments: None)
-    monkeypatch.setattr(candidate, "medians_ms", lambda ways, inputs: (2.0, 1.0))
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+from typing import Any
 
 import pytest
 import timm
@@ -13,7 +14,9 @@ from torch import nn
 
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError
+from flysurgery.inference import clock
 from flysurgery.inference.standing import StandIn
+from flysurgery.inference.steps import FeedForward, LinearResidual, NormLinear, Patches
 from tests.inference.models import images, ready
 from tests.support.tolerance import assert_equal
 
@@ -192,12 +195,54 @@ def test_what_would_pull_the_layers_away_is_refused(called: list[str]) -> None:
 
 
 def test_a_slower_kernel_is_left_with_both_times(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.inference.candidate.medians_ms", lambda ways, inputs: (1.0, 1.5))
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.0, 1.5))
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
     report = flysurgery.optimize(model)
     assert report.fused == ()
     assert {row.reason.code for row in report.rows if row.reason} == {"slower"}
     assert (report.rows[0].plain_ms, report.rows[0].fused_ms) == (1.0, 1.5)
+    assert not any(isinstance(module, StandIn) for module in model.modules())
+
+
+def test_times_are_those_of_the_given_batch(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: set[tuple[int, ...]] = set()
+
+    def medians(ways: tuple[object, ...], inputs: tuple[torch.Tensor, ...], **_: object) -> tuple[float, float]:
+        shapes.update(tuple(each.shape) for each in inputs)
+        return 2.0, 1.0
+
+    monkeypatch.setattr(clock, "medians_ms", medians)
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    flysurgery.optimize(model, images(model, 5))
+    assert shapes == {(5, 3, 32, 32), (5 * 17, 48)}
+
+
+def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups gain 1 to 4 ms by themselves; together they lose as long as more than two kinds are fused."""
+    gains = {NormLinear: 1.0, LinearResidual: 2.0, Patches: 3.0, FeedForward: 4.0}
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    x = images(model)
+    before = model(x)
+
+    def medians(ways: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], **_: object) -> tuple[float, float]:
+        if ways[0] is not model:
+            return 10.0, 10.0 - gains[type(ways[0].__self__)]
+        called.clear()
+        assert_equal(ways[1](*inputs), ways[0](*inputs))
+        return 10.0, 11.0 if len(set(called)) > 2 else 10.0
+
+    monkeypatch.setattr(clock, "medians_ms", medians)
+    report = flysurgery.optimize(model, x)
+    assert report.whole_ms == (10.0, 10.0) and "takes 10 ms now" in str(report)
+    assert {row.group for row in report.fused} == {"patches", "ffn"}
+    assert {row.group for row in report.rows if row.reason and row.reason.code == "slower-model"} == {"qkv", "attn_out"}
+    called.clear()
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", "ffn", "ffn"]
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.0, 2.0) if isinstance(ways[0], nn.Module) else (2.0, 1.0))
+    flysurgery.restore(model)
+    report = flysurgery.optimize(model, x)
+    assert not report.fused and report.whole_ms is None
     assert not any(isinstance(module, StandIn) for module in model.modules())
 
 
@@ -207,3 +252,5 @@ def test_without_kernels_only_the_patches_can_be_fused() -> None:
     assert {row.group for row in report.rows if row.reason and row.reason.code == "no-kernel"} == {"qkv", "attn_out", "ffn"}
     times = next(row for row in report.rows if row.group == "patches")
     assert times.plain_ms and times.fused_ms
+    if report.fused:
+        assert report.whole_ms is not None and report.whole_ms[1] <= report.whole_ms[0]

@@ -1,0 +1,70 @@
+"""A whole model with its fused modules beside the model as it was: groups that do not pay together are taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.inference import clock
+from flysurgery.inference.candidate import Candidate
+from flysurgery.inference.place import Place
+from flysurgery.inference.standing import view
+from flysurgery.surgery import Reason
+
+MOST_COPIES = 64
+"""Inputs of one sample at most: a model's weights fill the cache anyway, and capturing a graph of hundreds of forwards takes long."""
+
+Times = tuple[float, float]
+"""Milliseconds of one forward, with the model's own modules and with the fused ones."""
+
+
+def not_slower(model: nn.Module, places: Sequence[Place], example: tuple[Any, ...]) -> tuple[dict[str, nn.Module], Times | None]:
+    """The new modules by name, with which ``model`` is not slower than without them, and the times that say so.
+
+    While it is slower, the kind of group that gained the least by itself is left as it was. The times are None where nothing was
+    measured: no group is fused, on the meta device, and where the example is something else than tensors.
+    """
+    while new := _new_modules(places):
+        times = _times(model, new, example)
+        if times is None or times[1] <= times[0]:
+            return new, times
+        _leave_least(places, times)
+    return {}, None
+
+
+def _new_modules(places: Sequence[Place]) -> dict[str, nn.Module]:
+    new: dict[str, nn.Module] = {}
+    for place in places:
+        if any(candidate.reason is None for candidate in place.candidates):
+            new.update(place.put())
+    return new
+
+
+def _times(model: nn.Module, new: dict[str, nn.Module], example: tuple[Any, ...]) -> Times | None:
+    if not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+        return None
+    with torch.no_grad():
+        plain_ms, fused_ms = clock.medians_ms((model, view(model, new)), example, most_copies=MOST_COPIES)
+    return plain_ms, fused_ms
+
+
+def _leave_least(places: Sequence[Place], times: Times) -> None:
+    fused = [candidate for place in places for candidate in place.candidates if candidate.reason is None]
+    least = _kind(min(fused, key=_gain))
+    text = f"with it fused the whole model takes {times[1]:.3g} ms here, without fused modules {times[0]:.3g} ms"
+    for candidate in fused:
+        if _kind(candidate) == least:
+            candidate.reason = Reason("slower-model", text)
+            candidate.step.enabled = False
+
+
+def _gain(candidate: Candidate) -> float:
+    assert candidate.plain_ms is not None and candidate.fused_ms is not None  # on a device every fused group has been measured
+    return candidate.plain_ms - candidate.fused_ms
+
+
+def _kind(candidate: Candidate) -> object:
+    return (candidate.group, candidate.plain_ms, candidate.fused_ms)
