@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ def bench_whole_model(
         models: dict[str, nn.Module] = {DENSE: build().eval()}
         models[PLANNED] = _installed(plan, models[DENSE])
         if stay_dense:
-            partly = _without(plan, stay_dense)
+            partly = plan.keeping({fqn: Reason("slower", text) for fqn, text in stay_dense.items()})
             models[WHERE_FASTER] = _installed(partly, models[DENSE]) if partly.replaced else models[DENSE]
         models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
         refused: dict[str, str] = {}
@@ -224,12 +224,3 @@ def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
     install(plan, model)
     reset(model)
     return model
-
-
-def _without(plan: Plan, stay_dense: Mapping[str, str]) -> Plan:
-    layers = tuple(
-        replace(each, status="keep", reason=Reason("slower", stay_dense[each.fqn]), parts=()) if each.fqn in stay_dense else each
-        for each in plan.layers
-    )
-    kept = {each.fqn for each in layers if each.is_replaced}
-    return replace(plan, layers=layers, switches=plan.switches if kept else ())

@@ -6,6 +6,7 @@ from flysurgery.surgery.allocating import check_budget as check_budget
 from flysurgery.surgery.apply import apply as apply
 from flysurgery.surgery.apply import convert as convert
 from flysurgery.surgery.candidates import candidates as candidates
+from flysurgery.surgery.candidates import named_candidates as named_candidates
 from flysurgery.surgery.densify import densify as densify
 from flysurgery.surgery.install import install as install
 from flysurgery.surgery.latency_table import read_latency_table as read_latency_table
@@ -24,5 +25,8 @@ from flysurgery.surgery.report import Row as Row
 from flysurgery.surgery.table import grouped as grouped
 from flysurgery.surgery.table import short_count as short_count
 from flysurgery.surgery.table import text_table as text_table
+from flysurgery.surgery.timed import Measurement as Measurement
+from flysurgery.surgery.timed import TimedChoice as TimedChoice
+from flysurgery.surgery.timed import TimedGroup as TimedGroup
 from flysurgery.surgery.tradeoff import Point as Point
 from flysurgery.surgery.tradeoff import Tradeoff as Tradeoff

@@ -18,11 +18,12 @@ from flysurgery.projection import Metric, Moments, metric_of, output_error, proj
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.check import check_plan, check_weights
-from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, error_of, hull_points, least_cost, least_error
-from flysurgery.surgery.latency_table import Times, read_latency_table
+from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, error_of, hull_points, least_cost, least_error, least_error_but_first
+from flysurgery.surgery.latency_table import read_latency_table, timed_layers
 from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import Progress
+from flysurgery.surgery.timed import TimedGroup
 from flysurgery.surgery.tradeoff import Point, Tradeoff
 from flysurgery.surgery.workers import workers
 
@@ -34,19 +35,27 @@ PLACEHOLDER = "lowrank"
 
 @dataclass(frozen=True)
 class _Unit:
-    """Parts of one layer that get the same architecture, and what they may get, by name; None is dense."""
+    """Parts of layers for which one choice is made, and what it may be, by name: an architecture for the parts of each layer.
 
-    layer: LayerPlan
-    parts: tuple[Part, ...]
-    options: Mapping[str, Architecture | None]
+    None is dense. ``dense_reason`` says why the layers stay dense where they do.
+    """
+
+    members: tuple[tuple[LayerPlan, tuple[Part, ...]], ...]
+    options: Mapping[str, tuple[Architecture | None, ...]]
     costs: Mapping[str, float]
+    dense_reason: Reason | None = None
 
 
-def check_budget(budget: float | None, max_error: float | None, latency: Path | None) -> None:
-    """Raises OptionError unless exactly one of ``budget`` and ``max_error`` is given, and lies in its range."""
+def check_budget(budget: float | None, max_error: float | None, latency: Path | None, *, measured: bool = False) -> None:
+    """Raises OptionError unless exactly one of ``budget`` and ``max_error`` is given, and lies in its range.
+
+    Where times are ``measured`` both may lack, and there is no table of them.
+    """
     if budget is not None and max_error is not None:
         raise OptionError("a budget bounds the costs and max-error the error, and the other is made least; give one of them")
-    if budget is None and max_error is None:
+    if measured and latency is not None:
+        raise OptionError("a latency table has the times that measuring would find; give one of the two")
+    if budget is None and max_error is None and not measured:
         if latency is not None:
             raise OptionError("a latency table needs a budget, the share of the dense milliseconds, or max-error; give one of them")
         raise OptionError("an allocation needs a budget or max-error; give one of them")
@@ -63,6 +72,7 @@ def allocate(
     budget: float | None = None,
     max_error: float | None = None,
     latency: Path | None = None,
+    times: Sequence[TimedGroup] | None = None,
     calibrate: Data | None = None,
     samples: int | None = None,
     progress: Progress | None = None,
@@ -72,8 +82,10 @@ def allocate(
     Each layer, or all its parts of one size, gets one of ``named_candidates`` or stays dense. Under a ``budget``, a share of the layers'
     weights without biases, the sum of their squared errors is made least; under ``max_error``, the sum of their weights. With
     ``latency``, a table as ``read_latency_table`` reads it, the candidates are those of the table, and milliseconds take the weights'
-    place. Errors are those of plain projections; with ``calibrate``, output errors of calibrated ones on held-out samples, weighted by
-    ``calibration.sensitivities``. The model is only read.
+    place. So they do with ``times``, measured ones of groups of layers that are chosen for together; without a bound each group then
+    gets the choice of least error among those that are faster than dense by more than the noise. Errors are those of plain
+    projections; with ``calibrate``, output errors of calibrated ones on held-out samples, weighted by ``calibration.sensitivities``.
+    The model is only read.
 
     Cost: every candidate of every layer is projected, and with ``calibrate`` calibrated. That is some ten times what ``apply`` does.
 
@@ -82,20 +94,28 @@ def allocate(
         PlanError: the plan does not fit the model, or every layer would stay dense.
         ProjectionError, SurgeryError, DataError: as ``apply`` and ``read_latency_table`` do.
     """
-    check_budget(budget, max_error, latency)
+    check_budget(budget, max_error, latency, measured=times is not None)
     if calibrate is None and samples is not None:
         raise OptionError("samples is an option of calibration; give data to calibrate with")
     dense = check_plan(plan, model)
     check_weights(dense)
-    times = None if latency is None else read_latency_table(latency, plan.replaced)
-    units = [unit for layer in plan.replaced for unit in _units(layer, times)]
+    if latency is not None:
+        times = timed_layers(read_latency_table(latency, plan.replaced), plan.replaced)
+    if times is not None and not any(group.faster for group in times):
+        raise PlanError(f"nothing would be replaced: {_nearest(times)}")
+    units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
     whole = sum(unit.costs[DENSE] for unit in units)
     _check_reachable(units, budget, whole, "ms" if times else "weights")
     judge = _Judge(plan.replaced, model, dense, calibrate, samples)
     choices, references = _judged(units, judge, progress)
     reference = sum(references)
     limit = budget * whole if budget is not None else max_error**2 * reference if max_error is not None else 0.0
-    picks = least_error(choices, limit) if budget is not None else least_cost(choices, limit)
+    if budget is not None:
+        picks = least_error(choices, limit)
+    elif max_error is not None:
+        picks = least_cost(choices, limit)
+    else:
+        picks = least_error_but_first(choices)
     assert picks is not None  # the cheapest was seen to fit, and dense has no error
 
     def point(multiplier: float | None, at: Picks) -> Point:
@@ -104,31 +124,42 @@ def allocate(
 
     curve = [point(None if slope == float("inf") else slope, at) for slope, at in hull_points(choices)]
     tradeoff = Tradeoff("ms" if times else "weights", calibrate is not None, point(None, picks), _spread(curve))
-    chosen = [(unit, unit.options[found[pick].name]) for unit, found, pick in zip(units, choices, picks, strict=True)]
+    chosen = [(unit, found[pick].name) for unit, found, pick in zip(units, choices, picks, strict=True)]
     return _with_choice(plan, chosen, tradeoff), tradeoff
 
 
-def _units(layer: LayerPlan, times: Times | None) -> list[_Unit]:
-    if times is None:
-        sizes = dict.fromkeys(part.stop - part.start for part in layer.parts)
-        units = []
-        for size in sizes:
-            parts = tuple(part for part in layer.parts if part.stop - part.start == size)
-            options = {DENSE: None, **named_candidates(size, layer.in_features)}
-            dense_weights = size * layer.in_features
-            costs = {n: float(len(parts) * (a.num_parameters if a else dense_weights)) for n, a in options.items()}
-            units.append(_Unit(layer, parts, options, costs))
-        return units
-    known = {architecture: name for part in layer.parts for name, architecture in named_candidates(*_size(part, layer)).items()}
-    options, costs = {}, {}
-    for architecture, ms in times[layer.fqn].items():
-        name = DENSE if architecture is None else known.get(architecture, str(architecture))
-        options[name], costs[name] = architecture, ms
-    return [_Unit(layer, layer.parts, options, costs)]
+def _units(layer: LayerPlan) -> list[_Unit]:
+    sizes = dict.fromkeys(part.stop - part.start for part in layer.parts)
+    units = []
+    for size in sizes:
+        parts = tuple(part for part in layer.parts if part.stop - part.start == size)
+        options: dict[str, Architecture | None] = {DENSE: None, **named_candidates(size, layer.in_features)}
+        dense_weights = size * layer.in_features
+        costs = {n: float(len(parts) * (a.num_parameters if a else dense_weights)) for n, a in options.items()}
+        units.append(_Unit(((layer, parts),), {name: (each,) for name, each in options.items()}, costs))
+    return units
 
 
-def _size(part: Part, layer: LayerPlan) -> tuple[int, int]:
-    return part.stop - part.start, layer.in_features
+def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[_Unit]:
+    """One unit for each group, with those of its choices that are faster than dense."""
+    layers = {layer.fqn: layer for layer in plan.replaced}
+    units = []
+    for group in times:
+        choices = (group.dense, *group.faster)
+        reason = Reason("slower", _nearest([group])) if len(choices) == 1 else None
+        members = tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns)
+        units.append(_Unit(members, {each.name: each.architectures for each in choices}, {each.name: each.ms for each in choices}, reason))
+    return units
+
+
+def _nearest(times: Sequence[TimedGroup]) -> str:
+    """How near the fastest choice of all groups comes to dense."""
+    pairs = [(group, choice) for group in times for choice in group.choices[1:]]
+    if not pairs:
+        return "there is no choice but dense"
+    group, choice = min(pairs, key=lambda pair: pair[1].ms / pair[0].dense.ms)
+    where = f" for {' and '.join(group.fqns)}" if len(times) > 1 else ""
+    return f"nothing is faster than dense here; {choice.name} comes nearest{where}, {choice.ms:.3g} ms beside {group.dense.ms:.3g} ms"
 
 
 def _check_reachable(units: Sequence[_Unit], budget: float | None, whole: float, unit: str) -> None:
@@ -162,23 +193,27 @@ class _Judge:
     @torch.no_grad()
     def errors(self, unit: _Unit) -> tuple[dict[str, float], float]:
         """The errors by option, and the square that they are relative to."""
-        fqn = unit.layer.fqn
         sums = dict.fromkeys(unit.options, 0.0)
         reference = 0.0
-        for part in unit.parts:
-            weight = self._dense[fqn].weight.detach()[part.start : part.stop].flatten(1)
-            matrix = weight.cpu().to(torch.float64)
-            values = torch.linalg.svdvals(matrix).square() if fqn not in self._metrics else None
-            for name, architecture in unit.options.items():
+        for index, (layer, parts) in enumerate(unit.members):
+            for part in parts:
+                options = {name: architectures[index] for name, architectures in unit.options.items()}
                 try:
-                    if values is not None:
-                        sums[name] += _plain(weight, values, architecture)
-                    else:
-                        sums[name] += self._calibrated(fqn, weight, architecture)
+                    errors, square = self._part(layer.fqn, part, options)
                 except ProjectionError as error:
-                    raise ProjectionError(f"layer {fqn}: {error}") from error
-            reference += float(values.sum()) if values is not None else self._weights[fqn] * self._reference(fqn, matrix)
+                    raise ProjectionError(f"layer {layer.fqn}: {error}") from error
+                sums = {name: total + errors[name] for name, total in sums.items()}
+                reference += square
         return sums, reference
+
+    def _part(self, fqn: str, part: Part, options: Mapping[str, Architecture | None]) -> tuple[dict[str, float], float]:
+        weight = self._dense[fqn].weight.detach()[part.start : part.stop].flatten(1)
+        matrix = weight.cpu().to(torch.float64)
+        if fqn in self._metrics:
+            errors = {name: self._calibrated(fqn, weight, architecture) for name, architecture in options.items()}
+            return errors, self._weights[fqn] * self._reference(fqn, matrix)
+        values = torch.linalg.svdvals(matrix).square()
+        return {name: _plain(weight, values, architecture) for name, architecture in options.items()}, float(values.sum())
 
     def _calibrated(self, fqn: str, weight: Tensor, architecture: Architecture | None) -> float:
         if architecture is None:
@@ -215,7 +250,7 @@ def _judged(units: Sequence[_Unit], judge: _Judge, progress: Progress | None) ->
             choices.append([Choice(name, unit.costs[name], errors[name]) for name in unit.options])
             references.append(reference)
             if progress is not None:
-                progress(done, len(units), unit.layer.fqn)
+                progress(done, len(units), unit.members[-1][0].fqn)
     return choices, references
 
 
@@ -226,23 +261,19 @@ def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(dict.fromkeys(min(curve, key=lambda point: abs(point.cost - cost)) for cost in wanted))
 
 
-def _with_choice(plan: Plan, chosen: Sequence[tuple[_Unit, Architecture | None]], tradeoff: Tradeoff) -> Plan:
-    parts: dict[str, list[Part]] = {}
-    for unit, architecture in chosen:
-        parts.setdefault(unit.layer.fqn, []).extend(replace(part, architecture=architecture) for part in unit.parts)
+def _with_choice(plan: Plan, chosen: Sequence[tuple[_Unit, str]], tradeoff: Tradeoff) -> Plan:
     text = f"the budget is best kept with this layer dense, at a share of {tradeoff.chosen.share:.3f} of the {tradeoff.unit} in all"
-    kept = Reason("budget", text)
-    layers = []
-    for layer in plan.layers:
-        found = sorted(parts.get(layer.fqn, ()), key=lambda part: part.start)
-        if found and any(part.architecture for part in found):
-            layer = replace(layer, parts=tuple(found))
-        elif found:
-            layer = replace(layer, status="keep", reason=kept, parts=())
-        layers.append(layer)
-    new = replace(plan, layers=tuple(layers))
-    if not new.replaced:
-        raise PlanError("nothing would be replaced: every layer does best dense; give a smaller budget, or a larger max-error")
-    names = [name for layer in new.replaced for name in layer.names]
-    needed = [switch for switch in plan.switches if any(name.startswith(f"{switch.module_fqn}.") for name in names)]
-    return replace(new, switches=tuple(needed))
+    parts: dict[str, list[Part]] = {}
+    reasons: dict[str, Reason] = {}
+    for unit, name in chosen:
+        for (layer, of), architecture in zip(unit.members, unit.options[name], strict=True):
+            parts.setdefault(layer.fqn, []).extend(replace(part, architecture=architecture) for part in of)
+            reasons[layer.fqn] = unit.dense_reason or Reason("budget", text)
+    replaced = {
+        fqn: tuple(sorted(found, key=lambda part: part.start)) for fqn, found in parts.items() if any(p.architecture for p in found)
+    }
+    layers = tuple(replace(layer, parts=replaced[layer.fqn]) if layer.fqn in replaced else layer for layer in plan.layers)
+    new = replace(plan, layers=layers).keeping({fqn: reason for fqn, reason in reasons.items() if fqn not in replaced})
+    if new.replaced:
+        return new
+    raise PlanError("nothing would be replaced: every layer does best dense; give a smaller budget, or a larger max-error")

@@ -69,6 +69,11 @@ def least_cost(units: Sequence[Unit], limit: float) -> Picks | None:
     return least_error([[Choice(each.name, each.error, each.cost) for each in unit] for unit in units], limit)
 
 
+def least_error_but_first(units: Sequence[Unit]) -> Picks:
+    """For each unit the choice of least error behind its first, which costs most; the first where it is the only one."""
+    return tuple(min(range(1, len(unit)), key=lambda index: unit[index].error, default=0) for unit in units)
+
+
 def _hull(unit: Unit) -> list[int]:
     """The choices on the lower convex hull, from the cheapest on, with errors that fall."""
     hull: list[int] = []

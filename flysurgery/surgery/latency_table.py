@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 
 from flysurgery.errors import DataError, PatternError
 from flysurgery.patterns import Architecture
+from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.layer_plan import LayerPlan
+from flysurgery.surgery.timed import TimedChoice, TimedGroup
 
 COLUMNS = ("fqn", "architecture", "ms")
 Times: TypeAlias = dict[str, dict[Architecture | None, float]]
@@ -48,6 +50,18 @@ def read_latency_table(file: Path, layers: Sequence[LayerPlan]) -> Times:
             what = "has no rows of" if not found else "has no dense row of"
             raise DataError(f"the latency table {file} {what} layer {fqn}; time it with flysurgery bench model, or exclude the layer")
     return times
+
+
+def timed_layers(times: Times, layers: Sequence[LayerPlan]) -> list[TimedGroup]:
+    """Each layer by itself, with the names that its architectures have among the candidates where they are such."""
+    groups = []
+    for layer in layers:
+        sizes = [(part.stop - part.start, layer.in_features) for part in layer.parts]
+        known = {architecture: name for size in sizes for name, architecture in named_candidates(*size).items()}
+        dense, *others = sorted(times[layer.fqn].items(), key=lambda item: item[0] is not None)
+        named = [TimedChoice(known.get(each, str(each)), (each,), ms) for each, ms in others if each is not None]
+        groups.append(TimedGroup((layer.fqn,), (TimedChoice("dense", (None,), dense[1]), *named)))
+    return groups
 
 
 def _csv_rows(text: str, file: Path) -> list[tuple[str, Mapping[str, Any]]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from flysurgery.errors import PlanError
 from flysurgery.surgery.fields import Fields
 from flysurgery.surgery.layer_json import layer_from_json, layer_to_json
-from flysurgery.surgery.layer_plan import LayerPlan
+from flysurgery.surgery.layer_plan import LayerPlan, Reason
 from flysurgery.surgery.plan_table import plan_table
 from flysurgery.walker import Switch
 
@@ -69,6 +69,16 @@ class Plan:
     def replaced(self) -> tuple[LayerPlan, ...]:
         """The layers that surgery replaces, in the model's order."""
         return tuple(layer for layer in self.layers if layer.is_replaced)
+
+    def keeping(self, reasons: Mapping[str, Reason]) -> Plan:
+        """This plan with some of its replaced layers, by name, left dense for these reasons; switches that nothing needs then go too."""
+        layers = tuple(
+            replace(layer, status="keep", reason=reasons[layer.fqn], parts=()) if layer.fqn in reasons and layer.is_replaced else layer
+            for layer in self.layers
+        )
+        names = [name for layer in layers if layer.is_replaced for name in layer.names]
+        switches = tuple(each for each in self.switches if any(name.startswith(f"{each.module_fqn}.") for name in names))
+        return replace(self, layers=layers, switches=switches)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, with the schema's number."""

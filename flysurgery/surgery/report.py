@@ -10,6 +10,7 @@ from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibrat
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
 from flysurgery.surgery.plan_table import kept_table
 from flysurgery.surgery.table import grouped, share, short_count, text_table
+from flysurgery.surgery.timed import Measurement
 from flysurgery.surgery.tradeoff import Tradeoff
 
 REPLACED = (
@@ -76,6 +77,7 @@ class Report:
     verified: bool
     calibration: ReportCalibration | None = None
     tradeoff: Tradeoff | None = None
+    measurement: Measurement | None = None
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -102,7 +104,9 @@ class Report:
         rows = [asdict(row) | {"parts": [asdict(part) for part in row.parts]} for row in self.rows]
         calibration = None if self.calibration is None else asdict(self.calibration)
         tradeoff = None if self.tradeoff is None else self.tradeoff.to_json()
-        return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration, "tradeoff": tradeoff}
+        measurement = None if self.measurement is None else self.measurement.to_json()
+        chosen = {"tradeoff": tradeoff, "measurement": measurement}
+        return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration, **chosen}
 
     def __str__(self) -> str:
         totals = self.totals
@@ -118,8 +122,7 @@ class Report:
         blocks = [head, _replaced_table(self.replaced), "\n".join(sums)]
         if self.calibration is not None:
             blocks += [str(self.calibration), calibrated_table([(row.fqn, row.role, row.calibration) for row in self.rows])]
-        if self.tradeoff is not None:
-            blocks.append(str(self.tradeoff))
+        blocks += [str(each) for each in (self.tradeoff, self.measurement) if each is not None]
         return "\n\n".join([*blocks, *([kept_table(kept)] if kept else [])])
 
 
