@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import typer
 from torch import nn
 
 from flysurgery import checkpoint as storage
-from flysurgery import evaluation, surgery
+from flysurgery import evaluation, inference, surgery
 from flysurgery.bench import check_plot, draw_tradeoff
 from flysurgery.calibration import Samples
 from flysurgery.cli import options
@@ -22,13 +23,15 @@ from flysurgery.surgery import Plan
 
 def convert(
     model: options.Model,
-    arch: options.Arch = options.Family.monarch,
+    arch: options.ArchChoice = options.Choice.monarch,
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
     budget: options.Budget = None,
     max_error: options.MaxError = None,
     latency: options.Latency = None,
+    measure: options.Measure = False,
+    batch: options.MeasuredBatch = None,
     plot: options.Plot = None,
     roles: options.Roles = None,
     include: options.Include = None,
@@ -57,12 +60,13 @@ def convert(
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
     options.check_calibration(calibrate, {"--samples": samples, "--sequential": sequential, "--permute": permute})
-    named = {"--arch": arch is not options.Family.monarch, "--nblocks": nblocks != 4, "--rank": rank, "--patterns": patterns}
-    named = {name: bool(value) for name, value in named.items()}
-    allocated = options.check_allocation((budget, max_error, latency), plot, named, dry_run=dry_run)
+    family = arch not in (options.Choice.monarch, options.Choice.auto)
+    named = {"--arch": family, "--nblocks": nblocks != 4, "--rank": bool(rank), "--patterns": bool(patterns)}
+    bounds = (budget, max_error, latency)
+    allocated = options.check_allocation(arch, bounds, plot, named, measure=measure, batch=batch, dry_run=dry_run)
     check_plot(plot)
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
-    folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated else arch.value}"
+    folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch is not options.Choice.auto else arch.value}"
     target = options.device_of(device)
     if not dry_run:
         storage.check_folder(folder, force=force)
@@ -93,8 +97,14 @@ def convert(
     data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
     inputs = None if calibrate is None else load_inputs(calibrate, skeleton.model, samples)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
-    tradeoff = None
-    if allocated:
+    tradeoff = measurement = None
+    if measure:
+        setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype.value), optimize)
+        with progress("measuring") as step:
+            plan, tradeoff, measurement = inference.choose_measured(
+                plan, network, setting, budget=budget, max_error=max_error, calibrate=inputs, samples=samples, progress=step
+            )
+    elif allocated:
         with progress("choosing") as step:
             plan, tradeoff = surgery.allocate(
                 plan,
@@ -107,13 +117,13 @@ def convert(
                 progress=step,
             )
     if dry_run:
-        print_plan(plan, tradeoff, as_json=as_json)
+        print_plan(plan, tradeoff, measurement, as_json=as_json)
         return
     check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("projecting") as step:
         report = surgery.apply(plan, network, calibrate=inputs, samples=samples, sequential=sequential, permute=permute, progress=step)
-    report = replace(report, tradeoff=tradeoff)
+    report = replace(report, tradeoff=tradeoff, measurement=measurement)
     accuracy = None
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)

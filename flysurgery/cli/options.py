@@ -23,6 +23,15 @@ class Family(str, Enum):
     lowrank = "lowrank"
 
 
+class Choice(str, Enum):
+    """A family, or a choice among all of them for each layer."""
+
+    monarch = "monarch"
+    gonon = "gonon"
+    lowrank = "lowrank"
+    auto = "auto"
+
+
 class StorageType(str, Enum):
     """The dtypes in which weights can be saved."""
 
@@ -46,6 +55,8 @@ Seed = Annotated[int, _option("--seed", "Seed of random weights.")]
 
 # Which layers are replaced, and by what.
 Arch = Annotated[Family, _option("--arch", "The family of architectures.")]
+ARCH_CHOICE_HELP = "The family of architectures; auto chooses for each layer, by --measure, --budget or --max-error."
+ArchChoice = Annotated[Choice, _option("--arch", ARCH_CHOICE_HELP)]
 Nblocks = Annotated[int, _option("--nblocks", "Number of blocks of Monarch architectures.", minimum=1)]
 Rank = Annotated[int | None, _option("--rank", "Rank of low-rank architectures.", minimum=1)]
 Patterns = Annotated[list[str] | None, _option("--patterns", "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size.", "TEXT")]
@@ -55,7 +66,10 @@ MAX_ERROR_HELP = "Keep as few weights (with --latency: as little time) as this r
 MaxError = Annotated[float | None, _option("--max-error", MAX_ERROR_HELP)]
 LATENCY_HELP = "With --budget or --max-error: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
 Latency = Annotated[Path | None, _option("--latency", LATENCY_HELP, "TABLE")]
-Plot = Annotated[Path | None, _option("--plot", "With --budget or --max-error: draw the trade-off into this picture file.", "FILE")]
+MEASURE_HELP = "With --arch auto: time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
+Measure = Annotated[bool, _option("--measure", MEASURE_HELP)]
+MeasuredBatch = Annotated[int | None, _option("--batch", "With --measure: images a forward; by default 64 on CUDA, else 1.", minimum=1)]
+Plot = Annotated[Path | None, _option("--plot", "With a choice for each layer: draw the trade-off into this picture file.", "FILE")]
 ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."
 Roles = Annotated[str | None, _option("--roles", ROLES_HELP, "NAMES")]
 Include = Annotated[list[str] | None, _option("--include", "Only layers whose name matches; repeatable.", "REGEX")]
@@ -119,22 +133,36 @@ def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
 
 
 def check_allocation(
-    bounds: tuple[float | None, float | None, Path | None], plot: Path | None, others: Mapping[str, bool], *, dry_run: bool
+    arch: Choice,
+    bounds: tuple[float | None, float | None, Path | None],
+    plot: Path | None,
+    others: Mapping[str, bool],
+    *,
+    measure: bool,
+    batch: int | None,
+    dry_run: bool,
 ) -> bool:
     """Whether the architectures are to be chosen by an allocation; ``bounds`` are budget, max-error and latency.
 
     Raises:
-        OptionError: bounds that contradict each other, a plot without them, or ``others``, which name architectures, beside them.
+        OptionError: bounds that contradict each other, ``--arch auto`` or a plot without any, ``others``, which name architectures,
+            beside them, or options of measuring that lack each other.
     """
-    if bounds == (None, None, None):
+    if measure and arch is not Choice.auto:
+        raise OptionError(f"--measure chooses the architectures, and --arch {arch.value} names one; give --arch auto with it")
+    if batch is not None and not measure:
+        raise OptionError("--batch is the batch that --measure times; give --arch auto --measure with it")
+    if bounds == (None, None, None) and not measure:
+        if arch is Choice.auto:
+            raise OptionError("--arch auto needs what it is to choose by; give --measure, --budget or --max-error")
         if plot is not None:
             raise OptionError("--plot draws the trade-off of --budget or --max-error; give one of them")
         return False
-    check_budget(*bounds)
+    check_budget(*bounds, measured=measure)
     given = [name for name, is_given in others.items() if is_given]
     if given:
         raise OptionError(
-            f"{' and '.join(given)} name the architectures, and --budget, --max-error and --latency choose them; leave one out"
+            f"{' and '.join(given)} name the architectures, and --measure, --budget, --max-error and --latency choose them; leave one out"
         )
     if dry_run and plot is not None:
         raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")

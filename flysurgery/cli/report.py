@@ -10,7 +10,7 @@ import typer
 
 from flysurgery.cli.tables import print_json, print_table
 from flysurgery.evaluation import Comparison
-from flysurgery.surgery import LayerPlan, Plan, Report, Row, Tradeoff, grouped, short_count
+from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, grouped, short_count
 
 Layers: TypeAlias = Sequence[LayerPlan | Row]
 
@@ -21,15 +21,15 @@ KEPT = ("kept dense", "n", "role", "out x in", "why")
 NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy", "output\nerror", "plain\nprojection")
 
 
-def print_plan(plan: Plan, tradeoff: Tradeoff | None = None, *, as_json: bool) -> None:
+def print_plan(plan: Plan, tradeoff: Tradeoff | None = None, measurement: Measurement | None = None, *, as_json: bool) -> None:
     """Print what convert would do. FLOPs are those of one sample's forward."""
+    chosen_by = {"tradeoff": tradeoff, "measurement": measurement}
     if as_json:
-        print_json({"plan": plan.to_json()} | ({} if tradeoff is None else {"tradeoff": tradeoff.to_json()}))
+        print_json({"plan": plan.to_json()} | {name: each.to_json() for name, each in chosen_by.items() if each is not None})
         return
     _print_layers(PLANNED, plan.layers)
     _print_totals(_layer_totals(plan.layers))
-    if tradeoff is not None:
-        typer.echo(f"\n{tradeoff}")
+    _print_each(tradeoff, measurement)
 
 
 def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, as_json: bool) -> None:
@@ -48,11 +48,14 @@ def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, a
         before, after = accuracy.before, accuracy.after
         totals += [_accuracy("top-1", before.top1, after.top1, before.samples), _accuracy("top-5", before.top5, after.top5, before.samples)]
     _print_totals(totals)
-    if report.calibration is not None:
-        typer.echo(f"\n{report.calibration}")
-    if report.tradeoff is not None:
-        typer.echo(f"\n{report.tradeoff}")
+    _print_each(report.calibration, report.tradeoff, report.measurement)
     typer.echo(f"\nsaved in {folder}")
+
+
+def _print_each(*parts: object) -> None:
+    for part in parts:
+        if part is not None:
+            typer.echo(f"\n{part}")
 
 
 def _print_layers(columns: Sequence[str], layers: Layers) -> None:

@@ -1,7 +1,10 @@
-"""Converted and dense models made faster for inference: fused modules, and whole forwards captured as CUDA graphs."""
+"""Models made faster for inference: architectures chosen by measured times, fused modules, whole forwards as CUDA graphs."""
 
 from flysurgery.inference.capture import Captured as Captured
 from flysurgery.inference.capture import capture as capture
+from flysurgery.inference.choosing import Setting as Setting
+from flysurgery.inference.choosing import choose_measured as choose_measured
+from flysurgery.inference.measuring import measure_groups as measure_groups
 from flysurgery.inference.optimize import optimize as optimize
 from flysurgery.inference.report import OptimizeReport as OptimizeReport
 from flysurgery.inference.report import OptimizeRow as OptimizeRow

@@ -1,0 +1,211 @@
+"""The times of groups of layers with each choice that they have, on the device and in the dtype of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.errors import InferenceError
+from flysurgery.inference import clock
+from flysurgery.inference.candidate import Candidate, Shapes, random_inputs
+from flysurgery.inference.look import Findings, look
+from flysurgery.inference.places import Builder
+from flysurgery.layers import ButterflyLinear
+from flysurgery.patterns import Architecture
+from flysurgery.surgery import LayerPlan, Plan, Reason, TimedChoice, TimedGroup, install, named_candidates
+from flysurgery.walker import shadow, shape_of
+
+DENSE = "dense"
+
+LEAST_NOISE = 0.02
+"""Two times of one thing differ by as much, where dense timed twice in the same run does not differ by more."""
+
+Progress = Callable[[int, int, str], None]
+"""Called after each measurement with the number done, the number of all, and a layer's name."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to run a group with the choice of a name; ``likeness`` tells apart ways that take different times."""
+
+    name: str
+    fused: bool
+    run: clock.Way
+    likeness: object
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """All ways to compute one thing from inputs of the same shapes."""
+
+    shapes: Shapes
+    ways: tuple[_Way, ...]
+
+    @property
+    def key(self) -> object:
+        """Equal for problems that take the same times."""
+        return (self.shapes, tuple((way.name, way.fused, way.likeness) for way in self.ways))
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The fastest way of each choice, by name: milliseconds and whether it is fused; the choices that failed, and why; the noise."""
+
+    fastest: Mapping[str, tuple[float, bool]]
+    failed: Mapping[str, str]
+    noise: float
+
+
+def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool, progress: Progress | None = None) -> list[TimedGroup]:
+    """The times of the layers that ``plan`` replaces, dense and with each of ``named_candidates``, for inputs like ``example``.
+
+    With ``fused`` the layers of a group that ``optimize`` fuses ([LN -> q, k, v], [LN -> FFN -> residual], ...) are timed and get
+    their choice together, with the norm and all, by their kernel where there is one; other layers each by itself. Each problem that is
+    like another in shapes and choices is timed once, dense and all its choices in turns. The model, dense, is only read.
+
+    Raises:
+        InferenceError: a dense layer cannot be run on this device or in this dtype.
+        WalkError: the model cannot be traced.
+    """
+    found = look(model, example)
+    options = {layer.fqn: _options(layer) for layer in plan.replaced}
+    names = dict.fromkeys(name for each in options.values() for name in each)
+    variants = {DENSE: model} | {name: random_variant(_with_choice(plan, options, name), model) for name in names}
+    groups = _fused_groups(plan, found, variants) if fused else {}
+    covered = {fqn for fqns in groups for fqn in fqns}
+    groups |= {(layer.fqn,): _alone(layer.fqn, found, variants, options) for layer in plan.replaced if layer.fqn not in covered}
+    distinct = {problem.key: (problem, fqns[0]) for fqns, problems in groups.items() for problem in problems}
+    timed: dict[object, _Timed] = {}
+    for done, (key, (problem, fqn)) in enumerate(distinct.items(), start=1):
+        timed[key] = _time(problem, fqn, example)
+        if progress is not None:
+            progress(done, len(distinct), fqn)
+    order = {layer.fqn: index for index, layer in enumerate(plan.layers)}
+    found_groups = [_group(fqns, [timed[problem.key] for problem in problems], options) for fqns, problems in groups.items()]
+    return sorted(found_groups, key=lambda group: order[group.fqns[0]])
+
+
+def random_variant(plan: Plan, model: nn.Module) -> nn.Module:
+    """A stand-in of ``model``, converted by ``plan`` with random weights; it shares all others with the model, which stays as it is."""
+    double = shadow(model)
+    if not plan.replaced:
+        return double
+    install(plan, double)
+    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    with torch.random.fork_rng(devices):
+        for layer in plan.replaced:
+            for part in double.get_submodule(layer.fqn).modules():
+                if isinstance(part, ButterflyLinear | nn.Linear):
+                    part.reset_parameters()
+    return double
+
+
+def _options(layer: LayerPlan) -> dict[str, Architecture]:
+    """What the parts of a layer may get, by name; nothing where they differ in size."""
+    sizes = {part.stop - part.start for part in layer.parts}
+    return named_candidates(sizes.pop(), layer.in_features) if len(sizes) == 1 else {}
+
+
+def _with_choice(plan: Plan, options: Mapping[str, Mapping[str, Architecture]], name: str) -> Plan:
+    layers = []
+    for layer in plan.layers:
+        architecture = options[layer.fqn].get(name) if layer.is_replaced else None
+        parts = tuple(replace(part, architecture=architecture) for part in layer.parts)
+        layers.append(layer if architecture is None else replace(layer, parts=parts))
+    reason = Reason("no-choice", f"there is no {name} of its size")
+    return replace(plan, layers=tuple(layers)).keeping({fqn: reason for fqn, each in options.items() if name not in each})
+
+
+def _fused_groups(plan: Plan, found: Findings, variants: Mapping[str, nn.Module]) -> dict[tuple[str, ...], list[_Problem]]:
+    """The groups that have planned layers, by the names of these, as one problem each."""
+    planned = {layer.fqn for layer in plan.replaced}
+    candidates = {name: _candidates(variant, found) for name, variant in variants.items()}
+    groups: dict[tuple[str, ...], list[_Problem]] = {}
+    for fqn, dense in candidates[DENSE].items():
+        linears = (found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
+        members = tuple(linear for linear in linears if linear in planned)
+        if members:
+            ways = [way for name, each in candidates.items() if fqn in each for way in _ways(name, each[fqn])]
+            groups[members] = [_Problem(dense.shapes, tuple(ways))]
+    return groups
+
+
+def _candidates(model: nn.Module, found: Findings) -> dict[str, Candidate]:
+    return {each.fqn: each for place in Builder(model, found).build().places for each in place.candidates}
+
+
+def _ways(name: str, candidate: Candidate) -> list[_Way]:
+    step = candidate.step
+    parameter = next(step.parameters())
+    with torch.no_grad():
+        obstacle = step.obstacle(*(torch.empty(shape, dtype=parameter.dtype, device=parameter.device) for shape in candidate.shapes))
+    likeness = (candidate.group, *step.likeness())
+    plain = _Way(name, False, step.plain, likeness)
+    return [plain] if obstacle is not None else [plain, _Way(name, True, step.fused, likeness)]
+
+
+def _alone(
+    fqn: str, found: Findings, variants: Mapping[str, nn.Module], options: Mapping[str, Mapping[str, Architecture]]
+) -> list[_Problem]:
+    """The layer by itself, one problem for each of its calls in a forward."""
+    modules = {name: variant.get_submodule(fqn) for name, variant in variants.items() if name == DENSE or name in options[fqn]}
+    ways = tuple(_Way(name, False, module, _shapes(module)) for name, module in modules.items())
+    return [_Problem((shape_of(call.source) or (),), ways) for call in found.seen.calls if call.fqn == fqn]
+
+
+def _shapes(module: nn.Module) -> object:
+    return (type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters()))
+
+
+@torch.no_grad()
+def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
+    inputs = random_inputs(problem.shapes, example.dtype, example.device)
+    failed: dict[str, str] = {}
+    ways: list[_Way] = []
+    for way in problem.ways:
+        reason = _failure(way, inputs)
+        if reason is None:
+            ways.append(way)
+        elif way.name == DENSE:
+            raise InferenceError(f"{fqn} cannot be timed dense on {example.device} in {example.dtype}: {reason}")
+        else:
+            failed[way.name] = reason
+    again, *all_ms = clock.medians_ms([ways[0].run, *(way.run for way in ways)], inputs)
+    fastest: dict[str, tuple[float, bool]] = {}
+    for way, ms in zip(ways, all_ms, strict=True):
+        fastest[way.name] = min(fastest.get(way.name, (ms, way.fused)), (ms, way.fused))
+    return _Timed(fastest, failed, max(LEAST_NOISE, abs(again / all_ms[0] - 1)))
+
+
+def _failure(way: _Way, inputs: Sequence[Tensor]) -> str | None:
+    """Why a first call fails; None where it does not."""
+    try:
+        way.run(*inputs)
+        if inputs[0].is_cuda:
+            torch.cuda.synchronize(inputs[0].device)
+    except Exception as error:  # one choice's failure, of whatever library, takes that choice away and not the others
+        return first_line(error)
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: Mapping[str, Mapping[str, Architecture]]) -> TimedGroup:
+    """The times of all calls together, of the choices that every layer has and every call could be timed with."""
+    names = [name for name in options[fqns[0]] if all(name in options[fqn] for fqn in fqns)]
+    architectures: dict[str, tuple[Any, ...]] = {DENSE: (None,) * len(fqns)}
+    architectures |= {name: tuple(options[fqn][name] for fqn in fqns) for name in names}
+    choices = []
+    for name, each in architectures.items():
+        times = [found.fastest[name] for found in timed if name in found.fastest]
+        if times and len(times) == len(timed):
+            choices.append(TimedChoice(name, each, sum(ms for ms, _ in times), all(fused for _, fused in times)))
+    failed = {name: reason for found in timed for name, reason in found.failed.items()}
+    return TimedGroup(fqns, tuple(choices), max((found.noise for found in timed), default=LEAST_NOISE), failed)

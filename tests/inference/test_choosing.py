@@ -1,0 +1,214 @@
+"""Choices by measured times: what is timed, what is chosen, and that the whole model is never slower than dense."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import flysurgery
+from flysurgery.errors import InferenceError, OptionError, PlanError
+from flysurgery.inference import Setting, choose_measured, clock, measure_groups
+from flysurgery.layers import ButterflyLinear
+from flysurgery.ops import composed
+from flysurgery.patterns import Architecture, monarch
+from flysurgery.surgery import Plan
+from tests.inference.models import images, ready
+from tests.support.tolerance import assert_equal
+
+SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+MONARCH_2 = {monarch(48, 48, 2), monarch(192, 48, 2), monarch(48, 192, 2)}
+MONARCH_4 = {monarch(48, 48, 4), monarch(192, 48, 4), monarch(48, 192, 4)}
+Price = Callable[[nn.Module, bool, set[Architecture]], float]
+
+
+@pytest.fixture
+def dense() -> nn.Module:
+    return ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
+
+
+@pytest.fixture
+def plan(dense: nn.Module) -> Plan:
+    return flysurgery.plan(dense, "lowrank")
+
+
+class Clock:
+    """Times by ``price``, which sees what is timed, whether by a fused kernel, and the architectures in it; keeps what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, price: Price) -> None:
+        self.price, self.asked = price, list[tuple[int, list[tuple[int, ...]]]]()
+        monkeypatch.setattr(clock, "medians_ms", self.medians)
+
+    def medians(self, ways: list[Any], inputs: list[Tensor], **_: object) -> tuple[float, ...]:
+        self.asked.append((len(ways), [tuple(each.shape) for each in inputs]))
+        return tuple(self._ms(way) for way in ways)
+
+    def _ms(self, way: Any) -> float:
+        owner = getattr(way, "__self__", way)
+        architectures = {each.architecture for each in owner.modules() if isinstance(each, ButterflyLinear)}
+        return self.price(owner, getattr(way, "__name__", "") == "fused", architectures)
+
+
+def by_architecture(fast: dict[Architecture, float]) -> Price:
+    """Dense takes 1 ms, the architectures what ``fast`` says, all others 2 ms; models as long as dense."""
+
+    def price(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
+        if hasattr(owner, "blocks") or not found:
+            return 1.0
+        return max(fast.get(each, 2.0) for each in found)
+
+    return price
+
+
+def test_layers_that_are_alike_are_timed_once_at_the_batch(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Clock(monkeypatch, by_architecture({}))
+    groups = measure_groups(plan, dense, images(dense, 3), fused=False)
+    assert [group.fqns for group in groups] == [(layer.fqn,) for layer in plan.replaced]
+    assert [shapes for _, shapes in timer.asked] == [[(3, 17, 48)], [(3, 17, 48)], [(3, 17, 192)]]
+    for count, _ in timer.asked:
+        assert count == 1 + len(groups[0].choices) or count == 1 + len(groups[1].choices)
+    assert groups[0].dense.ms == 1.0 and {choice.ms for choice in groups[0].choices[1:]} == {2.0}
+
+
+def test_groups_that_are_fused_are_timed_and_chosen_for_together(
+    called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
+        if hasattr(owner, "blocks") or not found:
+            return 1.0
+        return 0.5 if fused and found & MONARCH_4 else 2.0
+
+    timer = Clock(monkeypatch, price)
+    groups = measure_groups(plan, dense, images(dense, 3), fused=True)
+    names = [f"blocks.{i}.{layer}" for i in (0, 1) for layer in ("attn.qkv", "mlp.fc1", "mlp.fc2")]
+    assert [group.fqns for group in groups] == [(names[0],), (names[1], names[2]), (names[3],), (names[4], names[5])]
+    assert [shapes for _, shapes in timer.asked] == [[(51, 48)], [(51, 48)]]
+    assert all([choice.name for choice in group.faster] == ["monarch 4"] for group in groups)
+    assert groups[1].faster[0].fused and groups[1].faster[0].architectures == (monarch(192, 48, 4), monarch(48, 192, 4))
+    made, tradeoff, measurement = choose_measured(plan, dense, Setting(3, optimized=True))
+    assert {part.architecture for layer in made.replaced for part in layer.parts} == MONARCH_4 and len(made.replaced) == 6
+    assert measurement.chosen == ("monarch 4",) * 4 and measurement.dense_optimized_ms == 1.0 and measurement.batch == 3
+    assert tradeoff is not None and tradeoff.unit == "ms" and tradeoff.chosen.cost == pytest.approx(4 * 0.5)
+
+
+def test_of_what_is_faster_the_most_accurate_is_chosen_and_the_model_stays(
+    dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = dict.fromkeys(MONARCH_2, 0.9) | dict.fromkeys(MONARCH_4, 0.2) | {monarch(48, 192, 2): 0.99}
+    Clock(monkeypatch, by_architecture(fast))
+    before, modules = copy.deepcopy(dense.state_dict()), list(dense.modules())
+    state = torch.get_rng_state()
+    made, _, measurement = choose_measured(plan, dense, Setting())
+    assert torch.equal(torch.get_rng_state(), state)
+    got = {layer.fqn.split(".", 2)[2]: layer.parts[0].architecture for layer in made.replaced}
+    # 0.99 is within the noise, so it counts as no faster
+    assert got == {"attn.qkv": monarch(48, 48, 4), "mlp.fc1": monarch(192, 48, 2), "mlp.fc2": monarch(48, 192, 4)}
+    assert list(dense.modules()) == modules
+    for name, tensor in dense.state_dict().items():
+        assert_equal(tensor, before[name])
+    assert Plan.from_json(made.to_json()) == made
+    document = measurement.to_json()
+    assert document["groups"][2]["chosen"] == "monarch 4" and document["groups"][2]["choices"][0] == {
+        "name": "dense",
+        "architectures": [None],
+        "ms": 1.0,
+        "fused": False,
+    }
+    assert "blocks.*.mlp.fc2" in str(measurement) and "whole model: dense 1 ms, converted 1 ms" in str(measurement)
+
+
+def test_a_budget_and_an_error_bound_the_measured_times(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, by_architecture(dict.fromkeys(MONARCH_2, 0.9) | dict.fromkeys(MONARCH_4, 0.2)))
+    _, tradeoff, _ = choose_measured(plan, dense, Setting(), budget=0.5)
+    assert tradeoff is not None and tradeoff.chosen.cost <= 0.5 * 6
+    made, tradeoff, _ = choose_measured(plan, dense, Setting(), max_error=0.99)
+    assert tradeoff is not None and tradeoff.chosen.cost == pytest.approx(6 * 0.2)
+    assert {layer.parts[0].architecture for layer in made.replaced} == MONARCH_4
+    with pytest.raises(OptionError, match="smallest reachable share"):
+        choose_measured(plan, dense, Setting(), budget=0.1)
+
+
+def test_what_makes_the_whole_model_slower_goes_back_the_least_gain_first(
+    dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = {monarch(48, 48, 4): 0.8, monarch(192, 48, 4): 0.5, monarch(48, 192, 4): 0.2}
+
+    def price(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
+        if hasattr(owner, "blocks"):  # a whole model, slower as long as two kinds of layers are converted
+            return 10.0 + (len(found) > 1)
+        return by_architecture(fast)(owner, fused, found)
+
+    timer = Clock(monkeypatch, price)
+    made, tradeoff, measurement = choose_measured(plan, dense, Setting())
+    assert {layer.role for layer in made.replaced} == {"ffn_out"} and tradeoff is None
+    assert measurement.returned == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "mlp.fc1"))
+    assert {layer.reason.code for layer in made.layers if layer.fqn in measurement.returned and layer.reason} == {"slower-model"}
+    assert (measurement.dense_ms, measurement.converted_ms) == (10.0, 10.0)
+    assert "4 layers went back" in str(measurement)
+    assert timer.asked[-3:] == [(2, [(1, 3, 32, 32)])] * 3
+    timer.price = lambda owner, fused, found: price(owner, fused, found) if not hasattr(owner, "blocks") else 10.0 + len(found)
+    with pytest.raises(PlanError, match="nothing would be replaced: with it the whole model takes 11 ms here, dense 10 ms, at 1 samples"):
+        choose_measured(plan, dense, Setting())
+
+
+def test_where_nothing_is_faster_one_sentence_says_what_comes_nearest(
+    dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch, by_architecture({monarch(48, 192, 8): 1.25}))
+    with pytest.raises(PlanError, match=r"monarch 8 comes nearest for blocks\.0\.mlp\.fc2, 1\.25 ms beside 1 ms"):
+        choose_measured(plan, dense, Setting())
+
+
+def test_noise_is_what_dense_timed_twice_differs_by(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.3, 1.0, *[0.8] * (len(ways) - 2)))
+    group, *_ = measure_groups(plan, dense, images(dense, 1), fused=False)
+    assert group.noise == pytest.approx(0.3) and group.faster == ()
+
+
+def test_a_kernel_that_fails_takes_its_choice_away(
+    called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ffn(x: Tensor, norm: Any, up: Any, *others: Any) -> Tensor:
+        if up.factors[0].shape[0] == 1 and up.factors[0].shape[3] == 4:
+            raise RuntimeError("the launch failed\nwith details")
+        return composed.ffn(x, norm, up, *others)
+
+    monkeypatch.setattr("flysurgery.ops.ffn", ffn)
+    Clock(monkeypatch, lambda owner, fused, found: 1.0 if not found else 0.5 if fused else 0.9 if found & MONARCH_4 else 2.0)
+    _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
+    by_name = {choice.name: choice for choice in group.choices}
+    assert not by_name["monarch 4"].fused and by_name["monarch 2"].fused
+    assert group.failed == {"monarch 4": "the launch failed"}
+
+
+def test_a_dense_model_that_does_not_run_is_one_sentence(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("out of memory.\nwith details")
+
+    monkeypatch.setattr(type(dense), "forward", lambda self, x: fail(x))
+    with pytest.raises(InferenceError, match=r"the dense model does not run on cpu in bfloat16: out of memory$"):
+        choose_measured(plan, dense, Setting(dtype=torch.bfloat16))
+
+
+def test_parts_of_different_sizes_and_layers_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = self.down(nn.functional.gelu(self.up(x)))
+            return x
+
+    model = Twice().eval()
+    made = flysurgery.plan(model, "lowrank", example=torch.randn(2, 5, 16))
+    timer = Clock(monkeypatch, lambda owner, fused, found: 0.25 if found else 1.0)
+    groups = measure_groups(made, model, torch.randn(4, 5, 16), fused=True)
+    assert [group.dense.ms for group in groups] == [2.0, 2.0] and all(group.faster[0].ms == 0.5 for group in groups)
+    assert len(timer.asked) == 2
