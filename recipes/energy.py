@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     meter = EnergyMeter(device)
@@ -38,7 +39,9 @@ def main() -> None:
     with recipe.start(options, device) as run:
         for mode in modes:
             if not run.has({"what": options.model, "rows": options.batch, "mode": mode}):
-                run.add(energy_of_model(meter, options.model, {}, "gonon", options.batch, mode, device, **how), options.model)
+                names = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
+                found = energy_of_model(meter, options.model, {}, "gonon", options.batch, mode, device, candidates=names, **how)
+                run.add(found, options.model)
         for pattern, mode in ((each, mode) for each in patterns for mode in modes):
             if run.has({"what": str(pattern), "rows": options.rows, "mode": mode}):
                 continue

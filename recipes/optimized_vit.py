@@ -1,18 +1,20 @@
 """Whole Vision Transformers as ``flysurgery.optimize`` makes them, beside dense ones, compiled ones and converted ones.
 
+    python recipes/optimized_vit.py --headline --out recipes/results/optimized_vit_headline_h200.csv    # a minute
     python recipes/optimized_vit.py --out recipes/results/optimized_vit_h200.csv
     python recipes/optimized_vit.py --max-autotune    # the dense model through torch.compile's longest search as well, some minutes more
 
 timm's model with fused qkv and scaled_dot_product_attention, random weights; all candidates in one shuffled run, as CUDA graphs over
-inputs larger than the L2 cache. "dense, patches" is the dense model optimized: what the new patch embedding and norms give without
-any structure. Errors are those of the features against float64, relative, in the Frobenius norm.
+inputs larger than the L2 cache. "dense optimized" is ``optimize`` applied to the dense model: what fusion gives without any structure;
+what "optimized" gains beyond it is the structure's. Errors are those of the features against float64, relative, in the Frobenius norm.
+Joules are those of a batch, from NVML's counter over windows of a second of replayed graphs.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,15 +24,44 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import in_mode
+from flysurgery.bench import EnergyMeter, in_mode
 from flysurgery.bench.compiled import compiled
 from flysurgery.bench.rows import write_csv
 from flysurgery.bench.stamp import take_stamp
-from flysurgery.bench.timing import time_interleaved
+from flysurgery.bench.timing import Timing, time_interleaved
+from flysurgery.bench.units import converted_timm
+from flysurgery.errors import OptionError
 from flysurgery.walker import example_input
 
 CHECKED = 8
 """Images whose features are held against float64."""
+
+DENSE = "dense"
+TWINS = {DENSE: DENSE, "dense optimized": DENSE, "converted": "converted", "optimized": "converted"}
+"""Each candidate, and the model without fusion that it computes."""
+
+METERED = (DENSE, "dense optimized", "optimized")
+"""The candidates whose joules are measured."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared: ``compiled`` and ``max_autotune`` add the dense model through ``torch.compile``, ``energy`` the joules."""
+
+    model: str
+    arch: str
+    mode: str
+    batch: int
+    compiled: bool = True
+    max_autotune: bool = False
+    energy: bool = False
+
+
+HEADLINE = (
+    Case("vit_small_patch16_224", "gonon", "fp16", 128, energy=True),
+    Case("vit_small_patch16_224", "gonon", "fp16", 1, compiled=False),
+    Case("vit_base_patch16_224", "gonon", "fp16", 128),
+)
 
 
 @dataclass(frozen=True)
@@ -47,72 +78,109 @@ class Row:
     median_ms: float
     iqr_ms: float
     ratio_to_dense: float
+    joules: float | None
+    joules_to_dense: float | None
     launch: str
 
 
-def candidates(dense: nn.Module, arch: str, x: Tensor) -> tuple[dict[str, nn.Module], dict[str, int], dict[str, nn.Module]]:
-    """The models by name, how many groups of each are fused, and the model without fusion that each computes."""
-    converted = copy.deepcopy(dense)
-    flysurgery.convert(converted, arch=arch)
-    plain = {"dense": dense, "dense, patches": dense, "converted": converted, "optimized": converted}
-    models = {name: copy.deepcopy(model).eval().requires_grad_(False).to(x.dtype) for name, model in plain.items()}
-    exact = {name: models[name] for name in ("dense", "converted")}
-    fused = dict.fromkeys(models, 0)
-    for name in ("dense, patches", "optimized"):
-        report = flysurgery.optimize(models[name], x)
-        fused[name] = len(report.fused)
-        if name == "optimized":
-            print(report)
-    twins = {"dense": "dense", "dense, patches": "dense", "converted": "converted", "optimized": "converted"}
-    return models, fused, {name: exact[twins[name]] for name in models}
-
-
-def measure(name: str, arch: str, mode: str, batch: int, autotune: bool) -> list[Row]:
-    """Time all candidates of one model, architecture, precision and batch."""
-    with in_mode(mode) as dtype:
+def measure(case: Case, meter: EnergyMeter | None) -> list[Row]:
+    """Check, time and meter all candidates of one case."""
+    with in_mode(case.mode) as dtype:
         torch.manual_seed(0)
-        dense = timm.create_model(name, pretrained=False).cuda()
-        x = torch.randn(batch, *cast(Tensor, example_input(dense)).shape[1:], device="cuda", dtype=dtype)
-        models, fused, exact = candidates(dense, arch, x)
+        dense = timm.create_model(case.model, pretrained=False)
+        plain = {DENSE: dense, "converted": converted_timm(case.model, {}, case.arch)}
+        plain = {name: model.cuda().to(dtype).eval().requires_grad_(False) for name, model in plain.items()}
+        x = torch.randn(case.batch, *cast(Tensor, example_input(dense)).shape[1:], device="cuda", dtype=dtype)
+        models = {name: copy.deepcopy(plain[twin]) for name, twin in TWINS.items()}
+        fused = dict.fromkeys(models, 0)
+        for name in ("dense optimized", "optimized"):
+            report = flysurgery.optimize(models[name], x)
+            fused[name] = len(report.fused)
+            print(f"{name}: {report}", flush=True)
         runs: dict[str, Callable[[Tensor], Tensor]] = dict(models)
-        if autotune:
-            runs["dense, max-autotune"] = torch.compile(models["dense"], mode="max-autotune-no-cudagraphs")
-        runs["dense, compiled"] = compiled(models["dense"], "compile")
+        if case.max_autotune:
+            runs["dense max-autotune"] = torch.compile(models[DENSE], mode="max-autotune-no-cudagraphs")
+        if case.compiled:
+            runs["dense compiled"] = compiled(models[DENSE], "compile")
         with torch.inference_mode():
-            errors = {}
-            for each, run in runs.items():
-                truth = copy.deepcopy(exact.get(each, models["dense"])).double()(x[:CHECKED].double())
-                errors[each] = float((run(x)[:CHECKED].double() - truth).norm() / truth.norm())
+            errors = _errors(runs, plain, x)
             timings = time_interleaved(runs, x, rounds=15)
-    reference = timings["dense"].median_ms
-    return [
-        Row(name, arch, mode, batch, each, fused.get(each, 0), errors[each], t.median_ms, t.iqr_ms, t.median_ms / reference, t.launch)
-        for each, t in timings.items()
-    ]
+            joules = _joules(meter, models, x) if case.energy and meter is not None else {}
+    return [_row(case, name, fused.get(name, 0), errors[name], timings, joules) for name in runs]
+
+
+def _errors(runs: Mapping[str, Callable[[Tensor], Tensor]], plain: Mapping[str, nn.Module], x: Tensor) -> dict[str, float]:
+    wide = x[:CHECKED].double()
+    truths = {name: copy.deepcopy(model).double()(wide) for name, model in plain.items()}
+    found = {}
+    for name, run in runs.items():
+        truth = truths[TWINS.get(name, DENSE)]
+        found[name] = float((run(x)[:CHECKED].double() - truth).norm() / truth.norm())
+    return found
+
+
+def _joules(meter: EnergyMeter, models: Mapping[str, nn.Module], x: Tensor) -> dict[str, float | None]:
+    idle = meter.idle_watts()
+    return {name: meter.measure(models[name], x, windows=2, idle_watts=idle).joules for name in METERED}
+
+
+def _row(case: Case, name: str, fused: int, error: float, timings: Mapping[str, Timing], joules: Mapping[str, float | None]) -> Row:
+    own, dense = joules.get(name), joules.get(DENSE)
+    return Row(
+        model=case.model,
+        arch=case.arch,
+        mode=case.mode,
+        batch=case.batch,
+        candidate=name,
+        fused=fused,
+        error=error,
+        median_ms=timings[name].median_ms,
+        iqr_ms=timings[name].iqr_ms,
+        ratio_to_dense=timings[name].median_ms / timings[DENSE].median_ms,
+        joules=own,
+        joules_to_dense=own / dense if own and dense else None,
+        launch=timings[name].launch,
+    )
+
+
+def _meter() -> EnergyMeter | None:
+    try:
+        return EnergyMeter(torch.device("cuda"))
+    except OptionError as error:
+        print(f"no joules: {error}")
+        return None
 
 
 def main() -> None:
-    """Measure, print and write after every table."""
+    """Measure, print and write after every case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--headline", action="store_true", help="ViT-S/16 at batch 128, with joules, and 1, and ViT-B/16; fp16")
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--arch", nargs="*", default=["gonon", "monarch"])
     parser.add_argument("--modes", nargs="*", default=["fp16", "bf16", "tf32", "fp32"])
     parser.add_argument("--batches", nargs="*", type=int, default=[128, 1])
     parser.add_argument("--max-autotune", action="store_true")
+    parser.add_argument("--energy", action="store_true", help="joules of a batch too")
     parser.add_argument("--out", type=Path, help="CSV file to write")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device, and PyTorch finds none")
+    cases = [
+        Case(options.model, arch, mode, batch, max_autotune=options.max_autotune, energy=options.energy)
+        for batch in options.batches
+        for mode in options.modes
+        for arch in options.arch
+    ]
+    cases = list(HEADLINE) if options.headline else cases
+    meter = _meter() if any(case.energy for case in cases) else None
     rows: list[Row] = []
-    for batch in options.batches:
-        for mode in options.modes:
-            for arch in options.arch:
-                found = measure(options.model, arch, mode, batch, options.max_autotune)
-                for row in found:
-                    print(row, flush=True)
-                rows += found
-                if options.out is not None:
-                    write_csv(options.out, rows, take_stamp(torch.device("cuda")))
+    for case in cases:
+        found = measure(case, meter)
+        for row in found:
+            print(row, flush=True)
+        rows += found
+        if options.out is not None:
+            write_csv(options.out, rows, take_stamp(torch.device("cuda")))
 
 
 if __name__ == "__main__":

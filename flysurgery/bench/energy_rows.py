@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.energy import Energy, EnergyMeter
+from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.layouts import FIRST, LAST, factor_runs, problem_of_factor
 from flysurgery.bench.measuring import relative_error
 from flysurgery.bench.modes import in_mode
@@ -18,6 +19,8 @@ from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import VARIANTS, by_definition
 from flysurgery.factors import ks_einsum
 from flysurgery.patterns import Pattern
+
+OPTIMIZED = ", optimized"
 
 MOST_ERROR = 0.05
 """A multiplication that is further off than this, in any mode, computes something else and gets no number."""
@@ -73,7 +76,10 @@ def energy_of_model(
     windows: int,
     candidates: Sequence[str] = ("dense", "layer", "bmm"),
 ) -> list[EnergyRow]:
-    """Measure one forward of a timm ViT, converted beside dense; joules are for the whole batch."""
+    """Measure one forward of a timm ViT, converted beside dense; joules are for the whole batch.
+
+    ``candidates`` are names of ``VARIANTS``, with ``OPTIMIZED`` behind them as ``optimize`` makes them.
+    """
     found: list[EnergyRow] = []
     torch.manual_seed(0)
     with in_mode(mode) as dtype, torch.no_grad():
@@ -82,7 +88,9 @@ def energy_of_model(
         x = torch.randn(batch, 3, *size, device=device, dtype=dtype)  # pyright: ignore[reportGeneralTypeIssues]
         truth = by_definition(module).double()(x[:2].double())
         for name in candidates:
-            energy = _checked(meter, VARIANTS[name](module), x, truth, FIRST, idle_watts, seconds, windows)
+            variant = VARIANTS[name.removesuffix(OPTIMIZED)](module)
+            variant = fused_modules(variant, x) if name.endswith(OPTIMIZED) else variant
+            energy = _checked(meter, variant, x, truth, FIRST, idle_watts, seconds, windows)
             found.append(EnergyRow(model, None, batch, mode, FIRST, name, energy))
     return found
 
