@@ -1,4 +1,4 @@
-"""A converted model as ``optimize`` makes it, beside which the others are timed."""
+"""A model as ``optimize`` makes it, beside which the others are timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flysurgery.inference import optimize
 
 
 def fused_modules(module: nn.Module, x: Tensor) -> nn.Module:
-    """A copy of a converted module with its parts fused for inputs like x."""
+    """A copy of a module with its parts fused for inputs like x."""
     fused = copy.deepcopy(module)
     optimize(fused, x)
     return fused

@@ -25,7 +25,10 @@ from flysurgery.surgery import ExampleInput, LayerPlan, Plan, Reason, grouped, i
 WHOLE = "(model)"
 """Stands in the column ``layer`` of rows about the whole model."""
 
-DENSE, PLANNED, WHERE_FASTER, FUSED = "dense", "converted", "converted where faster", "converted, fused modules"
+DENSE, PLANNED, WHERE_FASTER = "dense", "converted", "converted where faster"
+OPTIMIZED = ", optimized"
+"""What the names of ``DENSE`` and ``PLANNED`` end with for the models that ``optimize`` makes of them."""
+
 CHECKED_ROWS = 256
 
 
@@ -70,12 +73,16 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What is measured. ``search`` times more architectures than the plan's own; ``name`` stands in the rows."""
+    """What is measured. ``search`` times more architectures than the plan's own; ``name`` stands in the rows.
+
+    With ``optimized`` the whole model is timed as ``optimize`` makes it too, converted and dense.
+    """
 
     name: str
     batch: int = 1
     mode: str = "fp32"
     search: bool = True
+    optimized: bool = False
     quick: bool = False
     protocol: Protocol = field(default_factory=Protocol)
 
@@ -174,6 +181,8 @@ def bench_whole_model(
 ) -> list[ModelRow]:
     """Measure one forward of the model: dense, converted by ``plan``, and converted but for the layers ``stay_dense`` (with reasons).
 
+    With ``settings.optimized`` dense and converted as ``optimize`` makes them as well.
+
     ``build`` makes the dense model, with any weights; ``plan`` must say what a forward takes (``plan.example``).
     """
     with in_mode(settings.mode) as dtype:
@@ -186,19 +195,17 @@ def bench_whole_model(
         models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
         refused: dict[str, str] = {}
         x = _example(plan, settings, device, dtype)
-        try:
-            fused = fused_modules(models[PLANNED], x)
-        except Exception as error:  # the other rows stand without it
-            fused = f"failed: {one_line(error)}"
-        if isinstance(fused, nn.Module):
-            models[FUSED] = fused
-        else:
-            refused[FUSED] = fused
+        for name in (DENSE, PLANNED) if settings.optimized else ():
+            try:
+                models[name + OPTIMIZED] = fused_modules(models[name], x)
+            except Exception as error:  # the other rows stand without it
+                refused[name + OPTIMIZED] = f"failed: {one_line(error)}"
         checked = checked_rows(settings.batch, 2)
         with torch.inference_mode():
             wide = x[checked].double()
-            truths = {name: by_definition(models[PLANNED if name == FUSED else name]).double()(wide) for name in models}
-            works = {name: work_of(by_definition(models[PLANNED if name == FUSED else name]), x) for name in models}
+            plain = {name: by_definition(models[name.removesuffix(OPTIMIZED)]) for name in models}
+            works = {name: work_of(model, x) for name, model in plain.items()}
+            truths = {name: model.double()(wide) for name, model in plain.items()}
             ceilings = measure_ceilings(settings.mode, device, quick=settings.quick)
             found = measure(models, x, truths, rows=checked, refused=refused, works=works, ceilings=ceilings, protocol=settings.protocol)
     head = _run_head(settings, device) | {"layer": WHOLE, "role": "", "layers": len(plan.replaced), "calls": 1, "rows": settings.batch}

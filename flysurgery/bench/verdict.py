@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flysurgery.bench.model import DENSE, PLANNED, WHOLE, Group
+from flysurgery.bench.model import DENSE, OPTIMIZED, PLANNED, WHOLE, Group
 from flysurgery.bench.rows import Record
 
 LatencyRow = dict[str, str | float]
@@ -52,18 +52,26 @@ def _own_architecture(group: Group) -> str | None:
 
 
 def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:
-    """The answer in words."""
+    """The answer in words: of the optimized model where it was timed, beside optimized dense, which needs no conversion."""
+    noisy = any(record["layer"] == WHOLE and record["status"].startswith("noisy") for record in records)
+    start = "this machine is too noisy to say; by these numbers " if noisy else ""
     whole = ratio_of(records, WHOLE, PLANNED)
+    fused, fused_dense = (ratio_of(records, WHOLE, name + OPTIMIZED) for name in (PLANNED, DENSE))
+    if fused is not None and fused_dense is not None:
+        return (
+            f"{start}conversion is {_verdict(fused < min(1, fused_dense))}: converted and optimized the model takes {fused:.2f} of the dense "
+            f"time, optimized without conversion {fused_dense:.2f}"
+        )
     if whole is None:
         return "the whole model could not be timed converted; its row says why"
     slower = [group.name for group in groups if (ratio := ratio_of(records, group.name, PLANNED)) is None or ratio >= 1]
-    verdict = "worth it here" if whole < 1 else "not worth it here"
-    noisy = any(record["layer"] == WHOLE and record["status"].startswith("noisy") for record in records)
-    words = f"conversion is {verdict}: the converted model takes {whole:.2f} of the dense time"
-    if noisy:
-        words = f"this machine is too noisy to say; by these numbers {words}"
+    words = f"{start}conversion is {_verdict(whole < 1)}: the converted model takes {whole:.2f} of the dense time"
     if not slower:
         return f"{words}; every replaced layer is faster than dense"
     partly = ratio_of(records, WHOLE, "converted where faster")
     rest = "" if partly is None else f", and without converting them the model takes {partly:.2f}"
     return f"{words}; faster dense: {', '.join(slower)}{rest}"
+
+
+def _verdict(faster: bool) -> str:
+    return "worth it here" if faster else "not worth it here"

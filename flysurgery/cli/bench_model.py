@@ -18,6 +18,8 @@ from flysurgery.errors import OptionError
 TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
 Table = Annotated[Path | None, typer.Option("--table", help=TABLE_HELP, metavar="FILE")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Images a forward.")]
+OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
+Optimized = Annotated[bool, typer.Option("--optimized", help=OPTIMIZED_HELP)]
 
 COLUMNS = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
 
@@ -35,6 +37,7 @@ def model(
     batch: Batch = 1,
     mode: Annotated[str, typer.Option("--mode", help="One precision: fp32, tf32 (CUDA), fp16 or bf16.", metavar="NAME")] = "fp32",
     launch: own.Launch = own.LaunchName.graph,
+    optimized: Optimized = False,
     device: options.Device = None,
     threads: own.Threads = None,
     rounds: own.Rounds = None,
@@ -79,13 +82,14 @@ def model(
         base_args=skeleton.base_args,
     )
     protocol = Protocol(launch.value, rounds or (7 if quick else 30), 0.1 if quick else 0.5, seed)
-    settings = ModelSettings(source.name, batch, precision, search=not quick, quick=quick, protocol=protocol)
+    settings = ModelSettings(source.name, batch, precision, search=not quick, optimized=optimized, quick=quick, protocol=protocol)
     groups = groups_of(plan)
     with BenchRun(target, out, fresh=fresh, plot=plot) as run:
         for group in bench_model_layers(plan, settings, target, done=run.has):
             run.add(group, group[0].layer)
         own_rows = [each for each in run.records if _of_this_run(each, settings.name, batch, precision)]
-        if not any(each["layer"] == WHOLE for each in own_rows):
+        last = "converted, optimized" if optimized else "converted"
+        if not any((each["layer"], each["candidate"]) == (WHOLE, last) for each in own_rows):
             dense = slower_layers(own_rows, groups)
             own_rows += run.add(
                 bench_whole_model(plan, lambda: source.build(pretrained=False, seed=seed, device=target), settings, target, dense), WHOLE

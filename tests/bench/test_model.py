@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,24 @@ def test_the_whole_model_is_timed_with_and_without_the_slow_layers(plan: Plan) -
     flops = {name: each.flops for name, each in by_name.items() if each.flops is not None}
     assert flops["converted"] < flops["converted where faster"] < flops["dense"]
     assert all(by_name[name].median_ms for name in flops)
+
+
+def test_optimized_models_stand_beside_the_others_where_asked(plan: Plan) -> None:
+    rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), replace(SETTINGS, optimized=True), CPU, {})
+    by_name = {row.candidate: row.measured for row in rows}
+    for name in ("dense", "converted"):
+        assert by_name[f"{name}, optimized"].median_ms and by_name[f"{name}, optimized"].flops == by_name[name].flops
+    words = sentence([asdict(row) | asdict(row.measured) for row in rows], groups_of(plan))
+    assert "optimized without conversion" in words
+
+
+def test_the_answer_weighs_conversion_against_fusion_alone(plan: Plan) -> None:
+    def words(converted: float, dense: float) -> str:
+        rows = [record("(model)", "converted, optimized", 1, converted), record("(model)", "dense, optimized", 1, dense)]
+        return sentence(rows, groups_of(plan))
+
+    assert words(0.5, 0.9).startswith("conversion is worth it here: converted and optimized the model takes 0.50 of the dense time")
+    assert words(0.95, 0.9).startswith("conversion is not worth it here") and words(0.95, 0.9).endswith("without conversion 0.90")
 
 
 def record(layer: str, candidate: str, ms: float, ratio: float, status: str = "ok") -> dict[str, Any]:
