@@ -1,0 +1,282 @@
+// y = residual + factor * (x Wᵀ) + shift for a dense W, in one launch: a product with its bias, layer scale and residual stream.
+//
+//        x: 16 rows a warp, staged by cp.async          y, residual: 16 rows, COLUMNS columns
+//      ┌────┬────┬────┬─ … ─┐                         ┌───────────────┬─ … ─┐
+//      │batch of k16 steps  │  x  W: COLUMNS outputs  │ column tile   │     │
+//      └────┴────┴────┴─ … ─┘     in shared memory    └───────────────┴─ … ─┘
+//
+// A block keeps all inputs of its COLUMNS outputs in shared memory and goes over the rows; the blocks of one row range, a column tile each,
+// run together, so that x comes from device memory once and from the L2 cache for the others. A warp owns 16 rows (a warpgroup 64) and
+// brings its own x, STAGES - 1 batches of 128 bytes a row ahead; no barrier stands between load and use, nor between warps.
+// Residuals are asked for while products run.
+//
+// MODE 0 fp16, 1 bf16: float32 sums over all inputs. MODE 2 (tf32 grade) and 3 (fp32 grade) take float32. Every row of a batch has a
+// power of two that brings its largest element near 2^11, every output one for its weights; what is scaled becomes fp16 (MODE 2) or a
+// pair hi + lo (MODE 3: lo*hi + hi*lo + hi*hi). The products of a batch, 32 inputs, are added to float32 sums with rounding, so the tensor cores'
+// truncation does not add up. Infinities and NaN in x give NaN or infinite results.
+//
+// Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/ops/cuda/dense.py) is
+// [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
+//
+// Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).
+// Defines: IN, OUT, MODE, WGMMA, RESIDUAL, WARPS, COLUMNS, STAGES.
+// Limits: rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
+#include "instructions.cuh"
+#include "scale.cuh"
+#if WGMMA
+#include "wgmma.cuh"
+#endif
+
+constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
+constexpr int kElem = kFloat ? 4 : 2;
+constexpr int kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
+constexpr int kBatch = 128 / kElem, kSteps = kBatch / 16, kBatches = IN / kBatch;  // inputs and k16 steps of a batch
+constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * (kPairs ? 2 : 1);
+constexpr int kStageBytes = 16 * 128;
+constexpr int kUnitWarps = WGMMA ? 4 : 1, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
+constexpr int kRun = kFloat ? 2 : 4, kHeld = 2 * kRun;  // tiles whose columns of a lane are adjacent, and how many these are: 16 bytes
+static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % kRun == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
+
+__device__ __forceinline__ long long first_row(int round, int warp) {
+    const long long block = blockIdx.x / kColumnTiles, blocks = gridDim.x / kColumnTiles;
+    return (((long long)round * kUnits + warp / kUnitWarps) * blocks + block) * kUnitRows;
+}
+
+// The operands of a batch: 16 rows of a warp, and the exponents of the two rows of a lane.
+struct Operands {
+    u32 hi[kSteps][4], lo[kPairs ? kSteps : 1][4];
+    int exponent[2];
+};
+
+// Rows of x on their way. In shared memory the 16-byte pieces of a row are turned by row against bank conflicts.
+struct StagedRows {
+    const char* x;
+    long long rows, stride;
+    u32 stages;
+    int warp, lane, round = 0, batch = 0, to = 0, from = 0;
+    const char* row;  // the lane's piece of its first row
+    int inside;       // rows from there to the end; those past it are filled with zeros
+
+    __device__ __forceinline__ static int turned(int piece, int row) { return piece ^ ((row & 1) << 2 | (row >> 1 & 3)); }
+
+    __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, u32 shared, int warp_, int lane_)
+        : x(x_), rows(rows_), stride(stride_), stages(shared + warp_ * STAGES * kStageBytes), warp(warp_), lane(lane_) {
+        set_rows();
+    }
+
+    __device__ __forceinline__ void set_rows() {
+        const long long first = first_row(round, warp) + warp % kUnitWarps * 16 + (lane >> 3);
+        inside = (int)min(max(rows - first, 0ll), 16ll);
+        row = x + first * stride + (lane & 7) * 16;
+    }
+
+    // Ask for the next batch.
+    __device__ __forceinline__ void load() {
+        const u32 stage = stages + to * kStageBytes;
+#pragma unroll
+        for (int n = 0; n < 16; n += 4) {
+            const int own = n + (lane >> 3);
+            copy_async<16>(stage + own * 128 + turned(lane & 7, own) * 16, row + n * stride + batch * 128, n < inside ? 16 : 0);
+        }
+        commit_copies();
+        if (++to == STAGES) to = 0;
+        if (++batch == kBatches) {
+            batch = 0;
+            ++round;
+            set_rows();
+        }
+    }
+
+    // The operands of the batch that is due; then the one that is to come in its place is asked for.
+    __device__ __forceinline__ void read(Operands& operands) {
+        wait_copies<STAGES - 2>();
+        __syncwarp();
+        const u32 stage = stages + from * kStageBytes;
+        if constexpr (kFloat) {
+            convert(operands, stage);
+        } else {
+            const int own = (lane & 8) + (lane & 7);
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) load_matrices(operands.hi[s], stage + own * 128 + turned(2 * s + (lane >> 4), own) * 16);
+        }
+        __syncwarp();
+        if (++from == STAGES) from = 0;
+        load();
+    }
+
+    // A lane takes four adjacent floats of a step: the weights are packed in this order.
+    __device__ __forceinline__ void convert(Operands& operands, u32 stage) const {
+        const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            u32 raw[kSteps][4];
+            float largest = 0.0f;
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                load_shared(raw[s], stage + (g + h * 8) * 128 + turned(4 * s + t, g) * 16);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[s][e])));
+            }
+            operands.exponent[h] = min(exponent_for(over_quad(largest)), 126 - kTarget);
+            const float scale = power(operands.exponent[h]);
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+                for (int k = 0; k < 4; k += 2) {
+                    const float a = __uint_as_float(raw[s][k]) * scale, b = __uint_as_float(raw[s][k + 1]) * scale;
+                    const u32 hi = round2(a, b);
+                    operands.hi[s][k + h] = hi;
+                    if constexpr (kPairs) operands.lo[s][k + h] = round2(a - widen((u16)hi), b - widen((u16)(hi >> 16)));
+                }
+        }
+    }
+};
+
+#if WGMMA
+template <int O = 0>
+__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address) {
+    constexpr int kPiece = wgmma_piece((kTiles - O) * 8);
+    Wgmma<kPiece>::template run<O>(acc, a, wgmma_descriptor(address + O * 128, COLUMNS), 1);
+    if constexpr (O + kPiece / 8 < kTiles) multiply_step<O + kPiece / 8>(acc, a, address);
+}
+#else
+__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address) {
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+        u32 b[4];
+        load_matrices(b, address + n * 128);
+        mma(acc[n], a, b[0], b[1]);
+        mma(acc[n + 1], a, b[2], b[3]);
+    }
+}
+#endif
+
+// acc += operands * panel, small products first. `panel` has the lane's offset for ldmatrix in it.
+__device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands& operands, u32 panel) {
+#if WGMMA
+    wgmma_fence();
+#endif
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+        const u32 step = panel + s * COLUMNS * 32;
+        if constexpr (kPairs) {
+            multiply_step(acc, operands.lo[s], step);
+            multiply_step(acc, operands.hi[s], step + kImageBytes);
+        }
+        multiply_step(acc, operands.hi[s], step);
+    }
+#if WGMMA
+    wgmma_commit();
+    wgmma_wait<0>();  // the other warpgroups make use of the time
+#endif
+}
+
+// sums += operands * panel
+__device__ __forceinline__ void add_batch(float (&sums)[kTiles][4], const Operands& operands, u32 panel) {
+    if constexpr (!kFloat) {
+        multiply(sums, operands, panel);
+        return;
+    }
+    float products[kTiles][4] = {};
+    multiply(products, operands, panel);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float down = power(-operands.exponent[h] - kTarget);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            sums[n][2 * h] = fmaf(products[n][2 * h], down, sums[n][2 * h]);
+            sums[n][2 * h + 1] = fmaf(products[n][2 * h + 1], down, sums[n][2 * h + 1]);
+        }
+    }
+}
+
+__device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if constexpr (kFloat) to[k] = __uint_as_float(from[k]);
+        else to[2 * k] = widen((u16)from[k]), to[2 * k + 1] = widen((u16)(from[k] >> 16));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+dense_linear(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
+             char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+    extern __shared__ __align__(128) char memory[];
+    // panels of weights | staged x | factors and shifts of the columns | a barrier a panel: it is there
+    const u32 weights = shared_address(memory), staged_at = weights + kBatches * kPanelBytes;
+    const u32 columns_at = staged_at + WARPS * STAGES * kStageBytes, full = columns_at + COLUMNS * 8;
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int tile = blockIdx.x % kColumnTiles;
+
+    if (threadIdx.x == 0) {
+        for (int b = 0; b < kBatches; ++b) barrier_init(full + 8 * b, kCopyArrivals);
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    for (int c = threadIdx.x; c < 2 * COLUMNS; c += 32 * WARPS)
+        store_shared(columns_at + 4 * c, __float_as_uint(columns[c / COLUMNS * OUT + tile * COLUMNS + c % COLUMNS]));
+    __syncthreads();
+    for (int b = warp; b < kBatches; b += WARPS)
+        copy_by_warp(weights + b * kPanelBytes, image + ((long long)tile * kBatches + b) * kPanelBytes, kPanelBytes, full + 8 * b, lane);
+    StagedRows staged(x, rows, x_stride, staged_at, warp, lane);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) staged.load();
+
+    const u32 own = weights + (WGMMA ? 0 : ((lane >> 3 & 1) * COLUMNS + (lane >> 4) * 8 + (lane & 7)) * 16);
+    const int column_byte = tile * COLUMNS * kElem + t * 16;
+#pragma unroll 1
+    for (int round = 0; first_row(round, warp) < rows; ++round) {
+        const long long row = first_row(round, warp) + warp % kUnitWarps * 16 + g;
+        const char* const residual_row = residual + row * residual_stride + column_byte;
+        if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int byte = 0; byte < COLUMNS * kElem; byte += 128)
+                    if (row + h * 8 < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(residual_row + h * 8 * residual_stride + byte));
+        }
+        float sums[kTiles][4] = {};
+#pragma unroll 1
+        for (int b = 0; b < kBatches; ++b) {
+            Operands operands;
+            staged.read(operands);
+            barrier_wait(full + 8 * b, 0);
+            add_batch(sums, operands, own + b * kPanelBytes);
+        }
+#pragma unroll
+        for (int v = 0; v < kTiles / kRun; ++v) {
+            u32 added[2][4] = {};
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (RESIDUAL && row + h * 8 < rows) {
+                    const Vector<16> read = *reinterpret_cast<const Vector<16>*>(residual_row + h * 8 * residual_stride + v * 64);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) added[h][k] = read.w[k];
+                }
+            float factor[kHeld], shift[kHeld];
+#pragma unroll
+            for (int k = 0; k < kHeld; k += 4) {
+                const u32 at = columns_at + (v * 4 * kHeld + t * kHeld + k) * 4;
+                load_shared(reinterpret_cast<u32*>(factor) + k, at);
+                load_shared(reinterpret_cast<u32*>(shift) + k, at + COLUMNS * 4);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float out[kHeld], more[kHeld];
+                spread(more, added[h]);
+#pragma unroll
+                for (int e = 0; e < kHeld; ++e) out[e] = fmaf(sums[v * kRun + e / 2][2 * h + e % 2], factor[e], shift[e]) + more[e];
+                Vector<16> packed;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
+                    else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
+                }
+                if (row + h * 8 < rows)
+                    *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT * kElem) + column_byte + v * 64) = packed;
+            }
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}

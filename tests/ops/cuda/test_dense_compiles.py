@@ -1,0 +1,23 @@
+"""The dense kernel compiles for every generation of devices, without spills, for the widths of timm's models."""
+
+from __future__ import annotations
+
+import pytest
+
+from flysurgery.ops.cuda.compile import compile_cubin
+from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling
+
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
+CASES = [(384, 384, "fp16"), (384, 384, "fp32"), (192, 192, "bf16"), (768, 768, "tf32"), (768, 384, "fp32"), (1024, 1024, "fp16")]
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize(("in_features", "out_features", "mode"), CASES, ids=str)
+def test_compiles_without_spills(arch: str, in_features: int, out_features: int, mode: str) -> None:
+    tile = dense_tiling(in_features, out_features, mode, SHARED_BYTES[arch], arch == "sm_90a")
+    assert isinstance(tile, DenseTiling), tile
+    compiled = compile_cubin("dense_linear.cu", tile.defines(residual=True), arch=arch, name="dense_linear")
+    assert compiled.spill_bytes == 0
+    assert compiled.serialized == ()
+    assert 0 < compiled.registers * 32 * tile.warps <= 65536
+    assert tile.shared_bytes + compiled.shared_bytes <= SHARED_BYTES[arch]

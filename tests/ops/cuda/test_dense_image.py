@@ -1,0 +1,59 @@
+"""The packed weights of a dense layer, read as the kernel reads them, give the product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling, pack_dense
+
+SHARED_BYTES = 163 * 1024
+
+
+def result(x: np.ndarray, tile: DenseTiling, image: np.ndarray, columns: np.ndarray) -> np.ndarray:  # shape: (out_features,)
+    """One row, batch by batch, its inputs as lanes hold them; a lane's columns lie where it stores them."""
+    k, n = np.arange(16), np.arange(tile.columns)
+    order = k % 8 // 2 * 4 + k // 8 * 2 + k % 2 if tile.element_bytes == 4 else k
+    taken = x.reshape(-1, tile.batch // 16, 16)[:, :, order].reshape(-1, tile.batch // 16, 2, 8)
+    panels = image.reshape(tile.out_features // tile.columns, -1, tile.planes, tile.batch // 16, 2, tile.columns, 8)
+    sums = np.einsum("bskh,cbpsknh->cn", taken, panels)
+    group, within = n // (8 * tile.run), n % (8 * tile.run)
+    places = group * 8 * tile.run + within % 8 // 2 * 2 * tile.run + within // 8 * 2 + within % 2
+    y = np.zeros_like(sums)
+    y[:, places] = sums
+    undo = 2.0**-11 if tile.element_bytes == 4 else 1.0
+    return y.reshape(-1) * undo * columns[0] + columns[1]
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "tf32", "fp32"])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (192, 384), (384, 96)])
+def test_the_image_holds_the_product(mode: str, in_features: int, out_features: int) -> None:
+    tile = dense_tiling(in_features, out_features, mode, SHARED_BYTES, wgmma=False)
+    assert isinstance(tile, DenseTiling), tile
+    generator = torch.Generator().manual_seed(0)
+    weight, x, bias, scale = (
+        torch.randint(-3, 4, shape, generator=generator).float() for shape in ((out_features, in_features), (in_features,), *[(out_features,)] * 2)
+    )
+    weight[0], weight[1] = weight[0] * 2.0**100 * (mode in ("tf32", "fp32")), 0.0  # a row of zeros, and one of another size
+    image, columns = pack_dense(tile, weight, bias, scale)
+    read = image.view(torch.bfloat16 if mode == "bf16" else torch.float16).double().numpy()
+    expected = scale.double() * (weight.double() @ x.double() + bias.double())
+    np.testing.assert_array_equal(result(x.double().numpy(), tile, read, columns.double().numpy()), expected.numpy())
+
+
+def test_halves_of_a_pair_add_up() -> None:
+    tile = dense_tiling(64, 32, "fp32", SHARED_BYTES, wgmma=False)
+    assert isinstance(tile, DenseTiling), tile
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-30, 30, 32)[:, None]
+    image, columns = pack_dense(tile, weight, None, None)
+    read = image.view(torch.float16).double().numpy()
+    for index in (0, 17, 63):
+        found = result(np.eye(64)[index], tile, read, columns.double().numpy())
+        np.testing.assert_allclose(found, weight[:, index].double().numpy(), rtol=2.0**-21, atol=0)
+
+
+def test_sizes_without_a_tile_are_named() -> None:
+    assert "multiples of 64 inputs and 32 outputs, got 100 and 384" in str(dense_tiling(100, 384, "fp16", SHARED_BYTES, wgmma=False))
+    assert "exceed" in str(dense_tiling(65536, 384, "fp32", SHARED_BYTES, wgmma=False))
+    assert "no mode 'exact'" in str(dense_tiling(384, 384, "exact", SHARED_BYTES, wgmma=False))
