@@ -1,4 +1,4 @@
-// y = residual + factor * (x Wᵀ) + shift for a dense W, in one launch: a product with its bias, layer scale and residual stream.
+// y = residual + act(factor * (x Wᵀ) + shift) for a dense W, in one launch: a product with its bias, layer scale, activation and residual.
 //
 //        x: 16 rows a warp, staged by cp.async          y, residual: 16 rows, COLUMNS columns
 //      ┌────┬────┬────┬─ … ─┐                         ┌───────────────┬─ … ─┐
@@ -13,14 +13,15 @@
 // MODE 0 fp16, 1 bf16: float32 sums over all inputs. MODE 2 (tf32 grade) and 3 (fp32 grade) take float32. Every row of a batch has a
 // power of two that brings its largest element near 2^11, every output one for its weights; what is scaled becomes fp16 (MODE 2) or a
 // pair hi + lo (MODE 3: lo*hi + hi*lo + hi*hi). The products of a batch, 32 inputs, are added to float32 sums with rounding, so the tensor cores'
-// truncation does not add up. Infinities and NaN in x give NaN or infinite results.
+// truncation does not add up. Rows of less than 2^-106 lose precision; infinities and NaN in x give NaN or infinite results.
 //
 // Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/ops/cuda/dense.py) is
 // [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).
-// Defines: IN, OUT, MODE, WGMMA, RESIDUAL, WARPS, COLUMNS, STAGES.
+// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), RESIDUAL, WARPS, COLUMNS, STAGES.
 // Limits: rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
+#include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "scale.cuh"
 #if WGMMA
@@ -35,6 +36,7 @@ constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * (k
 constexpr int kStageBytes = 16 * 128;
 constexpr int kUnitWarps = WGMMA ? 4 : 1, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
 constexpr int kRun = kFloat ? 2 : 4, kHeld = 2 * kRun;  // tiles whose columns of a lane are adjacent, and how many these are: 16 bytes
+constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % kRun == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
 
 __device__ __forceinline__ long long first_row(int round, int warp) {
@@ -117,7 +119,7 @@ struct StagedRows {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[s][e])));
             }
-            operands.exponent[h] = min(exponent_for(over_quad(largest)), 126 - kTarget);
+            operands.exponent[h] = min(exponent_for(over_quad(largest)), 126 - kWeightShift);
             const float scale = power(operands.exponent[h]);
 #pragma unroll
             for (int s = 0; s < kSteps; ++s)
@@ -181,7 +183,7 @@ __device__ __forceinline__ void add_batch(float (&sums)[kTiles][4], const Operan
     multiply(products, operands, panel);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float down = power(-operands.exponent[h] - kTarget);
+        const float down = power(-operands.exponent[h] - kWeightShift);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
             sums[n][2 * h] = fmaf(products[n][2 * h], down, sums[n][2 * h]);
@@ -266,7 +268,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
                 float out[kHeld], more[kHeld];
                 spread(more, added[h]);
 #pragma unroll
-                for (int e = 0; e < kHeld; ++e) out[e] = fmaf(sums[v * kRun + e / 2][2 * h + e % 2], factor[e], shift[e]) + more[e];
+                for (int e = 0; e < kHeld; ++e) out[e] = activate<ACTIVATION>(fmaf(sums[v * kRun + e / 2][2 * h + e % 2], factor[e], shift[e])) + more[e];
                 Vector<16> packed;
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {

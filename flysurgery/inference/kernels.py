@@ -6,20 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.ops.parts import FusedFactors, Norm
+from flysurgery.ops import Dense, FusedFactors, Linear, Norm
 
 
-def factors_of(linear: nn.Module) -> FusedFactors | None:
-    """The factors and bias of a converted layer as they are now; None for any other module."""
-    if type(linear) is not ButterflyLinear:
-        return None
-    return FusedFactors(tuple(linear.factors), linear.bias)
+def linear_of(linear: nn.Module) -> Linear | None:
+    """The factors or the weight of a linear layer, and its bias, as they are now; None for any other module."""
+    if type(linear) is ButterflyLinear:
+        return FusedFactors(tuple(linear.factors), linear.bias)
+    return Dense(linear.weight, linear.bias) if type(linear) is nn.Linear else None
 
 
-def group_of(linear: nn.Module) -> tuple[FusedFactors, ...] | None:
-    """The layers side by side that a projection consists of: its parts, or itself; None where one of them is dense."""
+def group_of(linear: nn.Module) -> tuple[Linear, ...] | None:
+    """The layers side by side that a projection consists of: its parts, or itself; None where one of them is no linear layer."""
     parts = list(linear.children()) if type(linear) is SplitLinear else [linear]
-    found = [factors_of(part) for part in parts]
+    found = [linear_of(part) for part in parts]
     return None if any(each is None for each in found) else tuple(each for each in found if each is not None)
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 from flysurgery import ops
 from flysurgery.inference import kernels
 
-DENSE = "it is dense, and the kernels multiply factors"
+UNKNOWN = "it is of a class that the kernels do not know"
 
 _ACTIVATIONS = {"gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "silu": functional.silu}
 
@@ -49,7 +49,7 @@ class NormLinear(Step):
 
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
         group = kernels.group_of(self.linear)
-        return DENSE if group is None else ops.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
+        return UNKNOWN if group is None else ops.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
 
     def likeness(self) -> tuple[object, ...]:
         return _shapes(self.norm, self.linear)
@@ -72,8 +72,8 @@ class LinearResidual(Step):
         self._scale = scale
 
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        linear = kernels.factors_of(self.linear)
-        return DENSE if linear is None else ops.linear_residual_reason(x, linear, others[0], _value(self._scale))
+        linear = kernels.linear_of(self.linear)
+        return UNKNOWN if linear is None else ops.linear_residual_reason(x, linear, others[0], _value(self._scale))
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.linear), self._scale is None)
@@ -82,7 +82,7 @@ class LinearResidual(Step):
         return others[0] + _scaled(self.linear(x), self._scale)
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        linear = kernels.factors_of(self.linear)
+        linear = kernels.linear_of(self.linear)
         assert linear is not None  # else there was an obstacle
         return ops.linear_residual(x, linear, others[0], _value(self._scale))
 
@@ -105,9 +105,9 @@ class FeedForward(Step):
         self.activation, self._scale, self.residual = activation, scale, residual
 
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        first, second = kernels.factors_of(self.first), kernels.factors_of(self.second)
+        first, second = kernels.linear_of(self.first), kernels.linear_of(self.second)
         if first is None or second is None:
-            return DENSE
+            return UNKNOWN
         norm = kernels.norm_of(self.norm, self.eps)
         return ops.ffn_reason(x, norm, first, second, self.activation, _value(self._scale), self.residual)
 
@@ -120,7 +120,7 @@ class FeedForward(Step):
         return x + branch if self.residual else branch
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        first, second = kernels.factors_of(self.first), kernels.factors_of(self.second)
+        first, second = kernels.linear_of(self.first), kernels.linear_of(self.second)
         assert first is not None and second is not None  # else there was an obstacle
         norm = kernels.norm_of(self.norm, self.eps)
         return ops.ffn(x, norm, first, second, self.activation, _value(self._scale), self.residual)

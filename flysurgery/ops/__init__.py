@@ -15,7 +15,9 @@ from flysurgery.ops.inference import patch_embedding as patch_embedding
 from flysurgery.ops.inference import patch_embedding_reason as patch_embedding_reason
 from flysurgery.ops.multiply import ks_linear as ks_linear
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
+from flysurgery.ops.parts import Dense as Dense
 from flysurgery.ops.parts import FusedFactors as FusedFactors
+from flysurgery.ops.parts import Linear as Linear
 from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.registry import BACKENDS as BACKENDS

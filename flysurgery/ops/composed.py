@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.multiply import ks_linear
-from flysurgery.ops.parts import FusedFactors, Norm
+from flysurgery.ops.parts import Dense, Linear, Norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -26,8 +26,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def ffn(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm | None,
-    up: FusedFactors,
-    down: FusedFactors,
+    up: Linear,
+    down: Linear,
     activation: str = "gelu",
     scale: Tensor | None = None,  # shape: (out_features,)
     residual: bool = True,
@@ -41,7 +41,7 @@ def ffn(
 def norm_linear(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm,
-    group: Sequence[FusedFactors],
+    group: Sequence[Linear],
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """The linears' outputs for ``norm(x)``, side by side."""
     normed = _normed(x, norm)
@@ -50,7 +50,7 @@ def norm_linear(
 
 def linear_residual(
     x: Tensor,  # shape: (*batch, in_features)
-    linear: FusedFactors,
+    linear: Linear,
     residual: Tensor,  # shape: (*batch, out_features)
     scale: Tensor | None = None,  # shape: (out_features,)
 ) -> Tensor:  # shape: (*batch, out_features)
@@ -81,7 +81,9 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
-def _linear(x: Tensor, linear: FusedFactors) -> Tensor:
+def _linear(x: Tensor, linear: Linear) -> Tensor:
+    if isinstance(linear, Dense):
+        return functional.linear(x, linear.weight.flatten(1), linear.bias)
     return ks_linear(x, linear.factors, linear.bias)
 
 

@@ -9,35 +9,35 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 
 import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
-from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
-from flysurgery.ops.cuda.linear_residual import linear_residual_obstacle
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import tf32_allowed
+from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
-from flysurgery.ops.parts import FusedFactors, Norm
-from flysurgery.ops.problem import is_exporting
+from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm
 from flysurgery.patterns import Architecture
 
 
 def ffn(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm | None,
-    up: FusedFactors,
-    down: FusedFactors,
+    up: Linear,
+    down: Linear,
     activation: str = "gelu",
     scale: Tensor | None = None,  # shape: (out_features,)
     residual: bool = True,
 ) -> Tensor:  # shape: (*batch, out_features)
-    """``x + scale * down(activation(up(norm(x))))`` in one launch, without ``x +`` where ``residual`` is false.
+    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false.
 
-    Intermediates are rounded to the dtype of x where they enter a product; norm, sums, activation and residual are
-    float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
+    One launch where a kernel takes the whole block; else one for the norm and one for each linear, with activation, scale
+    and residual in them. Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and
+    residual are float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``ffn_reason`` answers.
@@ -45,6 +45,9 @@ def ffn(
     obstacle = ffn_reason(x, norm, up, down, activation, scale, residual)
     if obstacle is not None:
         raise BackendError(obstacle)
+    if isinstance(up, Dense) or isinstance(down, Dense) or _whole_obstacle(x, up, down, activation, residual) is not None:
+        hidden = linear_epilogue(x if norm is None else _normed(x, norm), up, activation)
+        return linear_epilogue(hidden, down, residual=x if residual else None, scale=scale)
     norm_parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     rows = x.reshape(-1, x.shape[-1])
     y = torch.ops.flysurgery.ffn(rows, *norm_parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
@@ -54,29 +57,38 @@ def ffn(
 def ffn_reason(
     x: Tensor,
     norm: Norm | None,
-    up: FusedFactors,
-    down: FusedFactors,
+    up: Linear,
+    down: Linear,
     activation: str = "gelu",
     scale: Tensor | None = None,
     residual: bool = True,
 ) -> str | None:
     """Why no kernel takes this feed-forward block; None where one does. Looks at shapes, dtypes, devices and gradients only."""
-    parts = (*up.factors, *down.factors, up.bias, down.bias, scale, *((norm.weight, norm.bias) if norm is not None else ()))
-    tensors = tuple(part for part in parts if part is not None)
-    obstacle = _common_obstacle(x, tensors)
-    if obstacle is not None:
-        return obstacle
-    first, second = architecture_of(up.factors), architecture_of(down.factors)
-    wrong = _wrong_size(x, norm, ((first, up.bias), (second, down.bias)), scale)
-    return wrong or _ffn_obstacle(_shapes(up), _shapes(down), x.dtype, activation, residual, x.device.index)
+    tensors = (*up.tensors, *down.tensors, *(() if norm is None else norm.tensors), *(() if scale is None else (scale,)))
+    (inputs, hidden), (taken, outputs) = up.sizes, down.sizes
+    wrong = common_obstacle(x, tensors) or wrong_size(x, up) or wrong_vector(down.bias, outputs, "bias")
+    wrong = wrong or wrong_vector(scale, outputs, "scale") or _wrong_norm(norm, inputs)
+    if wrong is not None:
+        return wrong
+    if hidden != taken or (residual and inputs != outputs):
+        return f"expected layers that fit each other and the residual, got {inputs} to {hidden} and {taken} to {outputs} features"
+    whole = _whole_obstacle(x, up, down, activation, residual)
+    if whole is None:
+        return None
+    launches = None if norm is None else _layer_norm_obstacle(inputs, x.dtype)
+    launches = launches or epilogue_reason(up, x.dtype, x.device, activation)
+    launches = launches or epilogue_reason(down, x.dtype, x.device, scaled=scale is not None)
+    return None if launches is None else f"{whole}; {launches}"
 
 
 def norm_linear(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm,
-    group: Sequence[FusedFactors],
+    group: Sequence[Linear],
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """The linears' outputs for ``norm(x)``, side by side: one launch for the norm, and one for linears of one architecture.
+
+    A dense one is multiplied by PyTorch, but in float32 on tensor cores, by pairs of fp16.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
@@ -84,26 +96,30 @@ def norm_linear(
     obstacle = norm_linear_reason(x, norm, group)
     if obstacle is not None:
         raise BackendError(obstacle)
-    normed = torch.ops.flysurgery.layer_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps).view(x.shape)
-    if len(group) == 1:
-        return ks_linear(normed, group[0].factors, group[0].bias)
-    return ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
+    normed = _normed(x, norm)
+    if len(group) == 1 and isinstance(group[0], Dense):
+        dense = group[0]
+        return linear_epilogue(normed, dense) if _by_pairs(x, dense) else torch_linear(normed, dense.weight, dense.bias)
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    if len(factors) == 1:
+        return ks_linear(normed, factors[0].factors, factors[0].bias)
+    return ks_linear_group(normed, [member.factors for member in factors], [member.bias for member in factors])
 
 
-def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[FusedFactors]) -> str | None:
-    """Why no kernel takes this norm; None where one does. The linears are multiplied by the backend that ``ks_linear`` chooses."""
-    parts = (norm.weight, norm.bias, *(part for member in group for part in (*member.factors, member.bias)))
-    obstacle = _common_obstacle(x, tuple(part for part in parts if part is not None))
-    if obstacle is not None:
-        return obstacle
-    layers = [(architecture_of(member.factors), member.bias) for member in group]
-    wrong = next(filter(None, (_wrong_size(x, norm, (layer,), None) for layer in layers)), None)
-    return wrong or _layer_norm_obstacle(x.shape[-1], x.dtype)
+def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
+    """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
+    wrong = common_obstacle(x, (*norm.tensors, *(part for member in group for part in member.tensors)))
+    wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or _wrong_norm(norm, x.shape[-1])
+    if wrong is not None:
+        return wrong
+    if len(group) > 1 and any(isinstance(member, Dense) for member in group):
+        return "several linears that share x are multiplied together where all of them are factors"
+    return _layer_norm_obstacle(x.shape[-1], x.dtype)
 
 
 def linear_residual(
     x: Tensor,  # shape: (*batch, in_features)
-    linear: FusedFactors,
+    linear: Linear,
     residual: Tensor,  # shape: (*batch, out_features)
     scale: Tensor | None = None,  # shape: (out_features,)
 ) -> Tensor:  # shape: (*batch, out_features)
@@ -115,28 +131,20 @@ def linear_residual(
     obstacle = linear_residual_reason(x, linear, residual, scale)
     if obstacle is not None:
         raise BackendError(obstacle)
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
-    rows = residual.reshape(-1, residual.shape[-1])
-    y = torch.ops.flysurgery.linear_residual(x.reshape(-1, x.shape[-1]), list(linear.factors), linear.bias, rows, scale, mode)
-    return y.view(residual.shape)
+    return linear_epilogue(x, linear, residual=residual, scale=scale)
 
 
-def linear_residual_reason(x: Tensor, linear: FusedFactors, residual: Tensor, scale: Tensor | None = None) -> str | None:
+def linear_residual_reason(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None = None) -> str | None:
     """Why no kernel takes this; None where one does."""
-    obstacle = _common_obstacle(x, tuple(part for part in (*linear.factors, linear.bias, residual, scale) if part is not None))
-    if obstacle is not None:
-        return obstacle
-    architecture = architecture_of(linear.factors)
-    wrong = _wrong_size(x, None, ((architecture, linear.bias),), scale)
+    outputs = linear.sizes[1]
+    wrong = common_obstacle(x, (*linear.tensors, residual, *(() if scale is None else (scale,))))
+    wrong = wrong or wrong_size(x, linear) or wrong_vector(scale, outputs, "scale")
     if wrong is not None:
         return wrong
-    expected = (*x.shape[:-1], architecture.out_features)
+    expected = (*x.shape[:-1], outputs)
     if residual.shape != expected or residual.dtype != x.dtype:
         return f"expected a residual of shape {expected} and {x.dtype}, got {tuple(residual.shape)} and {residual.dtype}"
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
-    if mode is None:
-        return f"the fused operators take float32, float16 and bfloat16, not {x.dtype}"
-    return _linear_residual_obstacle(_shapes(linear), mode, scale is not None, x.device.index)
+    return epilogue_reason(linear, x.dtype, x.device, scaled=scale is not None)
 
 
 def patch_embedding(
@@ -149,7 +157,8 @@ def patch_embedding(
     """A convolution of patches that do not overlap, as one copy of the pixels and one matrix product into the result.
 
     ``position`` is added to the patches, the rows of ``prefix`` stand before those of each image. An eighth of the time
-    of cuDNN's convolution, addition and concatenation on an H200, ViT-S/16 in half precision.
+    of cuDNN's convolution, addition and concatenation on an H200, ViT-S/16 in half precision. In float32 the product runs on
+    tensor cores, by pairs of fp16, where nothing is added.
 
     Raises:
         BackendError: this is no such convolution; the message is what ``patch_embedding_reason`` answers.
@@ -161,6 +170,8 @@ def patch_embedding(
     count, _, height, width = images.shape
     pixels = images.reshape(count, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
     pixels = pixels.reshape(count, -1, channels * high * wide)
+    if position is None and prefix is None and _by_pairs(pixels, Dense(weight, bias)):
+        return linear_epilogue(pixels, Dense(weight, bias))
     offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
     offset = (offset if position is None else position + offset).expand(count, pixels.shape[1], -1)
     matrix = weight.reshape(features, -1).t().expand(count, -1, -1)
@@ -177,7 +188,7 @@ def patch_embedding_reason(
 ) -> str | None:
     """Why ``patch_embedding`` does not take this; None where it does."""
     tensors = tuple(part for part in (weight, bias, position, prefix) if part is not None)
-    obstacle = _common_obstacle(images, tensors)
+    obstacle = common_obstacle(images, tensors)
     if obstacle is not None:
         return obstacle
     if images.dim() != 4 or weight.dim() != 4 or images.shape[1] != weight.shape[1]:
@@ -188,29 +199,26 @@ def patch_embedding_reason(
     return None if wrong is None else f"expected all tensors in the images' {images.dtype}, got {wrong.dtype}"
 
 
-def _common_obstacle(x: Tensor, tensors: tuple[Tensor, ...]) -> str | None:
-    if x.device.type != "cuda":
-        return f"the fused operators need tensors on a CUDA device, x is on {x.device.type}"
-    if any(tensor.device != x.device for tensor in tensors):
-        return f"the fused operators need all tensors on {x.device}, where x is"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
-        return "the fused operators have no gradients; call them under torch.inference_mode() or torch.no_grad()"
-    if is_exporting():
-        return "an exported graph holds only PyTorch's own operators"
-    return None
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    return torch.ops.flysurgery.layer_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps).view(x.shape)
 
 
-def _wrong_size(x: Tensor, norm: Norm | None, layers: tuple[tuple[Architecture, Tensor | None], ...], scale: Tensor | None) -> str | None:
-    inputs, outputs = layers[0][0].in_features, layers[-1][0].out_features
-    if x.dim() == 0 or x.shape[-1] != inputs:
-        return f"factors {layers[0][0]} take {inputs} features, got x of shape {tuple(x.shape)}"
-    expected = [(bias, architecture.out_features, "bias") for architecture, bias in layers] + [(scale, outputs, "scale")]
-    if norm is not None:
-        expected += [(norm.weight, inputs, "norm weight"), (norm.bias, inputs, "norm bias")]
-    for tensor, size, name in expected:
-        if tensor is not None and tuple(tensor.shape) != (size,):
-            return f"expected a {name} of shape ({size},), got {tuple(tensor.shape)}"
-    return None
+def _by_pairs(x: Tensor, dense: Dense) -> bool:
+    """Whether a dense product without an epilogue is float32, and a kernel makes it on tensor cores."""
+    return x.dtype == torch.float32 and not tf32_allowed() and epilogue_reason(dense, x.dtype, x.device) is None
+
+
+def _wrong_norm(norm: Norm | None, features: int) -> str | None:
+    if norm is None:
+        return None
+    return wrong_vector(norm.weight, features, "norm weight") or wrong_vector(norm.bias, features, "norm bias")
+
+
+def _whole_obstacle(x: Tensor, up: Linear, down: Linear, activation: str, residual: bool) -> str | None:
+    """Why no kernel takes the whole block in one launch."""
+    if isinstance(up, Dense) or isinstance(down, Dense):
+        return "the kernel of a whole block multiplies factors, and one of its layers is dense"
+    return _ffn_obstacle(_shapes(up), _shapes(down), x.dtype, activation, residual, x.device.index)
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
@@ -228,11 +236,6 @@ def _ffn_obstacle(
 @torch.compiler.assume_constant_result
 def _layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
     return device_obstacle() or layer_norm_obstacle(features, dtype)
-
-
-@torch.compiler.assume_constant_result
-def _linear_residual_obstacle(shapes: tuple[tuple[int, ...], ...], mode: str, scaled: bool, device_index: int) -> str | None:
-    return device_obstacle(device_index) or linear_residual_obstacle(Architecture.of(*shapes), mode, scaled, device_index)
 
 
 def _shapes(linear: FusedFactors) -> tuple[tuple[int, ...], ...]:

@@ -1,10 +1,13 @@
-"""What the inference operators take beside x: a norm, and a layer of factors with its bias."""
+"""What the inference operators take beside x: a norm, and a linear layer, of factors or dense, with its bias."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
+
+from flysurgery.factors import architecture_of
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,10 @@ class Norm:
     bias: Tensor | None  # shape: (features,)
     eps: float = 1e-5
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(part for part in (self.weight, self.bias) if part is not None)
+
 
 @dataclass(frozen=True)
 class FusedFactors:
@@ -22,3 +29,34 @@ class FusedFactors:
 
     factors: tuple[Tensor, ...]  # shapes: (a, b, c, d)
     bias: Tensor | None = None  # shape: (out_features,)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        architecture = architecture_of(self.factors)
+        return architecture.in_features, architecture.out_features
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.factors if self.bias is None else (*self.factors, self.bias)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One dense layer: its weight, as a parameter so that what is packed from it is remembered, and its bias."""
+
+    weight: Tensor  # shape: (out_features, *), of in_features elements in each of the outputs
+    bias: Tensor | None = None  # shape: (out_features,)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        outputs, *inputs = self.weight.shape
+        return prod(inputs), outputs
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+Linear = FusedFactors | Dense

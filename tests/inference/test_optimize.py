@@ -71,23 +71,28 @@ def test_groups_are_found_and_outputs_stay(
     assert called == kernels
 
 
-def test_dense_layers_are_left_with_the_reason(called: list[str]) -> None:
+@pytest.mark.parametrize("exclude", [".*", r"blocks\.1"])
+def test_layers_may_be_dense_or_mixed(called: list[str], exclude: str) -> None:
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
-    report = flysurgery.optimize(model)
-    assert {row.reason.code for row in report.rows if row.reason} == {"no-kernel"}
-    assert [row.group for row in report.fused] == ["patches"]
-    assert "dense" in str(report)
-
-
-def test_layers_may_be_mixed(called: list[str]) -> None:
-    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
-    flysurgery.convert(model, roles=("ffn",), exclude=r"blocks\.1", nblocks=4)
+    if exclude != ".*":
+        flysurgery.convert(model, roles=("ffn",), exclude=exclude, nblocks=4)
     x = images(model)
     before = model(x)
     report = flysurgery.optimize(model)
     assert_equal(model(x), before)
-    assert called == ["patch_embedding", "ffn"]
-    assert [row.fqn for row in report.fused] == ["patch_embed.proj", "blocks.0.mlp.fc2"]
+    assert called == WHOLE
+    assert len(report.fused) == len(report.rows) == 7
+
+
+def test_linear_layers_of_other_classes_are_left_with_the_reason(called: list[str]) -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    model.blocks[0].attn.proj = Other(48, 48).eval()  # pyright: ignore
+    report = flysurgery.optimize(model)
+    assert {row.fqn: row.reason.code for row in report.rows if row.reason} == {"blocks.0.attn.proj": "no-kernel"}
+    assert "a class that the kernels do not know" in str(report)
 
 
 def test_training_mode_and_hooks_leave_a_group_as_it_was(called: list[str]) -> None:

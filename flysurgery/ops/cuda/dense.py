@@ -1,4 +1,4 @@
-"""A dense linear with its bias, layer scale and residual in one launch: ``residual + scale * (x Wᵀ + bias)``."""
+"""A dense linear with its epilogue in one launch: ``residual + activation(scale * (x Wᵀ + bias))``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.fused import aligned
+from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
@@ -16,7 +17,8 @@ from flysurgery.ops.derived import derived
 
 _MODES = ("fp16", "bf16", "tf32", "fp32")
 _BATCH_BYTES = 128
-_TARGET = 11  # kTarget of kernels/scale.cuh
+_WEIGHT_EXPONENT = 11
+_WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,14 @@ class DenseTiling:
         tiles, unit = self.out_features // self.columns, 64 if self.wgmma else 16
         return tiles * max(1, min(-(-rows // unit), multiprocessors // tiles))
 
-    def defines(self, residual: bool) -> dict[str, int]:
+    def defines(self, activation: str, residual: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
             "MODE": _MODES.index(self.mode),
             "WGMMA": int(self.wgmma),
+            "ACTIVATION": ACTIVATIONS.index(activation),
             "RESIDUAL": int(residual),
             "WARPS": self.warps,
             "COLUMNS": self.columns,
@@ -103,69 +106,71 @@ def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: i
     return f"the weights of {in_features} inputs of the narrowest tile exceed {shared_limit} bytes of shared memory"
 
 
-def dense_obstacle(in_features: int, out_features: int, mode: str, device_index: int) -> str | None:
+def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int) -> str | None:
     """Why the kernel cannot run a dense layer; None where it can."""
+    if activation not in ACTIVATIONS:
+        return f"the dense kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     tile = _tiling(in_features, out_features, mode, device_index)
     return tile if isinstance(tile, str) else None
 
 
-def run_dense_linear(
+def run_dense(
     x: Tensor,  # shape: (rows, in_features)
-    weight: Tensor,  # shape: (out_features, in_features)
+    weight: Tensor,  # shape: (out_features, *), of in_features elements in each of the outputs
     bias: Tensor | None,  # shape: (out_features,)
+    activation: str,
     residual: Tensor | None,  # shape: (rows, out_features)
     scale: Tensor | None,  # shape: (out_features,)
     mode: str,
 ) -> Tensor:  # shape: (rows, out_features)
-    """``residual + scale * (x @ weight.T + bias)`` in one launch on the current stream; sums and epilogue are float32.
+    """``residual + activation(scale * (x @ weight.T + bias))`` in one launch on the current stream; sums and epilogue are float32.
 
     Weights may be wider than x; they are rounded when they are packed. x and the residual are read once from device memory.
 
     Raises:
-        BackendError: the kernel does not compile or launch; ``dense_obstacle`` tells beforehand whether it takes the sizes.
+        BackendError: there is no tiling, as ``dense_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = x.device.index
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
-            return run_dense_linear(x, weight, bias, residual, scale, mode)
-    rows = x.shape[0]
+            return run_dense(x, weight, bias, activation, residual, scale, mode)
+    rows, in_features = x.shape
     y = x.new_empty((rows, weight.shape[0]))
     if rows == 0:
         return y
-    tile = _tiling(weight.shape[1], weight.shape[0], mode, device_index)
-    assert isinstance(tile, DenseTiling)  # else there was an obstacle
+    tile = _tiling(in_features, weight.shape[0], mode, device_index)
+    if isinstance(tile, str):
+        raise BackendError(tile)
     sources = tuple(part for part in (weight, bias, scale) if part is not None)
     image, columns = derived(("dense linear", tile, bias is None, scale is None), sources, lambda: pack_dense(tile, weight, bias, scale))
-    x = x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
-    if residual is not None and not aligned(residual):
-        residual = residual.clone(memory_format=torch.contiguous_format)
-    _kernel(tile, residual is not None, device_index).launch(
+    x, residual = readable(x), None if residual is None else readable(residual)
+    strides = (0 if part is None else part.stride(0) * part.element_size() for part in (x, residual))
+    _kernel(tile, activation, residual is not None, device_index).launch(
         (tile.blocks(rows, torch.cuda.get_device_properties(device_index).multi_processor_count), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
-        *(x, image, columns, residual, y, rows, x.stride(0) * x.element_size()),
-        0 if residual is None else residual.stride(0) * residual.element_size(),
+        *(x, image, columns, residual, y, rows, *strides),
     )
     return y
 
 
 def pack_dense(
     tile: DenseTiling,
-    weight: Tensor,  # shape: (out_features, in_features)
+    weight: Tensor,  # shape: (out_features, *)
     bias: Tensor | None,  # shape: (out_features,)
     scale: Tensor | None,  # shape: (out_features,)
 ) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (2, out_features) float32
     """The weights as the kernel reads them, and what the sums are multiplied by and what is added."""
-    wide = weight.detach().float()
+    wide = weight.detach().flatten(1).float()
     factor = wide.new_ones(tile.out_features) if scale is None else scale.detach().float()
     shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float() * factor
     if tile.element_bytes == 4:
         largest = torch.where(wide.isfinite(), wide.abs(), 0.0).amax(dim=1, keepdim=True)
-        exponent = (_TARGET + 1 - torch.frexp(largest).exponent).clamp(-115, 123)  # brings it to [2^11, 2^12)
+        exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-115, 123)  # brings it to [2^11, 2^12)
         wide = torch.ldexp(wide, exponent)
-        factor = torch.ldexp(factor, _TARGET - exponent[:, 0])
-    # 8 * run columns are (lane, tile, 2) in y and (tile, lane, 2) here; 16 inputs of floats are (lane, half, 2) in x and (half, lane, 2) here
+        factor = torch.ldexp(factor, _WEIGHT_SHIFT - exponent[:, 0])
+    # 8 * run columns are (lane, tile, 2) in y and (tile, lane, 2) here; 16 floats are (lane, half, 2) in x and (half, lane, 2) here
     inputs = (tile.batch // 16, 4, 2, 2) if tile.element_bytes == 4 else (tile.batch // 16, 2, 4, 2)
     split = wide.reshape(tile.out_features // tile.columns, -1, 4, tile.run, 2, tile.in_features // tile.batch, *inputs)
     half, lane = (8, 7) if tile.element_bytes == 4 else (7, 8)
@@ -181,15 +186,17 @@ def _tiling(in_features: int, out_features: int, mode: str, device_index: int) -
 
 
 @lru_cache(maxsize=256)
-def _kernel(tile: DenseTiling, residual: bool, device_index: int) -> Kernel:
-    return load_kernel("dense_linear.cu", tile.defines(residual), name="dense_linear", device_index=device_index)
+def _kernel(tile: DenseTiling, activation: str, residual: bool, device_index: int) -> Kernel:
+    return load_kernel("dense_linear.cu", tile.defines(activation, residual), name="dense_linear", device_index=device_index)
 
 
-def _fake_dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, mode: str) -> Tensor:
+def _fake_dense(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, scale: Tensor | None, mode: str
+) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 _library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("dense_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale, str mode) -> Tensor")
-_library.impl("dense_linear", run_dense_linear, "CUDA")
-torch.library.register_fake("flysurgery::dense_linear", _fake_dense_linear, lib=_library)
+_library.define("dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor")
+_library.impl("dense_linear", run_dense, "CUDA")
+torch.library.register_fake("flysurgery::dense_linear", _fake_dense, lib=_library)

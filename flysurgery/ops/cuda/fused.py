@@ -148,3 +148,8 @@ def aligned(tensor: Tensor) -> bool:
     if adjacent != 1 or tensor.data_ptr() % _ALIGNMENT:
         return False
     return not any(stride * tensor.element_size() % _ALIGNMENT for stride in strides)
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is aligned, else a contiguous copy."""
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)

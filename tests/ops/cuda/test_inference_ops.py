@@ -7,7 +7,19 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import FusedFactors, Norm, composed, linear_residual, linear_residual_reason, norm_linear, norm_linear_reason
+from flysurgery.ops import (
+    Dense,
+    FusedFactors,
+    Linear,
+    Norm,
+    composed,
+    ffn,
+    ffn_reason,
+    linear_residual,
+    linear_residual_reason,
+    norm_linear,
+    norm_linear_reason,
+)
 from flysurgery.ops import patch_embedding as patches
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
@@ -35,8 +47,16 @@ def layer(architecture: Architecture, dtype: torch.dtype, bias: bool = True) -> 
     return FusedFactors(factors, normal(architecture.out_features, dtype=dtype, deviation=0.3) if bias else None)
 
 
-def wide(part: FusedFactors) -> FusedFactors:
-    return FusedFactors(tuple(f.double() for f in part.factors), None if part.bias is None else part.bias.double())
+def dense(in_features: int, out_features: int, dtype: torch.dtype) -> Dense:
+    weight = normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5)
+    return Dense(weight, normal(out_features, dtype=dtype, deviation=0.3))
+
+
+def wide(part: Linear) -> Linear:
+    bias = None if part.bias is None else part.bias.double()
+    if isinstance(part, Dense):
+        return Dense(part.weight.double(), bias)
+    return FusedFactors(tuple(f.double() for f in part.factors), bias)
 
 
 def comparable(out: Tensor, yardstick: Tensor, truth: Tensor) -> None:
@@ -99,6 +119,39 @@ def test_product_added_to_a_residual(architecture: Architecture, dtype: torch.dt
         return
     truth = composed.linear_residual(x.double(), wide(linear), residual.double(), None if scale is None else scale.double())
     comparable(linear_residual(x, linear, residual, scale), composed.linear_residual(x, linear, residual, scale), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "features"), [(1, 384), (197, 192), (1009, 768), (25216, 384)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_dense_product_added_to_a_residual(dtype: torch.dtype, rows: int, features: int, scaled: bool) -> None:
+    x, residual, linear = normal(rows, features, dtype=dtype), normal(rows, features, dtype=dtype), dense(features, features, dtype)
+    scale = normal(features, dtype=dtype) if scaled else None
+    truth = composed.linear_residual(x.double(), wide(linear), residual.double(), None if scale is None else scale.double())
+    comparable(linear_residual(x, linear, residual, scale), composed.linear_residual(x, linear, residual, scale), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [192, 384])
+def test_norm_and_a_dense_projection(dtype: torch.dtype, features: int) -> None:
+    x, group, norm = normal(333, features, dtype=dtype), [dense(features, 3 * features, dtype)], Norm(None, None, 1e-6)
+    truth = composed.norm_linear(x.double(), norm, [wide(group[0])])
+    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kinds", [("dense", "dense"), ("factors", "dense"), ("dense", "factors"), ("factors", "factors")], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_feed_forward_in_two_launches(dtype: torch.dtype, kinds: tuple[str, str], activation: str) -> None:
+    sizes = (384, 1536), (1536, 384)
+    up, down = (
+        dense(*size, dtype) if kind == "dense" else layer(gonon(size[1], size[0]), dtype) for kind, size in zip(kinds, sizes, strict=True)
+    )
+    x, norm = normal(2, 197, 384, dtype=dtype), Norm(normal(384, dtype=dtype), normal(384, dtype=dtype), 1e-6)
+    exact = Norm(*(part.double() for part in norm.tensors), norm.eps)
+    assert ffn_reason(x, norm, up, down, activation) is None
+    truth = composed.ffn(x.double(), exact, wide(up), wide(down), activation)
+    comparable(ffn(x, norm, up, down, activation), composed.ffn(x, norm, up, down, activation), truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

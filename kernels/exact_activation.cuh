@@ -1,0 +1,10 @@
+// Activations of sums in float32, by the functions of CUDA's own library: 0 none, 1 GELU by erf, 2 GELU by tanh, 3 SiLU.
+#pragma once
+
+template <int KIND>
+__device__ __forceinline__ float activate(float v) {
+    if constexpr (KIND == 1) return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
+    if constexpr (KIND == 2) return 0.5f * v * (1.0f + tanhf(0.79788456080286536f * (v + 0.044715f * v * v * v)));
+    if constexpr (KIND == 3) return v / (1.0f + __expf(-v));
+    return v;
+}
