@@ -5,9 +5,9 @@
     python recipes/optimized_vit.py --max-autotune    # the dense model through torch.compile's longest search as well, some minutes more
 
 timm's model with fused qkv and scaled_dot_product_attention, random weights; all candidates in one shuffled run, as CUDA graphs over
-inputs larger than the L2 cache. "dense optimized" is ``optimize`` applied to the dense model: what fusion gives without any structure;
-what "optimized" gains beyond it is the structure's. Errors are those of the features against float64, relative, in the Frobenius norm.
-Joules are those of a batch, from NVML's counter over windows of a second of replayed graphs.
+inputs larger than the L2 cache. "dense optimized" is ``optimize`` applied to the dense model: what fusion gives without any structure,
+and in fp32 products on tensor cores; what "optimized" gains beyond it is the structure's. Errors are those of the features against
+float64, relative, in the Frobenius norm. Joules are those of a batch, from NVML's counter over windows of a second of replayed graphs.
 """
 
 from __future__ import annotations

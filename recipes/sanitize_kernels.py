@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from flysurgery.ops.cuda.dense import run_dense
 from flysurgery.ops.cuda.factor_grad import FactorGrad
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gather import Packer
@@ -58,6 +59,15 @@ def run_single(pattern: Pattern, mode: str) -> None:
     print(f"single {mode} {pattern}")
 
 
+def run_dense_layer(mode: str) -> None:
+    dtype = dtype_of(mode)
+    weight, bias = torch.randn((96, 192), device="cuda").to(dtype), torch.randn(96, device="cuda").to(dtype)
+    for rows in ROWS:
+        x, residual = (torch.randn((rows, size), device="cuda").to(dtype) for size in (192, 96))
+        run_dense(x, weight, bias, "gelu", residual, bias, mode)
+    print(f"dense {mode}")
+
+
 def run_gradient(pattern: Pattern, mode: str) -> None:
     dtype = dtype_of(mode)
     for rows in ROWS:
@@ -82,6 +92,7 @@ def main() -> None:
         run_fused(SMALL, mode, 1)
         run_single(ODD, mode)
         run_gradient(ODD, mode)
+        run_dense_layer(mode)
     for mode in ("fp16", "fp32"):
         run_fused(SMALL, mode, 3)
         run_fused(UNCHAINED, mode, 1)

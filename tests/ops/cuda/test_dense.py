@@ -14,10 +14,10 @@ from flysurgery.ops.cuda import dense
 from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling, run_dense
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.patterns import Architecture, Pattern
+from flysurgery.patterns import Architecture, Pattern, gonon
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
 from tests.support.oracle import product
-from tests.support.problems import INPUTS, make_factor, make_input, make_vector
+from tests.support.problems import INPUTS, make_factor, make_factors, make_input, make_vector
 from tests.support.tolerance import (
     BF16,
     FP16,
@@ -132,3 +132,12 @@ def test_infinities_and_nan_do_not_come_out_finite(mode: str) -> None:
     assert not bool(out[[3, 9]].isfinite().any())
     others = [row for row in range(64) if row not in (3, 9)]
     assert bool(out[others].isfinite().all())
+
+
+def test_the_operators_are_well_behaved(mode: str) -> None:
+    arithmetic = MODES[mode]
+    x, residual = (make_input(70, 384, arithmetic, device="cuda") for _ in range(2))
+    weight, bias = make_factor(SQUARE, arithmetic, device="cuda")[0, :, :, 0], make_vector(384, arithmetic, device="cuda")
+    torch.library.opcheck(torch.ops.flysurgery.dense_linear.default, (x, weight, bias, "gelu", residual, bias, mode))
+    factors = make_factors(gonon(384, 384), arithmetic, device="cuda")
+    torch.library.opcheck(torch.ops.flysurgery.ks_linear_epilogue.default, (x, factors, bias, "gelu", residual, None, mode))
