@@ -1,10 +1,17 @@
-"""A block in which autocast is off."""
+"""What autocast asks for, and a block in which it is off."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
 import torch
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that operands of matrix products are cast to; None where autocast is off."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta tensors know no autocast, and dynamo no way to ask
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:

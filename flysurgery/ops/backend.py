@@ -11,6 +11,11 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern
 
+Runner = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
+"""Multiplies x of any leading dimensions by factors, left to right, and adds a bias, if there is one."""
+GroupRunner = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""The same for several linears: all their factors one after the other, and a bias each or none; outputs side by side."""
+
 
 class Backend:
     """One way to multiply. A new one gives ``name``, ``can_run`` and ``linear``, and takes its place in ``BACKENDS``.
@@ -24,7 +29,10 @@ class Backend:
     """Whether ``linear`` takes factors and a bias wider than x, as autocast leaves them, and rounds them itself."""
 
     def can_run(self, problem: Problem) -> str | None:
-        """None when the result will be correct, gradients included where asked for; otherwise the reason why not."""
+        """None when the result will be correct, gradients included where asked for; otherwise the reason why not.
+
+        The answer is remembered: it may depend on the problem and the machine alone.
+        """
         raise NotImplementedError
 
     def advise_against(self, problem: Problem) -> str | None:
@@ -44,18 +52,20 @@ class Backend:
         """Multiply by all factors, the last one first, and add the bias."""
         raise NotImplementedError
 
+    def runner(self, problem: Problem) -> Runner:
+        """``linear`` for calls that the problem describes, with x of any leading dimensions."""
+        return self._flattened
+
+    def _flattened(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        product = self.linear(x.reshape(-1, x.shape[-1]), factors, bias)
+        return product.reshape(*x.shape[:-1], product.shape[-1])
+
     def group_obstacle(self, problem: Problem, linears: int) -> str | None:
-        """Why several linears like the problem's that share x cannot be multiplied together; None when ``linear_group`` can."""
+        """Why several linears like the problem's that share x cannot be multiplied together; None when ``group_runner`` can."""
         return "it multiplies one linear after the other"
 
-    def linear_group(
-        self,
-        x: Tensor,  # shape: (rows, in_features)
-        factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
-        biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
-        linears: int,
-    ) -> Tensor:  # shape: (rows, linears * out_features)
-        """Multiply x by several linears of one architecture together; their outputs lie side by side."""
+    def group_runner(self, problem: Problem, linears: int) -> GroupRunner:
+        """Multiplies x by several linears like the problem's together."""
         raise NotImplementedError
 
     def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:

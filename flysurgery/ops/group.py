@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
-from flysurgery.ops.autocast import without_autocast
+from flysurgery.ops.autocast import autocast_dtype, without_autocast
+from flysurgery.ops.backend import GroupRunner
+from flysurgery.ops.decided import decided
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.problem import problem_of
@@ -29,31 +31,37 @@ def ks_linear_group(
     Raises:
         PatternError, BackendError: as ``ks_linear``.
     """
-    if len(linears) > 1:
-        joined = _in_one_launch(x, linears, biases, backend)
-        if joined is not None:
-            return joined
-    return torch.cat([ks_linear(x, factors, bias, backend=backend) for factors, bias in zip(linears, biases, strict=True)], dim=-1)
-
-
-def _in_one_launch(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None) -> Tensor | None:
-    present = [bias for bias in biases if bias is not None]
     factors = [factor for linear in linears for factor in linear]
-    if len(present) not in (0, len(linears)) or x.device.type != "cuda":
+    present = [bias for bias in biases if bias is not None]
+    asked = ("group", backend, *map(len, linears), *[bias is None for bias in biases])
+    decision = decided(lambda: _decide(x, linears, biases, backend), (x, *factors, *present), *asked)
+    if decision is None:
+        return torch.cat([ks_linear(x, own, bias, backend=backend) for own, bias in zip(linears, biases, strict=True)], dim=-1)
+    run, dtype = decision
+    if dtype is None:
+        return run(x, factors, present)
+    with without_autocast("cuda"):
+        return run(x.to(dtype), factors, present)
+
+
+def _decide(
+    x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None
+) -> tuple[GroupRunner, torch.dtype | None] | None:
+    """What runs them in one launch, and the dtype that x is cast to under autocast; None where nothing does."""
+    present = [bias for bias in biases if bias is not None]
+    if len(linears) == 1 or len(present) not in (0, len(linears)) or x.device.type != "cuda":
         return None
-    autocast = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
+    dtype = autocast_dtype("cuda") if x.dtype != torch.float64 else None
     architecture = architecture_of(linears[0])
-    alike = all(tensor.device == x.device and (autocast or tensor.dtype == x.dtype) for tensor in (*factors, *present))
+    weights = [*(factor for linear in linears for factor in linear), *present]
+    alike = all(tensor.device == x.device and (dtype is not None or tensor.dtype == x.dtype) for tensor in weights)
     same = all(architecture_of(linear) == architecture for linear in linears[1:])
     if not (alike and same and x.dim() and x.shape[-1] == architecture.in_features):
         return None
     if any(tuple(bias.shape) != (architecture.out_features,) for bias in present):
         return None
-    x = x.to(torch.get_autocast_dtype("cuda")) if autocast else x
-    problem = problem_of(x, factors[: len(architecture)], present[0] if present else None)
+    problem = problem_of(x, linears[0], biases[0], dtype, beside=weights)
     chosen = choose(problem, backend)
     if chosen.group_obstacle(problem, len(linears)) is not None:
         return None
-    with without_autocast("cuda"):
-        product = chosen.linear_group(x.reshape(-1, architecture.in_features), factors, present, len(linears))
-    return product.reshape(*x.shape[:-1], len(linears) * architecture.out_features)
+    return chosen.group_runner(problem, len(linears)), dtype

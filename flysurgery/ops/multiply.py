@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.autocast import without_autocast
-from flysurgery.ops.backend import Backend
+from flysurgery.ops.autocast import autocast_dtype, without_autocast
+from flysurgery.ops.decided import Decision, decided
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
@@ -54,26 +54,25 @@ def ks_linear(
         PatternError: the factors do not chain, or x or the bias does not fit them; the message gives both numbers.
         BackendError: dtypes or devices differ, or no backend, or not the named one, can run this, with each reason.
     """
-    architecture = architecture_of(factors)
-    _check_sizes(x, architecture, bias)
-    device_type = x.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta tensors know no autocast, and dynamo no way to ask
-        _check_alike(x, factors, bias, None)
-        return _run(choose(problem_of(x, factors, bias), backend), x, factors, bias, architecture)
-    dtype = torch.get_autocast_dtype(device_type)
-    _check_alike(x, factors, bias, dtype)
-    x = x.to(_under_autocast(x, dtype))
-    chosen = choose(problem_of(x, factors, bias), backend)
-    if not chosen.rounds_weights:
-        factors = [factor.to(x.dtype) for factor in factors]
-        bias = None if bias is None else bias.to(x.dtype)
-    with without_autocast(device_type):
-        return _run(chosen, x, factors, bias, architecture)
+    tensors = (x, *factors) if bias is None else (x, *factors, bias)
+    run, dtype, casts_weights = decided(lambda: _decide(x, factors, bias, backend), tensors, backend, bias is None)
+    if dtype is None:
+        return run(x, factors, bias)
+    if casts_weights:
+        factors = [factor.to(dtype) for factor in factors]
+        bias = None if bias is None else bias.to(dtype)
+    with without_autocast(x.device.type):
+        return run(x.to(dtype), factors, bias)
 
 
-def _run(backend: Backend, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, architecture: Architecture) -> Tensor:
-    product = backend.linear(x.reshape(-1, architecture.in_features), factors, bias)
-    return product.reshape(*x.shape[:-1], architecture.out_features)
+def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: str | None) -> Decision:
+    _check_sizes(x, architecture_of(factors), bias)
+    autocast = autocast_dtype(x.device.type)
+    _check_alike(x, factors, bias, autocast)
+    dtype = None if autocast is None else _under_autocast(x, autocast)
+    problem = problem_of(x, factors, bias, dtype)
+    chosen = choose(problem, backend)
+    return Decision(chosen.runner(problem), dtype, not chosen.rounds_weights)
 
 
 def _under_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

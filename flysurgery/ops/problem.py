@@ -13,6 +13,8 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.modes import tf32_allowed
 from flysurgery.patterns import Architecture
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -38,15 +40,22 @@ def problem_of(
     x: Tensor,  # shape: (*batch, in_features)
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right as in W = K_1 K_2
     bias: Tensor | None = None,  # shape: (out_features,)
+    dtype: torch.dtype | None = None,
+    beside: Sequence[Tensor] = (),
 ) -> Problem:
-    """Describe the multiplication of these tensors under the present settings of PyTorch."""
-    tracing = is_tracing(x)
-    tensors = (x, *factors) if bias is None else (x, *factors, bias)
+    """Describe the multiplication of these tensors under the present settings of PyTorch.
+
+    Args:
+        dtype: what x will be cast to, if to anything.
+        beside: the weights of others in the same call.
+    """
+    tensors = (x, *factors, *beside) if bias is None else (x, *factors, bias, *beside)
+    tracing = is_tracing(*tensors)
     architecture = architecture_of(factors)
     return Problem(
         architecture=architecture,
         rows=None if tracing else x.numel() // architecture.in_features,
-        dtype=x.dtype,
+        dtype=dtype or x.dtype,
         device_type=x.device.type,
         bias=bias is not None,
         requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
@@ -55,8 +64,8 @@ def problem_of(
     )
 
 
-def is_tracing(x: Tensor) -> bool:
-    """Whether operations on ``x`` are recorded or transformed rather than just run.
+def is_tracing(*tensors: Tensor) -> bool:
+    """Whether operations on these tensors are recorded or transformed rather than just run.
 
     So under compilation, export and TorchScript tracing, within ``torch.func`` transforms and dispatch modes (fake tensors,
     operation counters), and for subclasses of Tensor: there, only operators that PyTorch knows about are safe.
@@ -64,7 +73,7 @@ def is_tracing(x: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        or type(x) not in (Tensor, torch.nn.Parameter)
+        or not _PLAIN.issuperset(map(type, tensors))
         or bool(torch._C._len_torch_dispatch_stack())
         or peek_interpreter_stack() is not None
     )

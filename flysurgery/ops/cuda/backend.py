@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
-from flysurgery.ops.backend import Backend
+from flysurgery.ops.backend import Backend, GroupRunner, Runner
 from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import mode_of
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
-from flysurgery.ops.problem import Problem, is_exporting, is_tracing
+from flysurgery.ops.problem import Problem, is_exporting, problem_of
 from flysurgery.patterns import Architecture
 
 
@@ -59,23 +59,31 @@ class CudaBackend(Backend):
         return _kernel_obstacle(tuple(pattern.factor_shape for pattern in problem.architecture), mode, linears, problem.requires_grad)
 
     def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return self.linear_group(x, factors, () if bias is None else (bias,), 1)
+        return self.runner(problem_of(x, factors, bias))(x, factors, bias)
 
-    def linear_group(
-        self,
-        x: Tensor,  # shape: (rows, in_features)
-        factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
-        biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
-        linears: int,
-    ) -> Tensor:  # shape: (rows, linears * out_features)
-        """Multiply x by several linears of one architecture in one launch; their outputs lie side by side."""
-        mode = mode_of(x.dtype, allow_tf32=tf32_allowed(), exact=self.exact)
+    def runner(self, problem: Problem) -> Runner:
+        """One launch for two factors, one a factor for others."""
+        run = self.group_runner(problem, 1)
+        return lambda x, factors, bias: run(x, factors, () if bias is None else (bias,))
+
+    def group_runner(self, problem: Problem, linears: int) -> GroupRunner:
+        """Multiplies x by several linears of one architecture in one launch; their outputs lie side by side."""
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
         assert mode is not None, "can_run has refused other dtypes"
-        if is_tracing(x) or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in (*factors, *biases)):
-            return torch.ops.flysurgery.ks_linear(x, list(factors), list(biases), linears, mode)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *factors, *biases)):
-            return EagerLinear.apply(linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
-        return multiply(x, factors, biases, linears, mode)
+        if problem.tracing:
+            return partial(_registered, linears=linears, mode=mode)
+        if problem.requires_grad:
+            return partial(_with_gradients, linears=linears, mode=mode)
+        return partial(multiply, linears=linears, mode=mode)
+
+
+def _registered(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
+    product = torch.ops.flysurgery.ks_linear(x.reshape(-1, x.shape[-1]), list(factors), list(biases), linears, mode)
+    return product.reshape(*x.shape[:-1], product.shape[1])
+
+
+def _with_gradients(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
+    return EagerLinear.apply(linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone

@@ -11,6 +11,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, single_factor
 from flysurgery.ops.cuda.exact_gradient import ExactGradient
 from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.kernel import rows_and_stride
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
 
@@ -57,8 +58,8 @@ class Chain:
 
     def run(
         self,
-        dy: Tensor,  # shape: (rows, linears * out_features)
-        x: Tensor,  # shape: (rows, in_features)
+        dy: Tensor,  # shape: (*batch, linears * out_features)
+        x: Tensor,  # shape: (*batch, in_features)
         images: tuple[Tensor, ...],
         with_input: bool,
         with_bias: bool,
@@ -66,7 +67,7 @@ class Chain:
         """The gradients of the weights in one tensor, as ``split_gradients`` takes it apart, and that of x if asked for."""
         size = self._bias_start + (self.linears * self.architecture.out_features if with_bias else 0)
         weights = torch.empty(size, dtype=gradient_dtype(x), device=x.device)
-        if x.shape[0] == 0:
+        if x.numel() == 0:
             return [weights.zero_(), torch.empty_like(x)] if with_input else [weights.zero_()]
         x, dy = _adjacent(x), _adjacent(dy)
         images_left = iter(images)
@@ -76,7 +77,7 @@ class Chain:
         for place, gradient in enumerate(self._gradients):
             bias_start = self._bias_start if with_bias and place == 0 else None
             if bias_start is not None and not gradient.sums_dy:
-                torch.sum(dy, 0, dtype=weights.dtype, out=weights[bias_start:])
+                torch.sum(dy.flatten(0, -2), 0, dtype=weights.dtype, out=weights[bias_start:])
                 bias_start = None
             gradient.write(inputs.pop(), dy, weights, self._starts[place], bias_start, self.linears)
             if place < len(self._outputs):
@@ -90,4 +91,4 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
 
 
 def _adjacent(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if rows_and_stride(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)

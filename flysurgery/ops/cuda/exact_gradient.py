@@ -19,6 +19,7 @@ class ExactGradient:
     def write(self, x: Tensor, dy: Tensor, out: Tensor, start: int, bias_start: int | None = None, linears: int = 1) -> None:
         """As ``FactorGrad.write``, without the sums of dy."""
         a, b, c, d = self.pattern.factor_shape
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         shared = x.shape[1] == self.pattern.in_features
         for index, part in enumerate(dy.chunk(linears, dim=1)):
             own = x if shared else x.chunk(linears, dim=1)[index]

@@ -10,7 +10,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.grad_choice import grad_configs, grad_reason
 from flysurgery.ops.cuda.grad_tiling import GradConfig, GradTiling
-from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
+from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel, rows_and_stride
 from flysurgery.patterns import Pattern
 
 __all__ = ["FactorGrad", "grad_configs", "grad_reason"]
@@ -65,8 +65,8 @@ class FactorGrad:
 
     def write(
         self,
-        x: Tensor,  # shape: (rows, a*c*d), or (rows, linears*a*c*d)
-        dy: Tensor,  # shape: (rows, linears*a*b*d)
+        x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
+        dy: Tensor,  # shape: (*batch, linears*a*b*d)
         out: Tensor,  # contiguous, float32
         start: int,
         bias_start: int | None = None,
@@ -78,11 +78,12 @@ class FactorGrad:
         columns of dy, for modes that can. Rows may be strided, features must be adjacent; any alignment of whole elements.
 
         Raises:
-            BackendError: the features of x or dy are not adjacent.
+            BackendError: the features of x or dy are not adjacent, or no one stride leads through their rows.
         """
-        (rows, features), (x_stride, x_each), (dy_stride, dy_each) = x.shape, x.stride(), dy.stride()
-        if (x_each != 1 and features > 1) or (dy_each != 1 and dy.shape[1] > 1):
+        of_x, of_dy = rows_and_stride(x), rows_and_stride(dy)
+        if of_x is None or of_dy is None:
             raise BackendError(f"the factor-gradient kernel needs adjacent features; x has strides {x.stride()}, dy {dy.stride()}")
+        (rows, x_stride), (_, dy_stride), features = of_x, of_dy, x.shape[-1]
         device, x_at, dy_at, width = x.device.index, x.data_ptr(), dy.data_ptr(), self._width
         x_vector = self._x_vector if (x_at | x_stride * width) % self._x_vector == 0 else width
         dy_vector = self._dy_vector if (dy_at | dy_stride * width) % self._dy_vector == 0 else width

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.image import pack, panel_indices
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.kernel import Prepared, current_stream, device_arch, load_kernel, rows_and_stride
 from flysurgery.ops.cuda.tiling import FusedConfig, configs, every_config, fits, tiling
 from flysurgery.patterns import Architecture
 
@@ -64,10 +64,8 @@ class FusedLinear:
         self.tile = tile
         self.config = found[0]
         self.device = torch.device("cuda", device_index)
-        self._kernels: dict[tuple[str, bool], Kernel] = {}
-        self._shared_bytes = tile.shared_bytes(self.config)
         self._out_features = tile.out_features
-        self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._launches: dict[tuple[int, int, str, int | None], Prepared] = {}
 
     @staticmethod
     def candidates(architecture: Architecture, mode: str, linears: int = 1, *, device_index: int) -> list[FusedConfig]:
@@ -101,55 +99,61 @@ class FusedLinear:
 
     def run(
         self,
-        x: Tensor,  # shape: (rows, in_features)
+        x: Tensor,  # shape: (*batch, in_features)
         image: Tensor,
         bias: Tensor | None = None,  # shape: (linears * out_features,)
-        residual: Tensor | None = None,  # shape: (rows, linears * out_features)
+        residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
-    ) -> Tensor:  # shape: (rows, linears * out_features)
+    ) -> Tensor:  # shape: (*batch, linears * out_features)
         """Launch on the current stream. Rows of x and residual may be strided, features must be adjacent.
 
         Raises:
             BackendError: x or residual do not start, or their rows do not follow, at multiples of 16 bytes.
         """
-        rows = x.shape[0]
-        y = x.new_empty((rows, self._out_features))
+        x_at, rows, stride = _readable("x", x)
+        y = x.new_empty((*x.shape[:-1], self._out_features))
         if rows == 0:
             return y
-        for name, tensor in (("x", x), ("residual", residual), ("bias", bias)):
-            if tensor is not None and not aligned(tensor):
-                raise BackendError(f"the fused kernel reads {name} in vectors of 16 bytes; call .contiguous() on it first")
-        kernel = self._kernel(activation, residual is not None)
-        unit = 64 if self.config.wgmma else 16 * self.config.row_tiles
-        grid = min(-(-rows // unit), self._multiprocessors)
-        stride = x.stride(0) * x.element_size()
-        residual_stride = 0 if residual is None else residual.stride(0) * residual.element_size()
-        kernel.launch(
-            (grid, 1, 1),
-            (32 * self.config.warps, 1, 1),
-            self._shared_bytes,
-            current_stream(self.device.index),
-            *(x, image, bias, residual, y, rows, stride, residual_stride),
-        )
+        bias_at = 0 if bias is None else _readable("bias", bias)[0]
+        residual_at, _, residual_stride = (0, 0, None) if residual is None else _readable("residual", residual)
+        key = (rows, stride, activation, residual_stride)
+        launch = self._launches.get(key) or self._prepare(*key)
+        launch(current_stream(x.device.index), x_at, image.data_ptr(), bias_at, residual_at, y.data_ptr())
         return y
 
-    def _kernel(self, activation: str, residual: bool) -> Kernel:
-        kernel = self._kernels.get((activation, residual))
-        if kernel is None:
-            defines = {**self.tile.defines(self.config), "ACTIVATION": ACTIVATIONS.index(activation), "RESIDUAL": int(residual)}
-            kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=self.device.index)
-            self._kernels[activation, residual] = kernel
-        return kernel
+    def _prepare(self, rows: int, stride: int, activation: str, residual_stride: int | None) -> Prepared:
+        index, config = self.device.index, self.config
+        defines = {**self.tile.defines(config), "ACTIVATION": ACTIVATIONS.index(activation), "RESIDUAL": int(residual_stride is not None)}
+        kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=index)
+        unit = 64 if config.wgmma else 16 * config.row_tiles
+        grid = min(-(-rows // unit), torch.cuda.get_device_properties(index).multi_processor_count)
+        block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
+        launch = kernel.prepare((grid, 1, 1), block, shared_bytes, rows, stride, residual_stride or 0)
+        self._launches[rows, stride, activation, residual_stride] = launch
+        return launch
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Whether a tensor's last dimension is adjacent and its rows begin at multiples of 16 bytes."""
-    *strides, adjacent = tensor.stride()
-    if adjacent != 1 or tensor.data_ptr() % _ALIGNMENT:
-        return False
-    return not any(stride * tensor.element_size() % _ALIGNMENT for stride in strides)
+    """Whether a tensor's features are adjacent and its rows follow by one stride and begin at multiples of 16 bytes."""
+    return _place(tensor) is not None
 
 
 def readable(tensor: Tensor) -> Tensor:
     """The tensor itself where it is aligned, else a contiguous copy."""
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Address, number of rows and bytes from one row to the next; None where the kernel cannot read them."""
+    found, address = rows_and_stride(tensor), tensor.data_ptr()
+    if found is None:
+        return None
+    stride = found[1] * tensor.element_size()
+    return None if (address | stride) % _ALIGNMENT else (address, found[0], stride)
+
+
+def _readable(name: str, tensor: Tensor) -> tuple[int, int, int]:
+    found = _place(tensor)
+    if found is None:
+        raise BackendError(f"the fused kernel reads {name} in vectors of 16 bytes; call .contiguous() on it first")
+    return found

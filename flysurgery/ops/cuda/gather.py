@@ -16,6 +16,7 @@ _PER_THREAD = 8
 _ALIGNMENT = 128
 """Elements: each image begins at a multiple of 256 bytes."""
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_MODES = frozenset(HALF_MODES.values())
 _BASE = 256
 """Whole numbers up to it are exact in bfloat16."""
 
@@ -25,8 +26,9 @@ Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 def can_gather(sources: Sequence[Tensor], mode: str) -> bool:
     """Whether a table packs these tensors."""
     dtype = sources[0].dtype
-    alike = all(source.dtype == dtype and source.is_contiguous() for source in sources)
-    return mode in HALF_MODES.values() and dtype in _SOURCES and alike
+    if mode not in _MODES or dtype not in _SOURCES:
+        return False
+    return all([source.dtype == dtype and source.is_contiguous() for source in sources])
 
 
 def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tensor, ...]:  # shapes: (count,), int32, one an image
@@ -66,9 +68,11 @@ class Packer:
         self._kernels: dict[torch.dtype, Prepared] = {}
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The images; those out of a table in the dtype of the mode."""
-        if not can_gather(sources, self.mode):
-            return self.plainly(sources)
+        """The images."""
+        return self.gather(sources) if can_gather(sources, self.mode) else self.plainly(sources)
+
+    def gather(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The images of sources that ``can_gather`` takes, in the dtype of the mode, each followed by what aligns the next."""
         if self._layout is None:
             if torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
                 return self.plainly(sources)
@@ -78,7 +82,7 @@ class Packer:
         launch = self._kernels.get(sources[0].dtype) or self._prepare(sources[0].dtype, table, starts)
         addresses = [source.data_ptr() for source in sources]
         launch(current_stream(table.device.index), *addresses, table.data_ptr(), images.data_ptr())
-        return torch.split_with_sizes(images, sizes)[::2]
+        return torch.split_with_sizes(images, sizes)
 
     def _prepare(self, dtype: torch.dtype, table: Tensor, starts: list[int]) -> Prepared:
         defines = {"SLOTS": len(starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[dtype_of(self.mode)]}
@@ -88,8 +92,7 @@ class Packer:
         return launch
 
     def _learn(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, list[int], list[int]]:
-        """The tables one after the other, the sizes of the images and of the gaps behind them, and where each source starts."""
+        """The tables one after the other, each filled up; their sizes; where each source starts."""
         tables = make_tables(self.plainly, sources, self.mode)
-        sizes = [size for table in tables for size in (len(table), -len(table) % _ALIGNMENT)]
-        padded = [torch.nn.functional.pad(table, (0, gap), value=-1) for table, gap in zip(tables, sizes[1::2], strict=True)]
-        return torch.cat(padded), sizes, [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
+        filled = [torch.nn.functional.pad(table, (0, -len(table) % _ALIGNMENT), value=-1) for table in tables]
+        return torch.cat(filled), [*map(len, filled)], [*accumulate((source.numel() for source in sources[:-1]), initial=0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,14 +19,14 @@ _chains: dict[tuple[object, ...], Chain] = {}
 
 
 def input_gradient(
-    dy: Tensor,  # shape: (rows, linears * out_features)
+    dy: Tensor,  # shape: (*batch, linears * out_features)
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
     linears: int,
     mode: str,
-) -> Tensor:  # shape: (rows, in_features)
+) -> Tensor:  # shape: (*batch, in_features)
     """``dx = dy @ W``, summed over the linears: one launch a linear where the fused kernel tiles the transposed architecture."""
     length = len(factors) // linears
-    parts = dy.chunk(linears, dim=1)
+    parts = dy.chunk(linears, dim=-1)
     own = [factors[start : start + length] for start in range(0, len(factors), length)]
     total = multiply(parts[0], own[0], (), 1, mode, transposed=True)
     for part, theirs in zip(parts[1:], own[1:], strict=True):
@@ -36,8 +35,8 @@ def input_gradient(
 
 
 def all_gradients(
-    dy: Tensor,  # shape: (rows, linears * out_features)
-    x: Tensor,  # shape: (rows, in_features)
+    dy: Tensor,  # shape: (*batch, linears * out_features)
+    x: Tensor,  # shape: (*batch, in_features)
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
     linears: int,
     mode: str,
@@ -50,8 +49,9 @@ def all_gradients(
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
     factors = tuple(factors)
-    kernels = chain_for(factors, linears, mode, device_index, x.shape[0])
-    meet(kernels, x.shape[0])
+    rows = x.numel() // x.shape[-1]
+    kernels = chain_for(factors, linears, mode, device_index, rows)
+    meet(kernels, rows)
     images = derived(kernels, factors, lambda: kernels.pack(factors))
     return kernels.run(dy, x, images, with_input, with_bias)
 
@@ -67,23 +67,24 @@ def split_gradients(
     There, those of the leftmost factors come first, of all linears, then of the next ones, at last the biases'.
     """
     length = len(factors) // linears
-    if any(factor.dtype != weights.dtype for factor in factors):
-        weights = weights.to(factors[0].dtype)
-    ordered = [*chain.from_iterable(factors[place::length] for place in range(length))]
-    sizes = [factor.numel() for factor in ordered]
-    with_bias = any(bias_dtypes)
-    if with_bias:
+    dtype = factors[0].dtype
+    if weights.dtype != dtype:
+        weights = weights.to(dtype)
+    sizes = [factor.numel() for place in range(length) for factor in factors[place::length]]
+    if any(bias_dtypes):
         sizes += [(weights.numel() - sum(sizes)) // linears] * linears
-    parts = weights.split(sizes)
-    found = [parts[place * linears + linear] for linear in range(linears) for place in range(length)]
-    of_factors = [part.view(factor.shape).to(factor.dtype) for part, factor in zip(found, factors, strict=True)]
-    of_biases = parts[len(factors) :] if with_bias else ()
+    parts = torch.split_with_sizes(weights, sizes)
+    places = [place * linears + linear for linear in range(linears) for place in range(length)]
+    of_factors = [parts[place].view(factor.shape) for place, factor in zip(places, factors, strict=True)]
+    of_biases = parts[len(factors) :]
+    if any([factor.dtype != dtype for factor in factors]):
+        of_factors = [part.to(factor.dtype) for part, factor in zip(of_factors, factors, strict=True)]
     return of_factors, [None if dtype is None else part.to(dtype) for part, dtype in zip(of_biases, bias_dtypes, strict=False)]
 
 
 def layer_gradients(
-    dy: Tensor,  # shape: (rows, linears * out_features)
-    x: Tensor | None,  # shape: (rows, in_features), None where no factor needs a gradient
+    dy: Tensor,  # shape: (*batch, linears * out_features)
+    x: Tensor | None,  # shape: (*batch, in_features), None where no factor needs a gradient
     factors: Sequence[Tensor],
     bias_dtypes: Sequence[torch.dtype | None],
     linears: int,
@@ -102,7 +103,7 @@ def layer_gradients(
         of_factors, of_biases = split_gradients(weights, factors, bias_dtypes, linears)
         return dx[0] if needs_x else None, [*of_factors], of_biases or [None] * len(bias_dtypes)
     dx = of_input(dy, factors, linears, mode) if needs_x else None
-    parts = dy.chunk(linears, dim=1)
+    parts = dy.flatten(0, -2).chunk(linears, dim=1)
     sums = [None if dtype is None else part.sum(0, dtype=dtype) for part, dtype in zip(parts, bias_dtypes, strict=False)]
     return dx, [None] * len(factors), sums
 

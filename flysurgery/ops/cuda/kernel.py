@@ -200,6 +200,25 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
+    """How many rows x has, all leading dimensions together, and the elements from one to the next.
+
+    None where no one stride leads through all rows, or the features are not adjacent.
+    """
+    features = x.shape[-1]
+    if x.is_contiguous():
+        return x.numel() // features, features
+    if x.stride(-1) != 1 and features > 1:
+        return None
+    rows, stride = 1, features
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size > 1:
+            if rows > 1 and step != rows * stride:
+                return None
+            rows, stride = rows * size, step if rows == 1 else stride
+    return rows, stride
+
+
 def float_bits(value: float) -> int:
     """A float32 as the integer of the same bits: launches take integers."""
     return struct.unpack("i", struct.pack("f", value))[0]

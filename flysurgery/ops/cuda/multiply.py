@@ -18,14 +18,14 @@ _products: dict[ProductKey, Product] = {}
 
 
 def multiply(
-    x: Tensor,  # shape: (rows, in_features)
+    x: Tensor,  # shape: (*batch, in_features)
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
     biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
     linears: int,
     mode: str,
     *,
     transposed: bool = False,
-) -> Tensor:  # shape: (rows, linears * out_features)
+) -> Tensor:  # shape: (*batch, linears * out_features)
     """``x @ W.T + bias`` for one linear, or for several of one architecture side by side; on the current stream.
 
     ``transposed`` multiplies by W in place of its transpose: ``x @ W``, one linear, no bias. Any strides of x, any
@@ -36,10 +36,11 @@ def multiply(
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
             return multiply(x, factors, biases, linears, mode, transposed=transposed)
-    product = product_for(factors, linears, mode, device_index, x.shape[0], transposed)
-    meet(product, x.shape[0])
-    if x.shape[0] == 0:
-        return x.new_empty((0, linears * product.architecture.out_features))
+    rows = x.numel() // x.shape[-1]
+    product = product_for(factors, linears, mode, device_index, rows, transposed)
+    meet(product, rows)
+    if rows == 0:
+        return x.new_empty((*x.shape[:-1], linears * product.architecture.out_features))
     packed = derived((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed))
     return product.run(x, packed, bool(biases))
 

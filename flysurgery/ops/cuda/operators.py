@@ -72,7 +72,7 @@ def _fake_input_gradient(dy: Tensor, factors: Sequence[Tensor], linears: int, mo
 def _fake_gradients(
     dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
 ) -> list[Tensor]:
-    size = sum(factor.numel() for factor in factors) + (dy.shape[1] if with_bias else 0)
+    size = sum(factor.numel() for factor in factors) + (dy.shape[-1] if with_bias else 0)
     weights = x.new_empty(size, dtype=gradient_dtype(x))
     return [weights, x.new_empty(x.shape)] if with_input else [weights]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.configured import SINGLE, single_factor
 from flysurgery.ops.cuda.fused import FusedLinear, aligned
 from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.kernel import rows_and_stride
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor
@@ -73,15 +74,15 @@ class Product:
 
     def run(
         self,
-        x: Tensor,  # shape: (rows, in_features)
+        x: Tensor,  # shape: (*batch, in_features)
         packed: tuple[Tensor, ...],
         with_bias: bool,
-    ) -> Tensor:  # shape: (rows, linears * out_features)
+    ) -> Tensor:  # shape: (*batch, linears * out_features)
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""
         bias = packed[-1] if with_bias else None
         if isinstance(self.kernels, FusedLinear):
             return self.kernels.run(_copy_unless(aligned(x), x), packed[0], bias)
-        x = _copy_unless(x.stride(1) == 1, x)
+        x = _copy_unless(rows_and_stride(x) is not None, x)
         last = len(self.kernels) - 1
         for place, single in enumerate(self.kernels):
             x = single.run(x, packed[place], bias if place == last else None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
+from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel, rows_and_stride
 from flysurgery.ops.cuda.single_choice import candidates, single_reason
 from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
@@ -85,27 +85,27 @@ class SingleFactor:
 
     def run(
         self,
-        x: Tensor,  # shape: (rows, a*c*d), or (rows, linears*a*c*d)
+        x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
         image: Tensor,
         bias: Tensor | None = None,  # shape: (linears*a*b*d,)
         linears: int = 1,
-    ) -> Tensor:  # shape: (rows, linears*a*b*d)
+    ) -> Tensor:  # shape: (*batch, linears*a*b*d)
         """Launch on the current stream. Rows of x may be strided, features must be adjacent; any alignment of whole elements.
 
         Several linears, their images one after the other, share x or have it side by side.
 
         Raises:
-            BackendError: the features of x are not adjacent.
+            BackendError: the features of x are not adjacent, or no one stride leads through its rows.
         """
-        rows, features = x.shape
-        stride, each = x.stride()
-        if each != 1 and features > 1:
+        placed = rows_and_stride(x)
+        if placed is None:
             raise BackendError(f"the single-factor kernel needs adjacent features, x has strides {x.stride()}; call .contiguous() first")
-        y = x.new_empty((rows, linears * self._out_features))
+        rows, stride = placed
+        y = x.new_empty((*x.shape[:-1], linears * self._out_features))
         if rows == 0:
             return y
         device, address = x.device.index, x.data_ptr()
-        key = (rows, stride, features, linears, device, (address | stride * self._width) % self._vector == 0)
+        key = (rows, stride, x.shape[-1], linears, device, (address | stride * self._width) % self._vector == 0)
         launch = self._launches.get(key) or self._prepare(*key)
         launch(current_stream(device), address, image.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
         return y

@@ -30,7 +30,7 @@ class Trained:
         packer = self._packers.get(len(biases))
         if packer is None:
             packer = self._packers[len(biases)] = Packer(self._pack, self.product.mode)
-        packed = packer(factors + biases)
+        packed = packer.gather(factors + biases)
         return packed[: -self.chain.images], packed[-self.chain.images :]
 
     def _pack(self, sources: tuple[Tensor, ...]) -> Packed:
@@ -39,18 +39,18 @@ class Trained:
 
     def forward(self, x: Tensor, packed: Packed, with_bias: bool) -> Tensor:
         """The product; as ``Product.run``."""
-        meet(self.product, x.shape[0])
+        meet(self.product, _rows(x))
         return self.product.run(x, packed, with_bias)
 
     def backward(self, dy: Tensor, x: Tensor, packed: Packed, with_input: bool, with_bias: bool) -> list[Tensor]:
         """The gradients; as ``Chain.run``."""
-        meet(self.chain, x.shape[0])
+        meet(self.chain, _rows(x))
         return self.chain.run(dy, x, packed, with_input, with_bias)
 
 
 def trained_for(x: Tensor, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], linears: int, mode: str) -> Trained | None:
     """The kernels for factors of these shapes; None where the weights had better be kept, or x is on another device."""
-    device_index, rows = x.device.index, x.shape[0]
+    device_index, rows = x.device.index, _rows(x)
     if rows == 0 or not can_gather(factors + biases, mode) or device_index != torch.cuda.current_device():
         return None
     shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
@@ -60,6 +60,10 @@ def trained_for(x: Tensor, factors: tuple[Tensor, ...], biases: tuple[Tensor, ..
         product = product_for(factors, linears, mode, device_index, rows, False)
         found = _trained[key] = Trained(product, chain_for(factors, linears, mode, device_index, rows), len(factors))
     return found
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
 
 
 def forget_trained() -> None:

@@ -38,7 +38,7 @@ class EmulatedProduct:
             for image in reversed(images[start : start + length]):
                 value = ks_einsum(value, image.to(x.dtype))
             outputs.append(value)
-        y = torch.cat(outputs, dim=1)
+        y = torch.cat(outputs, dim=-1)
         return y + packed[-1].to(x.dtype) if with_bias else y
 
 
@@ -52,6 +52,8 @@ class EmulatedSingle:
         return factor.detach().reshape(-1).clone()
 
     def run(self, x: Tensor, image: Tensor, bias: Tensor | None = None, linears: int = 1) -> Tensor:
+        if x.dim() > 2:
+            return self.run(x.flatten(0, -2), image, bias, linears).unflatten(0, x.shape[:-1])
         a, _, c, d = self.pattern.factor_shape
         if self.segments > 1:
             x = x.reshape(-1, self.segments, a, c // self.segments, d).transpose(1, 2).reshape(-1, a * c * d)
@@ -70,6 +72,7 @@ class EmulatedGradient:
         self.pattern = pattern
 
     def write(self, x: Tensor, dy: Tensor, out: Tensor, start: int, bias_start: int | None = None, linears: int = 1) -> None:
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         a, b, c, d = self.pattern.factor_shape
         parts = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
         for part, own in zip(parts, dy.chunk(linears, dim=1), strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda import backend
+from flysurgery.ops.cuda.modes import tf32_allowed
 from flysurgery.ops.problem import problem_of
 from tests.ops.cuda.emulation import EmulatedProduct
 from tests.ops.cuda.gpu_layer import Layer, check, rows_of
@@ -24,7 +25,7 @@ def on_cuda(emulated: type[EmulatedProduct], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         importlib.import_module("flysurgery.ops.multiply"),
         "problem_of",
-        lambda x, factors, bias: replace(problem_of(x, factors, bias), device_type="cuda"),
+        lambda *described: replace(problem_of(*described), device_type="cuda", allow_tf32=tf32_allowed()),
     )
     monkeypatch.setattr(backend, "device_obstacle", lambda: None)
     monkeypatch.setattr(backend, "shared_limit_of", lambda index: 227 * 1024)
