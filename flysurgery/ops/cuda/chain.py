@@ -60,7 +60,7 @@ class Chain:
         self,
         dy: Tensor,  # shape: (*batch, linears * out_features)
         x: Tensor,  # shape: (*batch, in_features)
-        images: tuple[Tensor, ...],
+        images: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
         with_input: bool,
         with_bias: bool,
     ) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.image import pack, panel_indices
-from flysurgery.ops.cuda.kernel import Prepared, current_stream, device_arch, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, device_arch, load_kernel, rows_and_stride
 from flysurgery.ops.cuda.tiling import FusedConfig, configs, every_config, fits, tiling
 from flysurgery.patterns import Architecture
 
@@ -100,8 +100,8 @@ class FusedLinear:
     def run(
         self,
         x: Tensor,  # shape: (*batch, in_features)
-        image: Tensor,
-        bias: Tensor | None = None,  # shape: (linears * out_features,)
+        image: Tensor | int,  # or its address
+        bias: Tensor | int | None = None,  # shape: (linears * out_features,)
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
     ) -> Tensor:  # shape: (*batch, linears * out_features)
@@ -114,11 +114,11 @@ class FusedLinear:
         y = x.new_empty((*x.shape[:-1], self._out_features))
         if rows == 0:
             return y
-        bias_at = 0 if bias is None else _readable("bias", bias)[0]
+        bias_at = _readable("bias", bias)[0] if isinstance(bias, Tensor) else bias or 0
         residual_at, _, residual_stride = (0, 0, None) if residual is None else _readable("residual", residual)
         key = (rows, stride, activation, residual_stride)
         launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(x.device.index), x_at, image.data_ptr(), bias_at, residual_at, y.data_ptr())
+        launch(current_stream(x.device.index), x_at, address_of(image), bias_at, residual_at, y.data_ptr())
         return y
 
     def _prepare(self, rows: int, stride: int, activation: str, residual_stride: int | None) -> Prepared:

@@ -54,6 +54,41 @@ def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tenso
     return tuple(tables)
 
 
+class Gather:
+    """The learnt table: all images of one list of sources by one launch."""
+
+    def __init__(self, tables: Sequence[Tensor], sources: Sequence[Tensor], mode: str) -> None:
+        filled = [torch.nn.functional.pad(table, (0, -len(table) % _ALIGNMENT), value=-1) for table in tables]
+        self._table = torch.cat(filled)
+        self._dtype = dtype_of(mode)
+        self._starts = [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
+        self._launches: dict[torch.dtype, Prepared] = {}
+        self.sizes = [*map(len, filled)]
+        self._offsets = [2 * before for before in accumulate(self.sizes[:-1], initial=0)]
+
+    def __call__(self, sources: Sequence[Tensor]) -> Tensor:
+        """The images one after the other, each filled up to where the next one begins."""
+        table, dtype = self._table, sources[0].dtype
+        images = torch.empty_like(table, dtype=self._dtype)
+        launch = self._launches.get(dtype) or self._prepare(dtype)
+        addresses = [source.data_ptr() for source in sources]
+        launch(current_stream(table.device.index), *addresses, table.data_ptr(), images.data_ptr())
+        return images
+
+    def addresses(self, images: Tensor) -> list[int]:
+        """Where each image begins."""
+        start = images.data_ptr()
+        return [start + offset for offset in self._offsets]
+
+    def _prepare(self, dtype: torch.dtype) -> Prepared:
+        table, starts = self._table, self._starts
+        defines = {"SLOTS": len(starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
+        kernel = load_kernel("gather.cu", defines, name="gather", device_index=table.device.index)
+        grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
+        launch = self._launches[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(table), *starts)
+        return launch
+
+
 class Packer:
     """Packs weights by ``plainly``, torch operations; halves of one dtype by one launch, once it is learnt where each weight goes.
 
@@ -64,35 +99,17 @@ class Packer:
     def __init__(self, plainly: Pack, mode: str) -> None:
         self.plainly = plainly
         self.mode = mode
-        self._layout: tuple[Tensor, list[int], list[int]] | None = None
-        self._kernels: dict[torch.dtype, Prepared] = {}
+        self._gather: Gather | None = None
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The images."""
-        return self.gather(sources) if can_gather(sources, self.mode) else self.plainly(sources)
+        """The images; those out of a table in the dtype of the mode, with what fills them up."""
+        gather = self.gather_for(sources)
+        return self.plainly(sources) if gather is None else torch.split_with_sizes(gather(sources), gather.sizes)
 
-    def gather(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The images of sources that ``can_gather`` takes, in the dtype of the mode, each followed by what aligns the next."""
-        if self._layout is None:
-            if torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
-                return self.plainly(sources)
-            self._layout = self._learn(sources)
-        table, sizes, starts = self._layout
-        images = torch.empty_like(table, dtype=dtype_of(self.mode))
-        launch = self._kernels.get(sources[0].dtype) or self._prepare(sources[0].dtype, table, starts)
-        addresses = [source.data_ptr() for source in sources]
-        launch(current_stream(table.device.index), *addresses, table.data_ptr(), images.data_ptr())
-        return torch.split_with_sizes(images, sizes)
-
-    def _prepare(self, dtype: torch.dtype, table: Tensor, starts: list[int]) -> Prepared:
-        defines = {"SLOTS": len(starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[dtype_of(self.mode)]}
-        kernel = load_kernel("gather.cu", defines, name="gather", device_index=table.device.index)
-        grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
-        launch = self._kernels[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(table), *starts)
-        return launch
-
-    def _learn(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, list[int], list[int]]:
-        """The tables one after the other, each filled up; their sizes; where each source starts."""
-        tables = make_tables(self.plainly, sources, self.mode)
-        filled = [torch.nn.functional.pad(table, (0, -len(table) % _ALIGNMENT), value=-1) for table in tables]
-        return torch.cat(filled), [*map(len, filled)], [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
+    def gather_for(self, sources: tuple[Tensor, ...]) -> Gather | None:
+        """What packs these sources by a table; None where nothing does."""
+        if not can_gather(sources, self.mode):
+            return None
+        if self._gather is None and not torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
+            self._gather = Gather(make_tables(self.plainly, sources, self.mode), sources, self.mode)
+        return self._gather

@@ -169,7 +169,7 @@ class Parameters:
 
     def fill(self, arguments: Sequence[Argument], name: str) -> int:
         """Write the arguments, and give the address of the parameters' addresses."""
-        words = [part if type(part) is int else 0 if part is None else part.data_ptr() for part in arguments]  # pyright: ignore[reportAttributeAccessIssue]
+        words = [*map(address_of, arguments)]
         if len(words) != self.count:
             raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
         self._pack(self.words, 0, *words)
@@ -193,6 +193,11 @@ class Prepared:
         with self._lock:
             self._pack(self._words, 0, *addresses)
             self._queue(self._sizes, stream, self._address)
+
+
+def address_of(argument: Argument) -> int:
+    """What a launch is given for a tensor, which is its address, for None, and for an integer, such as an address."""
+    return argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
 
 
 def current_stream(device_index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -75,7 +76,7 @@ class Product:
     def run(
         self,
         x: Tensor,  # shape: (*batch, in_features)
-        packed: tuple[Tensor, ...],
+        packed: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
         with_bias: bool,
     ) -> Tensor:  # shape: (*batch, linears * out_features)
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, load_kernel, rows_and_stride
 from flysurgery.ops.cuda.single_choice import candidates, single_reason
 from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
@@ -86,8 +86,8 @@ class SingleFactor:
     def run(
         self,
         x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
-        image: Tensor,
-        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
+        image: Tensor | int,  # or its address
+        bias: Tensor | int | None = None,  # shape: (linears*a*b*d,)
         linears: int = 1,
     ) -> Tensor:  # shape: (*batch, linears*a*b*d)
         """Launch on the current stream. Rows of x may be strided, features must be adjacent; any alignment of whole elements.
@@ -107,7 +107,7 @@ class SingleFactor:
         device, address = x.device.index, x.data_ptr()
         key = (rows, stride, x.shape[-1], linears, device, (address | stride * self._width) % self._vector == 0)
         launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(device), address, image.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+        launch(current_stream(device), address, address_of(image), address_of(bias), y.data_ptr())
         return y
 
     def _prepare(self, rows: int, stride: int, features: int, linears: int, device: int, aligned: bool) -> Prepared:
