@@ -55,7 +55,7 @@ class Size:
     precision: str
 
 
-FULL = Size("vit_small_patch16_224", {"num_classes": 100}, 10_000, 512, 256, 1e-3, 128, 3e-4, "bf16")
+FULL = Size("vit_small_patch16_224", {"num_classes": 100}, 10_000, 512, 256, 1e-3, 128, 2e-4, "bf16")
 QUICK = Size(
     "vit_small_patch16_224",
     {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5},

@@ -54,6 +54,15 @@ def test_modes_are_set_back() -> None:
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
+def test_what_a_forward_makes_may_be_trained_with_later() -> None:
+    """FSDP2 gathers weights in a forward and goes on with them; tensors of inference mode cannot be trained with."""
+    kept: list[Tensor] = []
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    model.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    evaluate(model, ImageData("noise", TensorDataset(torch.rand(4, 3, 2, 2), torch.zeros(4, dtype=torch.int64)), 4, 3))
+    assert not kept[0].is_inference() and not kept[0].requires_grad
+
+
 def test_images_are_cast_to_the_model() -> None:
     found = evaluate(Lookup().bfloat16(), data(torch.eye(CLASSES), torch.arange(CLASSES)))
     assert found.top1 == 1.0
