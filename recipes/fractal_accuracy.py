@@ -30,7 +30,7 @@ from torch import nn
 from flysurgery.checkpoint import build_base
 from flysurgery.cli.options import device_of
 from flysurgery.evaluation import Fractals, ImageData, evaluate, preparation
-from flysurgery.finetune import Outcome, Settings, train, training_data
+from flysurgery.finetune import Outcome, Settings, leave_processes, train, training_data
 
 FILE_BYTES = 15 << 20
 PROBE = 60
@@ -195,6 +195,7 @@ def main() -> None:
         state = PartialState(cpu=device.type == "cpu")
         train_dense(size, None if options.quick else options.train_minutes, 960, state.device or device, options.folder)
     if "WORLD_SIZE" in os.environ:
+        leave_processes()
         return
     run(
         partial(open_workshop, size, options.folder, options.finetune_share, device),

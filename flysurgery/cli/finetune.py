@@ -97,7 +97,7 @@ def finetune(
     as_json: options.Json = False,
 ) -> None:
     """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery.cli."""
-    from flysurgery.finetune import Settings, check_installed, held_out_data, train, training_data
+    from flysurgery.finetune import Settings, check_installed, held_out_data, leave_processes, train, training_data
 
     settings = Settings(
         epochs=epochs,
@@ -140,10 +140,13 @@ def finetune(
     judge = None if teacher is None else _teacher(teacher)
     check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
     folder = out.with_name(f"{out.name}.training")
-    with progress("training") as step:
-        outcome = train(
-            network, images, settings, teacher=judge, held_out=held_out, folder=folder, resume=resume, force=force, progress=step
-        )
+    try:
+        with progress("training") as step:
+            outcome = train(
+                network, images, settings, teacher=judge, held_out=held_out, folder=folder, resume=resume, force=force, progress=step
+            )
+    finally:
+        leave_processes()
     if not outcome.is_main:
         return
     facts = {"data": data, "teacher": teacher, "scratch": scratch, "settings": asdict(settings)} | outcome.to_json()

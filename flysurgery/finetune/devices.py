@@ -46,6 +46,12 @@ def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
         raise OptionError(f"accelerate cannot run with these options: {str(error).splitlines()[0].rstrip('.')}") from error
 
 
+def leave_processes() -> None:
+    """End what connects this process with the others that train; after that it can train no more. Alone, it does nothing."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def seed_everything(*numbers: int) -> None:
     """Start every generator of this process from ``numbers``.
 

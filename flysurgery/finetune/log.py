@@ -64,6 +64,11 @@ class Log:
             with self._file.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
 
+    def close(self) -> None:
+        """Let the trackers write what they hold back."""
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
 
 def _read(file: Path) -> list[dict[str, str]]:
     if not file.is_file():

@@ -82,7 +82,7 @@ def train(
     finally:
         if judge is not None:
             judge.close()
-        accelerator.end_training()
+        log.close()
 
 
 class _Run:
