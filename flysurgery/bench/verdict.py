@@ -59,8 +59,8 @@ def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:
     fused, fused_dense = (ratio_of(records, WHOLE, name + OPTIMIZED) for name in (PLANNED, DENSE))
     if fused is not None and fused_dense is not None:
         return (
-            f"{start}conversion is {_verdict(fused < min(1, fused_dense))}: converted and optimized the model takes "
-            f"{fused:.2f} of the dense time, optimized without conversion {fused_dense:.2f}"
+            f"{start}conversion is {_verdict(fused < min(1, fused_dense))}: converted and optimized the model takes {fused:.2f} "
+            f"of the dense time, optimized without conversion {fused_dense:.2f}"
         )
     if whole is None:
         return "the whole model could not be timed converted; its row says why"

@@ -208,4 +208,4 @@ def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: Mapping[str,
         if times and len(times) == len(timed):
             choices.append(TimedChoice(name, each, sum(ms for ms, _ in times), all(fused for _, fused in times)))
     failed = {name: reason for found in timed for name, reason in found.failed.items()}
-    return TimedGroup(fqns, tuple(choices), max((found.noise for found in timed), default=LEAST_NOISE), failed)
+    return TimedGroup(fqns, tuple(choices), max(found.noise for found in timed), failed)
