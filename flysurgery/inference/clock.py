@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -84,7 +85,9 @@ def _waits(way: Way, inputs: Sequence[Tensor]) -> bool:
 def _no_waiting() -> Iterator[None]:
     """Let operations that wait for the device raise."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,8 +170,7 @@ def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
     inputs = random_inputs(problem.shapes, example.dtype, example.device)
     failed: dict[str, str] = {}
     ways: list[_Way] = []
-    for way in problem.ways:
-        reason = _failure(way, inputs)
+    for way, reason in zip(problem.ways, _failures(problem.ways, inputs), strict=True):
         if reason is None:
             ways.append(way)
         elif way.name == DENSE:
@@ -181,12 +184,22 @@ def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
     return _Timed(fastest, failed, max(LEAST_NOISE, abs(again / all_ms[0] - 1)))
 
 
+def _failures(ways: Sequence[_Way], inputs: Sequence[Tensor]) -> list[str | None]:
+    """Why the first call of each way fails; None where it does not. On CUDA side by side, as first calls compile kernels."""
+    if not inputs[0].is_cuda:
+        return [_failure(way, inputs) for way in ways]
+    with ThreadPoolExecutor(os.cpu_count()) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # about kernels that are slow, as their times will show
+        return list(pool.map(lambda way: _failure(way, inputs), ways))
+
+
 def _failure(way: _Way, inputs: Sequence[Tensor]) -> str | None:
-    """Why a first call fails; None where it does not."""
+    device = inputs[0].device
     try:
-        way.run(*inputs)
-        if inputs[0].is_cuda:
-            torch.cuda.synchronize(inputs[0].device)
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # which threads have of their own
+            way.run(*inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
     except Exception as error:  # one choice's failure, of whatever library, takes that choice away and not the others
         return first_line(error)
     return None

@@ -22,7 +22,7 @@ Argument = Tensor | int | None
 
 _FREE_SHARED_BYTES = 48 * 1024
 _loaded: dict[tuple[object, ...], Kernel] = {}
-_lock = threading.Lock()
+_loading: dict[tuple[object, ...], threading.Lock] = {}
 
 
 def device_arch(device_index: int) -> str:
@@ -40,7 +40,7 @@ def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, dev
         BackendError: the kernel does not compile, or the driver rejects it.
     """
     key = (source, name, device_index, tuple(sorted(defines.items())))
-    with _lock:
+    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load theirs meanwhile
         kernel = _loaded.get(key)
         if kernel is None:
             kernel = _loaded[key] = _load(source, defines, name, device_index)
