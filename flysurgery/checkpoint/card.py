@@ -23,7 +23,7 @@ tags:
 - Base arguments: `{base_args}`
 - Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
 - Weights stored in: {dtypes}
-{errors}{accuracy}{finetune}
+{errors}{measurement}{accuracy}{finetune}
 ## Load
 
 ```python
@@ -57,6 +57,7 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str) ->
         share=after / before,
         dtypes=dtypes,
         errors=_errors(report),
+        measurement=_measurement(report),
         accuracy=_accuracy(report),
         finetune=_finetune(report),
         plan=plan,
@@ -73,6 +74,17 @@ def _errors(report: Mapping[str, Any]) -> str:
     return (
         f"- Relative error of the projected weights, `norm(W - W') / norm(W)`, before any fine-tuning: mean {mean:.3f}, "
         f"least {least:.3f} (`{best}`), most {most:.3f} (`{worst}`); all are in `report.json`\n"
+    )
+
+
+def _measurement(report: Mapping[str, Any]) -> str:
+    """One line on the times that the architectures were chosen by, where they were."""
+    found = report.get("measurement")
+    if found is None:
+        return ""
+    return (
+        f"- Chosen by times of {found['batch']} samples in {found['dtype']} on {found['device']}: one forward took "
+        f"{found['dense_ms']:.3g} ms dense and {found['converted_ms']:.3g} ms with these architectures; all are in `report.json`\n"
     )
 
 

@@ -53,6 +53,8 @@ def test_the_times_that_it_chose_by_are_printed_and_kept(run: Run, fast_monarchs
     folder = tmp_path / "checkpoints" / "vit_tiny_patch16_224.auto"
     measurement = json.loads((folder / "report.json").read_text())["measurement"]
     assert measurement["batch"] == 3 and {group["chosen"] for group in measurement["groups"]} == {"monarch 4"}
+    card = (folder / "README.md").read_text()
+    assert "- Chosen by times of 3 samples in bfloat16 on cpu: one forward took 1 ms dense and 0.9 ms with these" in card
     made = plan_of(load(folder))
     assert made is not None and all(is_monarch_4(part.architecture) for each in made.replaced for part in each.parts)
     assert {parameter.dtype for parameter in load(folder).parameters()} == {torch.bfloat16}
