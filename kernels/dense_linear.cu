@@ -136,25 +136,28 @@ struct StagedRows {
 
 #if WGMMA
 template <int O = 0>
-__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address) {
+__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address, bool fresh) {
     constexpr int kPiece = wgmma_piece((kTiles - O) * 8);
-    Wgmma<kPiece>::template run<O>(acc, a, wgmma_descriptor(address + O * 128, COLUMNS), 1);
-    if constexpr (O + kPiece / 8 < kTiles) multiply_step<O + kPiece / 8>(acc, a, address);
+    Wgmma<kPiece>::template run<O>(acc, a, wgmma_descriptor(address + O * 128, COLUMNS), !fresh);
+    if constexpr (O + kPiece / 8 < kTiles) multiply_step<O + kPiece / 8>(acc, a, address, fresh);
 }
 #else
-__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address) {
+__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address, bool fresh) {
 #pragma unroll
     for (int n = 0; n < kTiles; n += 2) {
         u32 b[4];
         load_matrices(b, address + n * 128);
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            if (fresh) acc[n + e / 4][e % 4] = 0.0f;
         mma(acc[n], a, b[0], b[1]);
         mma(acc[n + 1], a, b[2], b[3]);
     }
 }
 #endif
 
-// acc += operands * panel, small products first. `panel` has the lane's offset for ldmatrix in it.
-__device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands& operands, u32 panel) {
+// acc += operands * panel, small products first; acc = operands * panel where it is fresh. `panel` has the lane's offset for ldmatrix in it.
+__device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands& operands, u32 panel, bool fresh) {
 #if WGMMA
     wgmma_fence();
 #endif
@@ -162,10 +165,10 @@ __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands
     for (int s = 0; s < kSteps; ++s) {
         const u32 step = panel + s * COLUMNS * 32;
         if constexpr (kPairs) {
-            multiply_step(acc, operands.lo[s], step);
-            multiply_step(acc, operands.hi[s], step + kImageBytes);
+            multiply_step(acc, operands.lo[s], step, fresh && s == 0);
+            multiply_step(acc, operands.hi[s], step + kImageBytes, false);
         }
-        multiply_step(acc, operands.hi[s], step);
+        multiply_step(acc, operands.hi[s], step, fresh && s == 0 && !kPairs);
     }
 #if WGMMA
     wgmma_commit();
@@ -176,11 +179,11 @@ __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands
 // sums += operands * panel
 __device__ __forceinline__ void add_batch(float (&sums)[kTiles][4], const Operands& operands, u32 panel) {
     if constexpr (!kFloat) {
-        multiply(sums, operands, panel);
+        multiply(sums, operands, panel, false);
         return;
     }
-    float products[kTiles][4] = {};
-    multiply(products, operands, panel);
+    float products[kTiles][4];
+    multiply(products, operands, panel, true);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const float down = power(-operands.exponent[h] - kWeightShift);

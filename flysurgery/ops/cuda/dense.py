@@ -17,6 +17,7 @@ from flysurgery.ops.derived import derived
 
 _MODES = ("fp16", "bf16", "tf32", "fp32")
 _BATCH_BYTES = 128
+_WIDEST = 128
 _WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
@@ -68,7 +69,7 @@ class DenseTiling:
     @property
     def registers(self) -> int:
         """Registers a thread, estimated: sums, and what stands beside them."""
-        return self.columns // 2 * (2 if self.element_bytes == 4 else 1) + 56
+        return self.columns // 2 * (2 if self.element_bytes == 4 else 1) + 40
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
         """How many blocks to launch."""
@@ -91,17 +92,21 @@ class DenseTiling:
 
 
 def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, wgmma: bool) -> DenseTiling | str:
-    """The tiling for a layer, or why there is none: the widest column tile, then the most warps and batches on their way."""
+    """The tiling for a layer, or why there is none: the widest column tile, to at most 128, beside which 12 warps keep 3 batches each.
+
+    Fewer warps or batches only where not even the narrowest tile leaves room for them.
+    """
     if mode not in _MODES:
         return f"the dense kernel has no mode '{mode}', only {', '.join(_MODES)}"
     tile = DenseTiling(in_features, out_features, mode, 0, 0, 0, wgmma)
     if in_features % tile.batch or out_features % (8 * tile.run):
         return f"the dense kernel takes multiples of {tile.batch} inputs and {8 * tile.run} outputs, got {in_features} and {out_features}"
-    for columns in range(min(out_features, 192), 0, -8 * tile.run):
-        for warps in (12, 8, 4):
-            for stages in (4, 3, 2):
+    widths = [columns for columns in range(_WIDEST, 0, -8 * tile.run) if out_features % columns == 0]
+    for warps, batches in ((12, (4, 3)), (8, (4, 3)), (4, (4, 3, 2))):
+        for columns in widths:
+            for stages in batches:
                 tile = DenseTiling(in_features, out_features, mode, warps, columns, stages, wgmma)
-                if out_features % columns == 0 and tile.shared_bytes <= shared_limit and tile.registers * warps * 32 <= 65536:
+                if tile.shared_bytes <= shared_limit and tile.registers * warps * 32 <= 65536:
                     return tile
     return f"the weights of {in_features} inputs of the narrowest tile exceed {shared_limit} bytes of shared memory"
 
