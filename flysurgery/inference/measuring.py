@@ -173,7 +173,7 @@ def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
     for way, reason in zip(problem.ways, _failures(problem.ways, inputs), strict=True):
         if reason is None:
             ways.append(way)
-        elif way.name == DENSE:
+        elif way.name == DENSE and not way.fused:
             raise InferenceError(f"{fqn} cannot be timed dense on {example.device} in {example.dtype}: {reason}")
         else:
             failed[way.name] = reason

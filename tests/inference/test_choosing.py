@@ -187,6 +187,18 @@ def test_a_kernel_that_fails_takes_its_choice_away(
     assert group.failed == {"monarch 4": "the launch failed"}
 
 
+def test_a_fused_kernel_that_fails_leaves_dense_to_its_own_modules(
+    called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ffn(*arguments: Any) -> Tensor:
+        raise RuntimeError("the launch failed")
+
+    monkeypatch.setattr("flysurgery.ops.ffn", ffn)
+    Clock(monkeypatch, by_architecture({}))
+    _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
+    assert not group.dense.fused and group.failed["dense"] == "the launch failed" and len(group.choices) == 11
+
+
 def test_a_dense_model_that_does_not_run_is_one_sentence(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("out of memory.\nwith details")
