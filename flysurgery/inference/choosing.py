@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Data
-from flysurgery.errors import InferenceError, OptionError, PlanError
+from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError
 from flysurgery.inference import clock
 from flysurgery.inference.measuring import Progress, first_line, measure_groups, random_variant
 from flysurgery.inference.optimize import MEASURED_IMAGES, optimize
@@ -52,22 +53,21 @@ def choose_measured(
     Raises:
         PlanError: nothing is faster than dense.
         OptionError: a model that does not take one tensor, and what ``allocate`` raises it for.
-        InferenceError: the dense model cannot be run in this setting.
+        InferenceError: the model cannot be run in this setting, for want of memory or of an operator in its dtype.
     """
     device = next(model.parameters()).device
     dense = copy.deepcopy(model).eval().requires_grad_(False)
     dense = dense if setting.dtype is None else dense.to(setting.dtype)
     example = _example(plan, setting, device, next(p.dtype for p in dense.parameters() if p.is_floating_point()))
-    try:
+    with _in_one_sentence(example):
         with torch.no_grad():
             dense(example)
-    except RuntimeError as error:
-        raise InferenceError(f"the dense model does not run on {device} in {_name(example.dtype)}: {first_line(error)}") from error
-    groups = measure_groups(plan, dense, example, fused=setting.optimized, progress=progress)
+        groups = measure_groups(plan, dense, example, fused=setting.optimized, progress=progress)
     chosen, tradeoff = allocate(
         plan, model, budget=budget, max_error=max_error, times=groups, calibrate=calibrate, samples=samples, progress=progress
     )
-    kept, dense_ms, optimized_ms, converted_ms = _not_slower(chosen, dense, example, groups, optimized=setting.optimized)
+    with _in_one_sentence(example):
+        kept, dense_ms, optimized_ms, converted_ms = _not_slower(chosen, dense, example, groups, optimized=setting.optimized)
     returned = tuple(layer.fqn for layer in chosen.replaced if layer.fqn not in {each.fqn for each in kept.replaced})
     measurement = Measurement(
         device=str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
@@ -106,6 +106,18 @@ def _not_slower(
         plan = plan.keeping({fqn: Reason("slower-model", text) for group in back for fqn in group.fqns})
         if not plan.replaced:
             raise PlanError(f"nothing would be replaced: {text}, at {len(example)} samples in {_name(example.dtype)}; leave it dense")
+
+
+@contextmanager
+def _in_one_sentence(example: Tensor) -> Iterator[None]:
+    """Turn what PyTorch says of memory, dtypes and launches into an ``InferenceError``."""
+    try:
+        yield
+    except FlysurgeryError:
+        raise
+    except RuntimeError as error:
+        what = f"{len(example)} samples in {_name(example.dtype)} on {example.device}"
+        raise InferenceError(f"measuring with {what} failed: {first_line(error)}; try another batch, dtype or device") from error
 
 
 def _example(plan: Plan, setting: Setting, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,8 +205,10 @@ def test_a_dense_model_that_does_not_run_is_one_sentence(dense: nn.Module, plan:
         raise RuntimeError("out of memory.\nwith details")
 
     monkeypatch.setattr(type(dense), "forward", lambda self, x: fail(x))
-    with pytest.raises(InferenceError, match=r"the dense model does not run on cpu in bfloat16: out of memory$"):
+    with pytest.raises(InferenceError, match="measuring with 1 samples in bfloat16 on cpu failed: out of memory; try another"):
         choose_measured(plan, dense, Setting(dtype=torch.bfloat16))
+    with pytest.raises(OptionError, match="one tensor"):
+        choose_measured(replace(plan, example=None), dense, Setting())
 
 
 def test_parts_of_different_sizes_and_layers_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
