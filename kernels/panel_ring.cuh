@@ -20,6 +20,7 @@ struct BulkRing {
     static constexpr int kFull = Panels::kSlots * Panels::kStride, kLeaving = kFull + 8 * Panels::kSlots;
     static constexpr int kBytes = kLeaving + 4 * Panels::kSlots;
     static_assert(Panels::kSlots < Panels::kPanels, "a ring has fewer slots than panels come");
+    static_assert(Panels::kTogether <= Panels::kSlots, "panels that are waited for together lie in the ring together, else nobody ever leaves one");
 
     // One thread makes the barriers; then all threads meet.
     static __device__ __forceinline__ void prepare(u32 ring) {

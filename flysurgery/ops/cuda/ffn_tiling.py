@@ -215,7 +215,7 @@ def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: i
                 continue
             slots = [
                 n
-                for n in range(_MIN_SLOTS, _MAX_SLOTS + 1)
+                for n in range(max(_MIN_SLOTS, *tile.parts), _MAX_SLOTS + 1)  # all parts of a product lie in the ring together
                 if n * tile.stride <= _RING_BYTES and replace(tile, slots=n).shared_bytes <= shared_limit
             ]
             if slots and sum(tile.panel_counts) >= slots[-1]:

@@ -129,3 +129,11 @@ def test_the_reason_says_what_is_wrong(
 ) -> None:
     reason = size_obstacle(up, down, dtype, activation, residual, SHARED)
     assert reason is not None and words in reason
+
+
+@pytest.mark.parametrize("width", [192, 384])
+def test_panels_that_are_waited_for_together_fit_in_the_ring(width: int) -> None:
+    pairs = [(monarch(4 * width, width, n), monarch(width, 4 * width, n)) for n in (2, 4, 8, 16)]
+    pairs += [(low_rank(4 * width, width, rank), low_rank(width, 4 * width, rank)) for rank in range(16, width // 2 + 1, 16)]
+    found = [tile for pair in pairs for scaled in (False, True) if isinstance(tile := ffn_tiling(*pair, SHARED, scaled=scaled), FfnTiling)]
+    assert found and all(tile.slots >= max(tile.parts) for tile in found)
