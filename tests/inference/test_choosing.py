@@ -228,3 +228,20 @@ def test_parts_of_different_sizes_and_layers_called_twice(monkeypatch: pytest.Mo
     groups = measure_groups(made, model, torch.randn(4, 5, 16), fused=True)
     assert [group.dense.ms for group in groups] == [2.0, 2.0] and all(group.faster[0].ms == 0.5 for group in groups)
     assert len(timer.asked) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_choice_is_timed_and_the_model_gets_no_slower() -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **{**SMALL, "embed_dim": 64, "depth": 1}), convert=False).cuda().half()
+    made = flysurgery.plan(model, "lowrank")
+    example = torch.randn(64, 3, 32, 32, device="cuda", dtype=torch.float16)
+    for group in measure_groups(made, model, example, fused=True):
+        assert not group.failed and len(group.choices) > 5 and all(choice.ms > 0 for choice in group.choices)
+    for optimized in (False, True):
+        try:
+            _, _, measurement = choose_measured(made, model, Setting(64, optimized=optimized))
+        except PlanError as error:
+            assert "nothing would be replaced" in str(error)
+        else:
+            assert measurement.converted_ms <= measurement.dense_ms
+            assert measurement.dense_optimized_ms is None or measurement.converted_ms <= measurement.dense_optimized_ms
