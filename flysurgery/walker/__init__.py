@@ -4,6 +4,8 @@ from flysurgery.walker.blocks import block_names as block_names
 from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
 from flysurgery.walker.example import example_input as example_input
 from flysurgery.walker.export import run_fake as run_fake
+from flysurgery.walker.heads import Heads as Heads
+from flysurgery.walker.heads import find_heads as find_heads
 from flysurgery.walker.linears import Call as Call
 from flysurgery.walker.obstacles import CODES as CODES
 from flysurgery.walker.obstacles import Obstacle as Obstacle
@@ -22,4 +24,8 @@ from flysurgery.walker.target import Role as Role
 from flysurgery.walker.target import Slice as Slice
 from flysurgery.walker.target import Switch as Switch
 from flysurgery.walker.target import Target as Target
+from flysurgery.walker.uniform import HEADS as HEADS
+from flysurgery.walker.uniform import QUERY_KEY as QUERY_KEY
+from flysurgery.walker.uniform import VALUE as VALUE
+from flysurgery.walker.walk import targets_of as targets_of
 from flysurgery.walker.walk import walk as walk

@@ -38,10 +38,11 @@ def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> t
     Raises:
         WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
     """
-    return _targets(model, survey(model, example))
+    return targets_of(model, survey(model, example))
 
 
-def _targets(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
+def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
+    """The targets of a model that was surveyed already, as ``walk`` gives them."""
     calls, dataflow, owners = seen.calls, seen.dataflow, seen.owners
     read = read_elsewhere(seen.trace, owners, calls)
     prover = Prover(dataflow)
