@@ -91,7 +91,8 @@ Calibrate = Annotated[str | None, _option("--calibrate", CALIBRATE_HELP, DATA)]
 SAMPLES_HELP = "How many images to calibrate with; by default 512, or as many as there are."
 CalibrationSamples = Annotated[int | None, _option("--samples", SAMPLES_HELP, minimum=2)]
 Sequential = Annotated[bool, _option("--sequential", "Calibrate block by block, each after the ones before it are converted.")]
-Permute = Annotated[bool, _option("--permute", "With --calibrate: reorder the hidden units of FFNs where that lowers the errors.")]
+PERMUTE_HELP = "With --calibrate: reorder FFNs' hidden units, heads and their entries where that lowers the errors and is exact."
+Permute = Annotated[bool, _option("--permute", PERMUTE_HELP)]
 Device = Annotated[str | None, _option("--device", "cpu, cuda, cuda:1, ...; by default cuda where there is one.", "DEVICE")]
 
 # What is written, and how results are shown.

@@ -10,7 +10,7 @@ import typer
 
 from flysurgery.cli.tables import print_json, print_table
 from flysurgery.evaluation import Comparison
-from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, grouped, short_count
+from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, grouped, permutation_tables, short_count
 
 Layers: TypeAlias = Sequence[LayerPlan | Row]
 
@@ -48,7 +48,7 @@ def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, a
         before, after = accuracy.before, accuracy.after
         totals += [_accuracy("top-1", before.top1, after.top1, before.samples), _accuracy("top-5", before.top5, after.top5, before.samples)]
     _print_totals(totals)
-    _print_each(report.calibration, report.tradeoff, report.measurement)
+    _print_each(report.calibration, permutation_tables(report.permutations) or None, report.tradeoff, report.measurement)
     typer.echo(f"\nsaved in {folder}")
 
 

@@ -7,8 +7,9 @@ from flysurgery.projection.metric import OutputError as OutputError
 from flysurgery.projection.metric import metric_of as metric_of
 from flysurgery.projection.metric import output_error as output_error
 from flysurgery.projection.moments import Moments as Moments
-from flysurgery.projection.permutation import HiddenOrder as HiddenOrder
+from flysurgery.projection.permutation import Features as Features
+from flysurgery.projection.permutation import Orders as Orders
 from flysurgery.projection.permutation import Side as Side
-from flysurgery.projection.permutation import choose_hidden_order as choose_hidden_order
+from flysurgery.projection.permutation import choose_orders as choose_orders
 from flysurgery.projection.project import project as project
 from flysurgery.projection.report import Projection as Projection

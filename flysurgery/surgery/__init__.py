@@ -15,6 +15,7 @@ from flysurgery.surgery.layer_plan import Part as Part
 from flysurgery.surgery.layer_plan import Reason as Reason
 from flysurgery.surgery.mark import OPTIMIZED as OPTIMIZED
 from flysurgery.surgery.mark import plan_of as plan_of
+from flysurgery.surgery.permutation_report import permutation_tables as permutation_tables
 from flysurgery.surgery.plan import ExampleInput as ExampleInput
 from flysurgery.surgery.plan import Plan as Plan
 from flysurgery.surgery.planning import plan as plan

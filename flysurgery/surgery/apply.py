@@ -39,8 +39,10 @@ def apply(
     output loses; see ``projection.project_calibrated``. ``calibrate`` holds inputs as the model takes them: a tensor of them, an
     iterable of batches (alone or first in a tuple), or ``Samples``; of these ``samples`` are taken, by default 512 or as many as there
     are, and kept in memory, each fifth of them to measure errors only. ``sequential`` goes block by block, with the blocks before
-    converted already: half as many passes as there are blocks instead of one. ``permute`` puts the hidden units of feed-forward blocks
-    in an order that lowers the errors of their two layers; it is absorbed in them, and nothing is left to do at run time.
+    converted already: half as many passes as there are blocks instead of one. ``permute`` puts the hidden units of feed-forward blocks,
+    the heads of attentions and the entries of each head in an order that lowers the errors, where the traced graph proves that
+    the dense model computes the same in any order. The order is absorbed in the layers that share it, those that stay dense included;
+    nothing is left to do at run time, and the report says what was won and what was tied.
 
     Every check comes before the first change. The new modules are made aside, with the dtype, device, mode, biases
     and ``requires_grad`` of the old ones; then all are swapped in, the plan's switches are set, and with ``verify`` one
@@ -59,14 +61,14 @@ def apply(
     dense = check_plan(plan, model)
     check_weights(dense)
     params_before = _count(model)
-    calibration = None
+    calibration, permutations = None, ()
     if calibrate is None:
         if samples is not None or sequential or permute:
             raise OptionError("samples, sequential and permute are options of calibration; give data to calibrate with")
         modules, rows = project_layers(plan.replaced, dense, progress)
     else:
         taken = samples_of(calibrate, count=samples, shape=_sample_shape(plan))
-        modules, rows, calibration = project_calibrated_layers(
+        modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )
     with Change(model) as change:
@@ -80,6 +82,7 @@ def apply(
         seconds=perf_counter() - started,
         verified=verify,
         calibration=calibration,
+        permutations=permutations,
     )
 
 

@@ -14,11 +14,12 @@ from flysurgery.surgery.calibration_report import ReportCalibration
 from flysurgery.surgery.change import Trial
 from flysurgery.surgery.fitting import Inputs
 from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.surgery.permuting import permuted_pairs
+from flysurgery.surgery.permutation_report import Permutation
+from flysurgery.surgery.permuting import Permuter
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import Progress, project_layers
 from flysurgery.surgery.report import Row
-from flysurgery.walker import walk
+from flysurgery.surgery.shared import shared_features
 
 
 def project_calibrated_layers(
@@ -30,18 +31,21 @@ def project_calibrated_layers(
     sequential: bool,
     permute: bool,
     progress: Progress | None,
-) -> tuple[dict[str, nn.Module], dict[str, Row], ReportCalibration]:
-    """The new modules, the rows, and a word on the calibration. The model is run, and then is as it was.
+) -> tuple[dict[str, nn.Module], dict[str, Row], ReportCalibration, tuple[Permutation, ...]]:
+    """The new modules, the rows, a word on the calibration, and what came of ``permute``. The model is run, and then is as it was.
 
     All layers' inputs are seen in one pass over the samples; or, if ``sequential``, each block's in a pass of its own, which ends with
     that block and in which the blocks before it are converted already. That costs half as many passes as there are blocks, holds the
-    matrices of one block at a time, and lets a block make up for what was lost before it. With ``permute`` the hidden units of
-    feed-forward blocks are put in an order that lowers the errors, where there is one.
+    matrices of one block at a time, and lets a block make up for what was lost before it. With ``permute`` hidden units of
+    feed-forward blocks, heads, and entries of heads are put in an order that lowers the errors, where there is one; then the new
+    modules have dense ones among them, of layers that stay dense and share the order.
     """
-    targets = walk(model, samples.inputs[:2]) if permute else ()
+    permuter = Permuter(plan, model, shared_features(plan, model, samples) if permute else ())
+    names = {layer.fqn: layer.names for layer in plan.layers}
     stages = _blocks(plan.replaced) if sequential else [plan.replaced]
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
+    permutations: list[Permutation] = []
     seconds = 0.0
     with Trial(model) as trial:
         trial.switch(plan.switches)
@@ -51,16 +55,18 @@ def project_calibrated_layers(
             fit, held_out = collect(model, calls, samples.fit()), collect(model, calls, samples.held_out())
             seconds += perf_counter() - started
             inputs = {fqn: Inputs(fit[fqn], held_out[fqn]) for fqn in calls}
-            linears, permuted = permuted_pairs(stage, targets, dense, inputs)
-            counting = _counting_on(progress, len(modules), len(plan.replaced))
-            new_modules, new_rows = project_layers(stage, {**dense, **linears}, counting, inputs | permuted)
-            modules |= new_modules
+            permuted = permuter.permute(stage, inputs)
+            permutations += permuted.outcomes
+            counting = _counting_on(progress, len(rows), len(plan.replaced))
+            projected, new_rows = project_layers(stage, {**dense, **permuted.linears}, counting, inputs | permuted.inputs)
+            changed = permuted.linears | projected
+            modules |= changed
             rows |= new_rows
             if stage is not stages[-1]:
-                for layer in stage:
-                    trial.swap(layer.names, modules[layer.fqn])
+                for fqn, module in changed.items():
+                    trial.swap(names[fqn], module)
     summary = ReportCalibration(samples.name, len(samples), samples.held_out_count, sequential, seconds, samples.skipped)
-    return modules, rows, summary
+    return modules, rows, summary, tuple(permutations)
 
 
 def _blocks(layers: tuple[LayerPlan, ...]) -> list[tuple[LayerPlan, ...]]:

@@ -17,7 +17,7 @@ class RowCalibration:
     Errors are relative ones of the layer's output, ``sqrt(E|y' - y|² / E|W x|²)``. ``output_error`` and ``plain_output_error``, that of the
     plain projection, are measured on held-out samples; ``fit_error`` on those that the factors were fitted to. ``rows`` counts
     the rows of x that were fitted to, ``sweeps`` those of the part that took most, and ``shrinkage`` is the identity's share in their
-    covariance. ``permuted`` says whether the layer's hidden units are in a new order. ``note`` says why the factors are those of
+    covariance. ``permuted`` says whether features of the layer are in a new order. ``note`` says why the factors are those of
     the plain projection, None where they are not.
     """
 
@@ -62,6 +62,6 @@ def calibrated_table(layers: Sequence[tuple[str, str, RowCalibration | None]]) -
         _, role, first = members[0]
         worst = max((found for _, _, found in members), key=lambda found: found.output_error)
         numbers = (worst.output_error, worst.plain_output_error, worst.ratio, worst.fit_error)
-        remark = first.note or ("hidden units in a new order" if first.permuted else "")
+        remark = first.note or ("features in a new order" if first.permuted else "")
         lines.append((name, str(len(members)), role, *(f"{n:.3f}" for n in numbers), str(worst.sweeps), f"{worst.shrinkage:.1e}", remark))
     return text_table(CALIBRATED, lines, right=("layers", *CALIBRATED[3:9]))

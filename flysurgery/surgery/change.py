@@ -31,8 +31,9 @@ class Change:
 
     def convert(self, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
         """Put the new modules in place under all their names, set the plan's switches, and leave the plan on the model."""
-        for layer in plan.replaced:
-            self.swap(layer.names, modules[layer.fqn])
+        for layer in plan.layers:
+            if layer.fqn in modules:
+                self.swap(layer.names, modules[layer.fqn])
         before = tuple(Switch(each.module_fqn, each.attribute, self._value(each)) for each in plan.switches)
         self.switch(plan.switches)
         self._set(self._model, SWITCHES_BEFORE, before)

@@ -1,59 +1,110 @@
-"""Put the hidden units of feed-forward blocks in an order that suits both of their layers."""
+"""Put features that several layers share in an order that suits all of these layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
 
+import torch
 from torch import Tensor, nn
 
-from flysurgery.projection import Side, choose_hidden_order, metric_of
-from flysurgery.surgery.build import Dense
+from flysurgery.projection import Features, Orders, Side, choose_orders, metric_of
 from flysurgery.surgery.fitting import Inputs
 from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.walker import Target
+from flysurgery.surgery.permutation_report import Permutation, PermutedLayer
+from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.shared import Kind, Member, Shared, architectures
+
+INDIFFERENT = "no order is better than another for products with one class of rows, as those of low rank"
+SEPARATE = "its layers are not converted together: the names put them into different blocks"
 
 
-def permuted_pairs(
-    layers: Sequence[LayerPlan],
-    targets: Sequence[Target],
-    dense: Mapping[str, Dense],
-    inputs: Mapping[str, Inputs],
-) -> tuple[dict[str, nn.Linear], dict[str, Inputs]]:
-    """The linears and inputs of those blocks whose hidden units are better off in another order, in that order; aside from the model.
+@dataclass
+class Permuted:
+    """Linears in the new orders with what they are given then, by name, aside from the model, and what came of each ``Shared``."""
 
-    Only blocks of which the walk proves that nothing but element-wise functions stands between their two linears, and both of whose
-    linears become products of two factors. The two linears in the new order compute what they did before.
-    """
-    known = {layer.fqn: layer for layer in layers}
-    linears: dict[str, nn.Linear] = {}
-    seen: dict[str, Inputs] = {}
-    for target in targets:
-        first, second = known.get(target.fqn), known.get(target.pair or "")
-        if first is None or second is None or not (_is_pair_of_factors(first) and _is_pair_of_factors(second)):
-            continue
-        up, down = dense[first.fqn], dense[second.fqn]
-        if not (isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
-            continue
-        found = choose_hidden_order(_side(first, up, inputs[first.fqn]), _side(second, down, inputs[second.fqn]))
-        if found.error_after < found.error_before:
-            order = found.order
-            linears[first.fqn] = _reordered(up, rows=order)
-            linears[second.fqn] = _reordered(down, columns=order)
-            before, hidden = inputs[first.fqn], inputs[second.fqn]
-            seen[first.fqn] = Inputs(before.fit, before.held_out, permuted=True)
-            seen[second.fqn] = Inputs(hidden.fit.permuted(order), hidden.held_out.permuted(order), permuted=True)
-    return linears, seen
+    linears: dict[str, nn.Linear] = field(default_factory=dict)
+    inputs: dict[str, Inputs] = field(default_factory=dict)
+    outcomes: list[Permutation] = field(default_factory=list)
 
 
-def _is_pair_of_factors(layer: LayerPlan) -> bool:
-    return len(layer.parts) == 1 and layer.parts[0].architecture is not None and len(layer.parts[0].architecture) == 2
+class Permuter:
+    """Finds the orders of what the layers of a plan share, as far as they are projected together."""
+
+    def __init__(self, plan: Plan, model: nn.Module, shared: Sequence[Shared]) -> None:
+        self._layers = {layer.fqn: layer for layer in plan.layers}
+        names = {member.fqn for each in shared for kind in each.kinds for member in kind.members}
+        modules = {fqn: model.get_submodule(fqn) for fqn in names}
+        self._linears = {fqn: module for fqn, module in modules.items() if isinstance(module, nn.Linear)}
+        self._shared = shared
+
+    def permute(self, stage: Sequence[LayerPlan], inputs: Mapping[str, Inputs]) -> Permuted:
+        """The linears that are better off in another order, of the layers of ``stage`` and of those that stay dense.
+
+        Each computes what it did before on inputs in their new order, and so does the model with all of them.
+        """
+        done = Permuted()
+        names = {layer.fqn for layer in stage}
+        for shared in self._shared:
+            replaced = [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
+            if replaced[0] in names:
+                done.outcomes.append(self._permute(shared, inputs, done, together=names.issuperset(replaced)))
+        return done
+
+    def _permute(self, shared: Shared, inputs: Mapping[str, Inputs], done: Permuted, *, together: bool) -> Permutation:
+        if not together:
+            return Permutation(shared.what, shared.linears, tied={shared.what: SEPARATE, **shared.tied})
+        sides = [[self._sides(member, inputs, done) for member in kind.members] for kind in shared.kinds]
+        features = [
+            Features(kind.members[0].size, tuple(side for of_member in found for side in of_member), kind.free)
+            for kind, found in zip(shared.kinds, sides, strict=True)
+        ]
+        if not any(each.sides for each in features):
+            return Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
+        found = choose_orders(features, groups=shared.groups, swap_groups=shared.swap_groups)
+        if found.lowers:
+            for kind, order in zip(shared.kinds, found.orders, strict=True):
+                for member in kind.members:
+                    self._reorder(member, order, inputs, done)
+        counts = [[len(of_member) for of_member in of_kind] for of_kind in sides]
+        return Permutation(shared.what, shared.linears, self._layer_errors(shared.kinds, counts, found), found.lowers, shared.tied)
+
+    def _sides(self, member: Member, inputs: Mapping[str, Inputs], done: Permuted) -> list[Side]:
+        """The products in which the member's features have a place that matters."""
+        linear = done.linears.get(member.fqn, self._linears[member.fqn])
+        found = []
+        for rows, architecture in architectures(self._layers[member.fqn], member) or ():
+            metric = metric_of(_given(member.fqn, inputs, done).fit, bias=linear.bias is not None)
+            side = Side(linear.weight.detach()[rows].to(metric.gram), architecture, metric.gram, member.columns)
+            found += [] if side.is_indifferent else [side]
+        return found
+
+    def _reorder(self, member: Member, order: Tensor, inputs: Mapping[str, Inputs], done: Permuted) -> None:
+        linear = done.linears.get(member.fqn, self._linears[member.fqn])
+        whole = torch.arange(linear.in_features if member.columns else linear.out_features)
+        whole[member.start : member.stop] = member.start + order
+        done.linears[member.fqn] = _reordered(linear, columns=whole) if member.columns else _reordered(linear, rows=whole)
+        if member.fqn in inputs:
+            given = _given(member.fqn, inputs, done)
+            fit, held_out = (each.permuted(whole) if member.columns else each for each in (given.fit, given.held_out))
+            done.inputs[member.fqn] = Inputs(fit, held_out, permuted=True)
+
+    def _layer_errors(self, kinds: Sequence[Kind], counts: Sequence[Sequence[int]], found: Orders) -> tuple[PermutedLayer, ...]:
+        """For each layer the root of the mean square of its products' relative errors."""
+        squares: dict[str, list[tuple[float, float]]] = {}
+        for kind, of_members, before, after in zip(kinds, counts, found.before, found.after, strict=True):
+            names = [member.fqn for member, count in zip(kind.members, of_members, strict=True) for _ in range(count)]
+            for name, old, new in zip(names, before, after, strict=True):
+                squares.setdefault(name, []).append((old, new))
+        return tuple(
+            PermutedLayer(fqn, self._layers[fqn].role, *(sqrt(sum(each) / len(each)) for each in zip(*pairs, strict=True)))
+            for fqn, pairs in squares.items()
+        )
 
 
-def _side(layer: LayerPlan, linear: nn.Linear, inputs: Inputs) -> Side:
-    metric = metric_of(inputs.fit, bias=linear.bias is not None)
-    architecture = layer.parts[0].architecture
-    assert architecture is not None  # of a layer that is a pair of factors
-    return Side(linear.weight.detach().to(metric.gram), architecture, metric.gram)
+def _given(fqn: str, inputs: Mapping[str, Inputs], done: Permuted) -> Inputs:
+    return done.inputs.get(fqn) or inputs[fqn]
 
 
 def _reordered(linear: nn.Linear, *, rows: Tensor | None = None, columns: Tensor | None = None) -> nn.Linear:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibration, calibrated_table
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
+from flysurgery.surgery.permutation_report import Permutation, permutation_tables
 from flysurgery.surgery.plan_table import kept_table
 from flysurgery.surgery.table import grouped, share, short_count, text_table
 from flysurgery.surgery.timed import Measurement
@@ -76,6 +77,7 @@ class Report:
     seconds: float
     verified: bool
     calibration: ReportCalibration | None = None
+    permutations: tuple[Permutation, ...] = ()
     tradeoff: Tradeoff | None = None
     measurement: Measurement | None = None
 
@@ -103,9 +105,10 @@ class Report:
         """Rows and totals as JSON values."""
         rows = [asdict(row) | {"parts": [asdict(part) for part in row.parts]} for row in self.rows]
         calibration = None if self.calibration is None else asdict(self.calibration)
+        permutations = [asdict(each) for each in self.permutations]
         tradeoff = None if self.tradeoff is None else self.tradeoff.to_json()
         measurement = None if self.measurement is None else self.measurement.to_json()
-        chosen = {"tradeoff": tradeoff, "measurement": measurement}
+        chosen = {"permutations": permutations, "tradeoff": tradeoff, "measurement": measurement}
         return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration, **chosen}
 
     def __str__(self) -> str:
@@ -122,6 +125,8 @@ class Report:
         blocks = [head, _replaced_table(self.replaced), "\n".join(sums)]
         if self.calibration is not None:
             blocks += [str(self.calibration), calibrated_table([(row.fqn, row.role, row.calibration) for row in self.rows])]
+        if self.permutations:
+            blocks.append(permutation_tables(self.permutations))
         blocks += [str(each) for each in (self.tradeoff, self.measurement) if each is not None]
         return "\n\n".join([*blocks, *([kept_table(kept)] if kept else [])])
 

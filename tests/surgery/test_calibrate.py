@@ -9,13 +9,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import collect
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.layers import SplitLinear
 from flysurgery.surgery import Plan, Report, apply, convert
-from flysurgery.surgery.fitting import Inputs
-from flysurgery.surgery.permuting import permuted_pairs
-from flysurgery.walker import walk
 from tests.surgery.conftest import TOKENS, WIDTH
 from tests.surgery.test_rollback import unchanged
 
@@ -149,32 +145,3 @@ def test_a_report_without_calibration_says_nothing_of_it(vit: nn.Module, vit_pla
     document = apply(vit_plan, vit).to_json()
     assert document["calibration"] is None
     assert all(row["calibration"] is None for row in document["rows"])
-
-
-def test_permuted_hidden_units_lower_the_errors_of_a_pair_and_the_report_says_so(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    stayed, moved = copy.deepcopy(vit), copy.deepcopy(vit)
-    before = {row.fqn: row.calibration for row in apply(vit_plan, stayed, calibrate=many).replaced}
-    after = {row.fqn: row.calibration for row in apply(vit_plan, moved, calibrate=many, permute=True).replaced}
-    for block in ("blocks.0.mlp.", "blocks.1.mlp."):
-        fits = [sum(each[block + name].fit_error ** 2 for name in ("fc1", "fc2")) for each in (before, after)]  # type: ignore[union-attr]
-        assert fits[1] < fits[0]
-        assert after[block + "fc1"].permuted and after[block + "fc2"].permuted  # type: ignore[union-attr]
-    assert not after["blocks.0.attn.qkv"].permuted  # type: ignore[union-attr]
-
-
-def test_the_dense_model_with_its_hidden_units_in_the_new_order_computes_the_same(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    dense = {layer.fqn: vit.get_submodule(layer.fqn) for layer in vit_plan.replaced}
-    moments = collect(vit, {layer.fqn: 1 for layer in vit_plan.replaced}, many.split(8))
-    inputs = {fqn: Inputs(found, found) for fqn, found in moments.items()}
-    linears, seen = permuted_pairs(vit_plan.replaced, walk(vit), dense, inputs)  # pyright: ignore[reportArgumentType]
-    names = [f"blocks.{block}.mlp.{name}" for block in (0, 1) for name in ("fc1", "fc2")]
-    assert sorted(linears) == sorted(seen) == names
-    reordered = copy.deepcopy(vit)
-    for name, linear in linears.items():
-        assert not torch.equal(linear.weight, reordered.get_parameter(f"{name}.weight"))
-        reordered.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], linear)
-    after = inputs_of(reordered, names, many)
-    with torch.no_grad():
-        assert torch.allclose(reordered.eval()(many), vit.eval()(many), rtol=1e-4, atol=1e-5)
-    hidden = after["blocks.1.mlp.fc2"].reshape(-1, 256).double()
-    assert torch.allclose(seen["blocks.1.mlp.fc2"].fit.mean, hidden.mean(0), atol=1e-5)
