@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def check_plot(path: Path | None) -> None:
     """See before measuring that the picture can be drawn.
 
     Raises:
-        OptionError: matplotlib is missing, or knows no format of this name.
+        OptionError: matplotlib is missing, or knows no format of this name, or the system lets nothing be written there.
     """
     if path is None:
         return
@@ -25,6 +26,14 @@ def check_plot(path: Path | None) -> None:
     _pyplot().close("all")
     if path.suffix.lstrip(".").lower() not in known:
         raise OptionError(f"--plot takes a file that ends in .{', .'.join(sorted(known))}, got {path}")
+    folder = next(parent for parent in path.expanduser().absolute().parents if parent.exists())
+    try:
+        if path.exists():
+            path.open("ab").close()
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".flysurgery."):
+            pass
+    except OSError as error:
+        raise OptionError(f"--plot cannot write {path}: {error.strerror or error}; choose another file") from error
 
 
 def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], series: str = "candidate", title: str = "") -> None:
