@@ -48,6 +48,10 @@ class Samples:
         """The samples to judge with, in batches."""
         return self._batches(self._is_held_out())
 
+    def without_held_out(self) -> Samples:
+        """The samples to fit with, to be split again: some then choose and do not fit, and those held out here had no part in either."""
+        return Samples(self.inputs[~self._is_held_out()], self.name, self.skipped)
+
     @property
     def held_out_count(self) -> int:
         """How many samples judge."""

@@ -139,7 +139,10 @@ def convert(
     )
     if plot is not None and tradeoff is not None:
         draw_tradeoff(
-            [(each.share, each.error) for each in tradeoff.curve], (tradeoff.chosen.share, tradeoff.chosen.error), plot, unit=tradeoff.unit
+            [(each.share, each.reported) for each in tradeoff.curve],
+            (tradeoff.chosen.share, tradeoff.chosen.reported),
+            plot,
+            unit=tradeoff.unit,
         )
     print_report(report, folder, accuracy, as_json=as_json)
 

@@ -30,4 +30,5 @@ from flysurgery.surgery.timed import Measurement as Measurement
 from flysurgery.surgery.timed import TimedChoice as TimedChoice
 from flysurgery.surgery.timed import TimedGroup as TimedGroup
 from flysurgery.surgery.tradeoff import Point as Point
+from flysurgery.surgery.tradeoff import Split as Split
 from flysurgery.surgery.tradeoff import Tradeoff as Tradeoff

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Data, collect, samples_of, sensitivities
-from flysurgery.errors import OptionError, PlanError, ProjectionError
+from flysurgery.errors import DataError, OptionError, PlanError, ProjectionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
-from flysurgery.projection import Metric, Moments, metric_of, output_error, project, project_calibrated
+from flysurgery.projection import Metric, Moments, OutputError, metric_of, output_error, project, project_calibrated
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.check import check_plan, check_weights
-from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, error_of, hull_points, least_cost, least_error, least_error_but_first
+from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, hull_points, least_cost, least_error, least_error_but_first
 from flysurgery.surgery.latency_table import read_latency_table, timed_layers
 from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import Progress
 from flysurgery.surgery.timed import TimedGroup
-from flysurgery.surgery.tradeoff import Point, Tradeoff
+from flysurgery.surgery.tradeoff import Point, Split, Tradeoff
 from flysurgery.surgery.workers import workers
 
 CURVE_POINTS = 12
 DENSE = "dense"
+LEAST_SAMPLES = 3
 PLACEHOLDER = "lowrank"
 """The family to plan with before an allocation: it fits matrices of any sizes."""
+
+Options: TypeAlias = Mapping[str, Architecture | None]
+Errors: TypeAlias = Mapping[str, tuple[OutputError, OutputError]]
+"""By option: the error to choose by, and that on samples held out from the choice; twice the same of a plain projection."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,17 @@ def allocate(
     ``latency``, a table as ``read_latency_table`` reads it, the candidates are those of the table, and milliseconds take the weights'
     place. So they do with ``times``, measured ones of groups of layers that are chosen for together; without a bound each group then
     gets the choice of least error among those that are faster than dense by more than the noise. Errors are those of plain
-    projections; with ``calibrate``, output errors of calibrated ones on held-out samples, weighted by ``calibration.sensitivities``.
-    The model is only read.
+    projections; with ``calibrate``, output errors of calibrated ones, weighted by ``calibration.sensitivities``. A choice by errors makes
+    them look smaller than they are, so the samples are split in three: some are fitted to, some chosen by, and on the rest, which
+    ``apply`` holds out too, the errors are reported besides. The model is only read.
 
     Cost: every candidate of every layer is projected, and with ``calibrate`` calibrated. That is some ten times what ``apply`` does.
 
     Raises:
         OptionError: options that are out of range or contradict each other, or a budget that no choice keeps to.
         PlanError: the plan does not fit the model, or every layer would stay dense.
-        ProjectionError, SurgeryError, DataError: as ``apply`` and ``read_latency_table`` do.
+        DataError: fewer than three samples, or as ``apply`` and ``read_latency_table`` do.
+        ProjectionError, SurgeryError: as ``apply`` does.
     """
     check_budget(budget, max_error, latency, measured=times is not None)
     if calibrate is None and samples is not None:
@@ -107,8 +114,11 @@ def allocate(
     whole = sum(unit.costs[DENSE] for unit in units)
     _check_reachable(units, budget, whole, "ms" if times else "weights")
     judge = _Judge(plan.replaced, model, dense, calibrate, samples)
-    choices, references = _judged(units, judge, progress)
-    reference = sum(references)
+    judged = _judged(units, judge, progress)
+    choices = [
+        [Choice(name, unit.costs[name], each[name][0].squared) for name in unit.options] for unit, each in zip(units, judged, strict=True)
+    ]
+    reference = sum(each[DENSE][0].reference for each in judged)
     limit = budget * whole if budget is not None else max_error**2 * reference if max_error is not None else 0.0
     if budget is not None:
         picks = least_error(choices, limit)
@@ -120,10 +130,12 @@ def allocate(
 
     def point(multiplier: float | None, at: Picks) -> Point:
         cost = cost_of(choices, at)
-        return Point(multiplier, cost, cost / whole, sqrt(max(error_of(choices, at), 0.0) / reference) if reference else 0.0)
+        errors = [each[found[pick].name] for each, found, pick in zip(judged, choices, at, strict=True)]
+        chosen_by, held_out = (sum(of_part, OutputError(0.0, 0.0)).relative for of_part in zip(*errors, strict=True))
+        return Point(multiplier, cost, cost / whole, chosen_by, None if judge.split is None else held_out)
 
     curve = [point(None if slope == float("inf") else slope, at) for slope, at in hull_points(choices)]
-    tradeoff = Tradeoff("ms" if times else "weights", calibrate is not None, point(None, picks), _spread(curve))
+    tradeoff = Tradeoff("ms" if times else "weights", calibrate is not None, point(None, picks), _spread(curve), judge.split)
     chosen = [(unit, found[pick].name) for unit, found, pick in zip(units, choices, picks, strict=True)]
     return _with_choice(plan, chosen, tradeoff), tradeoff
 
@@ -172,86 +184,90 @@ def _check_reachable(units: Sequence[_Unit], budget: float | None, whole: float,
 
 
 class _Judge:
-    """What an architecture costs a part in accuracy: the squared error, and the square that it is relative to."""
+    """What an architecture costs a part in accuracy; ``split`` says on how many samples, None of a plain projection."""
 
     def __init__(
         self, layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dense], calibrate: Data | None, samples: int | None
     ) -> None:
         self._dense = dense
         self._metrics: dict[str, Metric] = {}
-        self._held_out: dict[str, Moments] = {}
+        self._moments: dict[str, tuple[Moments, Moments]] = {}
         self._weights: dict[str, float] = {}
+        self.split: Split | None = None
         if calibrate is not None:
-            taken = samples_of(calibrate, count=samples)
+            whole = samples_of(calibrate, count=samples)
+            if len(whole) < LEAST_SAMPLES:
+                raise DataError(
+                    f"{whole.name}: a budget needs at least {LEAST_SAMPLES} samples, to fit to, to choose by and to report on; "
+                    f"there are {len(whole)}"
+                )
+            taken = whole.without_held_out()
+            self.split = Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count)
             calls = {layer.fqn: layer.calls for layer in layers}
             felt = sensitivities(model, list(calls), taken.fit())
-            fit, self._held_out = collect(model, calls, taken.fit()), collect(model, calls, taken.held_out())
+            fit, choose, report = (collect(model, calls, part) for part in (taken.fit(), taken.held_out(), whole.held_out()))
             for layer in layers:
                 self._metrics[layer.fqn] = metric_of(fit[layer.fqn], bias=dense[layer.fqn].bias is not None)
+                self._moments[layer.fqn] = choose[layer.fqn], report[layer.fqn]
                 self._weights[layer.fqn] = felt[layer.fqn] * layer.rows
 
     @torch.no_grad()
-    def errors(self, unit: _Unit) -> tuple[dict[str, float], float]:
-        """The errors by option, and the square that they are relative to."""
-        sums = dict.fromkeys(unit.options, 0.0)
-        reference = 0.0
+    def errors(self, unit: _Unit) -> Errors:
+        """The errors of every option of the unit."""
+        none = OutputError(0.0, 0.0)
+        sums = dict.fromkeys(unit.options, (none, none))
         for index, (layer, parts) in enumerate(unit.members):
             for part in parts:
+                weight = self._dense[layer.fqn].weight.detach()[part.start : part.stop].flatten(1)
                 options = {name: architectures[index] for name, architectures in unit.options.items()}
                 try:
-                    errors, square = self._part(layer.fqn, part, options)
+                    found = self._calibrated(layer.fqn, weight, options) if layer.fqn in self._metrics else _plain(weight, options)
                 except ProjectionError as error:
                     raise ProjectionError(f"layer {layer.fqn}: {error}") from error
-                sums = {name: total + errors[name] for name, total in sums.items()}
-                reference += square
-        return sums, reference
+                sums = {name: (total[0] + found[name][0], total[1] + found[name][1]) for name, total in sums.items()}
+        return sums
 
-    def _part(self, fqn: str, part: Part, options: Mapping[str, Architecture | None]) -> tuple[dict[str, float], float]:
-        weight = self._dense[fqn].weight.detach()[part.start : part.stop].flatten(1)
-        matrix = weight.cpu().to(torch.float64)
-        if fqn in self._metrics:
-            errors = {name: self._calibrated(fqn, weight, architecture) for name, architecture in options.items()}
-            return errors, self._weights[fqn] * self._reference(fqn, matrix)
-        values = torch.linalg.svdvals(matrix).square()
-        return {name: _plain(weight, values, architecture) for name, architecture in options.items()}, float(values.sum())
+    def _calibrated(self, fqn: str, weight: Tensor, options: Options) -> Errors:
+        moments, scale = self._moments[fqn], self._weights[fqn]
+        device = moments[0].mean.device
+        matrix = weight.to(device, torch.float64)
+        errors = {}
+        for name, architecture in options.items():
+            product, shift = matrix, None
+            if architecture is not None:
+                found = project_calibrated(weight, architecture, self._metrics[fqn])
+                product = factors_to_dense([factor.detach().to(device, torch.float64) for factor in found.projection.factors])
+                shift = None if found.shift is None else found.shift.to(device)
+            by, held_out = (output_error(matrix, product, shift, each) for each in moments)
+            errors[name] = tuple(OutputError(scale * each.squared, scale * each.reference) for each in (by, held_out))
+        return errors
 
-    def _calibrated(self, fqn: str, weight: Tensor, architecture: Architecture | None) -> float:
+
+def _plain(weight: Tensor, options: Options) -> Errors:
+    """Errors of plain projections; those of low rank are in the squared singular values already."""
+    values = torch.linalg.svdvals(weight.cpu().to(torch.float64)).square()
+    errors = {}
+    for name, architecture in options.items():
         if architecture is None:
-            return 0.0
-        found = project_calibrated(weight, architecture, self._metrics[fqn])
-        moments = self._held_out[fqn]
-        device = moments.mean.device
-        product = factors_to_dense([factor.detach().to(device, torch.float64) for factor in found.projection.factors])
-        shift = None if found.shift is None else found.shift.to(device)
-        return self._weights[fqn] * output_error(weight.to(device, torch.float64), product, shift, moments).squared
-
-    def _reference(self, fqn: str, matrix: Tensor) -> float:
-        moments = self._held_out[fqn]
-        matrix = matrix.to(moments.mean.device)
-        return output_error(matrix, matrix, None, moments).reference
+            squared = 0.0
+        elif len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
+            squared = float(values[architecture.inner_features[0] :].sum())
+        else:
+            squared = project(weight, architecture).relative_error ** 2 * float(values.sum())
+        errors[name] = (OutputError(squared, float(values.sum())),) * 2
+    return errors
 
 
-def _plain(weight: Tensor, values: Tensor, architecture: Architecture | None) -> float:
-    """The squared error of a plain projection; that of low rank is in the squared singular ``values`` already."""
-    if architecture is None:
-        return 0.0
-    if len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
-        return float(values[architecture.inner_features[0] :].sum())
-    return project(weight, architecture).relative_error ** 2 * float(values.sum())
-
-
-def _judged(units: Sequence[_Unit], judge: _Judge, progress: Progress | None) -> tuple[list[list[Choice]], list[float]]:
-    """The choices of each unit and its reference."""
-    choices, references = [], []
+def _judged(units: Sequence[_Unit], judge: _Judge, progress: Progress | None) -> list[Errors]:
+    """The errors of each unit."""
+    judged = []
     with workers() as pool:
         jobs = [pool.submit(judge.errors, unit) for unit in units]
         for done, (unit, job) in enumerate(zip(units, jobs, strict=True), start=1):
-            errors, reference = job.result()
-            choices.append([Choice(name, unit.costs[name], errors[name]) for name in unit.options])
-            references.append(reference)
+            judged.append(job.result())
             if progress is not None:
                 progress(done, len(units), unit.members[-1][0].fqn)
-    return choices, references
+    return judged
 
 
 def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:

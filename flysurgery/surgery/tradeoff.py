@@ -7,15 +7,44 @@ from typing import Any
 
 from flysurgery.surgery.table import text_table
 
+FEW = 20
+"""Below so many samples their mean says little of others."""
+
 
 @dataclass(frozen=True)
 class Point:
-    """One solution: the multiplier of the cost (None of the chosen one), the cost, its share of the dense one, the predicted error."""
+    """One solution: the multiplier of the cost (None of the chosen one), the cost, its share of the dense one, and the predicted error.
+
+    ``error`` is the one that the choice was made by; ``held_out_error`` is measured on samples that had no part in it, None where there
+    were no calibration data.
+    """
 
     multiplier: float | None
     cost: float
     share: float
     error: float
+    held_out_error: float | None = None
+
+    @property
+    def reported(self) -> float:
+        """The error that was not chosen by, where there is one."""
+        return self.error if self.held_out_error is None else self.held_out_error
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many samples the candidates were fitted to, how many others they were chosen by, and on how many further ones reported."""
+
+    fitted: int
+    chosen: int
+    reported: int
+
+    def __str__(self) -> str:
+        text = (
+            f"candidates were fitted to {self.fitted} samples and chosen by their errors on {self.chosen} others; "
+            f"held-out errors are those on {self.reported} that had no part in it"
+        )
+        return text + (", so few that on others the error may well be another" if self.reported < FEW else "")
 
 
 @dataclass(frozen=True)
@@ -24,32 +53,29 @@ class Tradeoff:
 
     ``unit`` is what costs are counted in, "weights" or "ms". Errors are ``sqrt(sum w |y' - y|² / sum w |y|²)`` over the layers, with y a
     layer's output where there were calibration data and its weight where there were none; ``weighted`` says whether the w are
-    sensitivities of the model's output, else they are 1.
+    sensitivities of the model's output, else they are 1. ``samples`` is None where there were no data.
     """
 
     unit: str
     weighted: bool
     chosen: Point
     curve: tuple[Point, ...]
+    samples: Split | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; the multiplier of the cheapest solution has no bound and is null."""
         return asdict(self)
 
     def __str__(self) -> str:
+        header = ["lambda", self.unit, "share", "predicted error", *([] if self.samples is None else ["held-out error"]), ""]
         lines = [_line(point, "") for point in self.curve]
         lines.append(_line(self.chosen, "chosen"))
-        return text_table(
-            ("lambda", self.unit, "share", "predicted error", ""), lines, right=("lambda", self.unit, "share", "predicted error")
-        )
+        table = text_table(header, lines, right=header[:-1])
+        return table if self.samples is None else f"{table}\n\n{self.samples}"
 
 
 def _line(point: Point, note: str) -> tuple[str, ...]:
     multiplier = "" if point.multiplier is None else f"{point.multiplier:.3g}"
-    return (
-        multiplier,
-        f"{point.cost:,.4g}" if point.cost < 1000 else f"{point.cost:,.0f}",
-        f"{point.share:.1%}",
-        f"{point.error:.4f}",
-        note,
-    )
+    cost = f"{point.cost:,.4g}" if point.cost < 1000 else f"{point.cost:,.0f}"
+    held_out = () if point.held_out_error is None else (f"{point.held_out_error:.4f}",)
+    return (multiplier, cost, f"{point.share:.1%}", f"{point.error:.4f}", *held_out, note)

@@ -53,6 +53,26 @@ def test_without_matplotlib_one_sentence(refused: Refused, monkeypatch: pytest.M
     refused("convert", *RANDOM, "--budget", 0.5, "--plot", "curve.png", words=("matplotlib", "flysurgery[bench]"), code=2)
 
 
+def test_a_picture_that_cannot_be_written_is_noticed_before_any_work(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
+    refused(
+        "convert", *RANDOM, "--budget", 0.5, "--plot", "file/curve.png", words=("--plot cannot write file/curve.png", "Not a dir"), code=2
+    )
+    refused("convert", *RANDOM, "--budget", 0.5, "--plot", "folder.png", words=("--plot cannot write folder.png", "Is a directory"), code=2)
+
+
+def test_a_budget_with_calibration_says_what_it_chose_and_reported_by(run: Run, tmp_path: Path) -> None:
+    outcome = run("convert", *RANDOM, "--budget", 0.4, "--calibrate", "digits", "--samples", 20, "--permute", "--out", "o")
+    assert outcome.code == 0, outcome.err
+    assert "fitted to 13 samples and chosen by their errors on 3 others" in outcome.out
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert report["tradeoff"]["samples"] == {"fitted": 13, "chosen": 3, "reported": 4}
+    assert report["tradeoff"]["chosen"]["held_out_error"] > 0
+    assert {each["what"] for each in report["permutations"]} == {"heads", "hidden units"}
+    assert "in a new order" in outcome.out or "in their own order" in outcome.out
+
+
 def test_a_table_of_times_decides_in_milliseconds(run: Run, refused: Refused, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build_base(TINY_BASE, TINY_ARGUMENTS)

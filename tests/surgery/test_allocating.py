@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import sensitivities
+from flysurgery.calibration import collect, samples_of, sensitivities
 from flysurgery.errors import DataError, OptionError, PlanError
+from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture, low_rank, monarch
-from flysurgery.surgery import Plan, allocate, apply, candidates, convert, plan
+from flysurgery.projection import metric_of, output_error, project_calibrated
+from flysurgery.surgery import Plan, Split, allocate, apply, candidates, convert, plan
 
 
 def weights(made: Plan, among: Plan) -> tuple[int, int]:
@@ -188,3 +190,41 @@ def test_bounds_that_cannot_be_kept_or_contradict_each_other(vit: nn.Module, vit
     for budget, max_error in ((None, None), (0.4, 0.1), (0.0, None), (float("nan"), None), (None, 1.0)):
         with pytest.raises(OptionError):
             allocate(vit_plan, vit, budget=budget, max_error=max_error)
+
+
+def test_what_is_reported_is_measured_on_samples_that_were_not_chosen_by(vit: nn.Module, vit_plan: Plan) -> None:
+    noise = torch.randn(50, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+    many = nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
+    made, tradeoff = allocate(vit_plan, vit, budget=0.3, calibrate=many)
+    assert tradeoff.samples == Split(fitted=32, chosen=8, reported=10)
+    assert "chosen by their errors on 8 others" in str(tradeoff) and "on 10 that had no part in it, so few" in str(tradeoff)
+    others = many.clone()
+    others[4::5] = others[4::5].flip(0) * 2 + 1
+    again, other = allocate(vit_plan, vit, budget=0.3, calibrate=others)
+    assert again.layers == made.layers and other.chosen.error == tradeoff.chosen.error
+    assert other.chosen.held_out_error != tradeoff.chosen.held_out_error
+    assert all(point.held_out_error is not None for point in tradeoff.curve)
+    assert (tradeoff.curve[-1].held_out_error, tradeoff.curve[-1].reported) == (0, 0)
+    assert allocate(vit_plan, vit, budget=0.3)[1].chosen.held_out_error is None
+
+
+def test_the_held_out_error_is_that_of_factors_fitted_to_a_part(vit: nn.Module) -> None:
+    noise = torch.randn(50, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+    many = nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
+    fqn = "blocks.1.mlp.fc2"
+    made, tradeoff = allocate(plan(vit, include=rf"{fqn}$"), vit, budget=0.3, calibrate=many)
+    samples = samples_of(many)
+    fit, held_out = (collect(vit, {fqn: 1}, part)[fqn] for part in (samples.without_held_out().fit(), samples.held_out()))
+    architecture = made.replaced[0].parts[0].architecture
+    assert architecture is not None
+    weight = vit.get_parameter(f"{fqn}.weight").detach()
+    found = project_calibrated(weight, architecture, metric_of(fit, bias=True))
+    product = factors_to_dense([factor.double() for factor in found.projection.factors])
+    error = output_error(weight.double(), product, found.shift, held_out).relative
+    assert tradeoff.chosen.held_out_error == pytest.approx(error, rel=1e-6)
+
+
+def test_two_samples_are_too_few_for_a_budget(vit: nn.Module, vit_plan: Plan, images: Tensor) -> None:
+    with pytest.raises(DataError, match="at least 3 samples, to fit to, to choose by and to report on; there are 2"):
+        allocate(vit_plan, vit, budget=0.4, calibrate=images[:2])
+    assert allocate(vit_plan, vit, budget=0.4, calibrate=images[:3])[1].samples == Split(1, 1, 1)
