@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -38,6 +39,7 @@ class ButterflyLinear(nn.Module):
         self.backend = backend
         self.in_features = architecture.in_features
         self.out_features = architecture.out_features
+        self._names = [str(place) for place in range(len(architecture))]
         self.factors = nn.ParameterList(
             nn.Parameter(torch.empty(pattern.factor_shape, device=device, dtype=dtype)) for pattern in architecture
         )
@@ -69,9 +71,12 @@ class ButterflyLinear(nn.Module):
         return ks_linear(x, self.own_factors(), self.bias, backend=self.backend)
 
     def own_factors(self) -> tuple[Tensor, ...]:
-        """``tuple(self.factors)``, at a third of its cost, which every call pays."""
-        factors = self.factors
-        return tuple([getattr(factors, str(place)) for place in range(len(self.architecture.patterns))])
+        """``tuple(self.factors)``, at a tenth of its cost where the list holds plain parameters, as every call asks for it."""
+        if not torch.compiler.is_compiling():
+            parameters = self.factors._parameters
+            with contextlib.suppress(KeyError):
+                return tuple([parameters[name] for name in self._names])  # pyright: ignore[reportReturnType] - None is no factor
+        return tuple(self.factors)
 
     def extra_repr(self) -> str:
         return f"architecture={self.architecture}, density={self.architecture.density:.3f}, bias={self.bias is not None}"

@@ -26,7 +26,7 @@ class Backend:
 
     name: str
     rounds_weights = False
-    """Whether ``linear`` takes factors and a bias wider than x, as autocast leaves them, and rounds them itself."""
+    """Whether factors and a bias may be wider than x, as autocast leaves them, which is then left on."""
 
     def can_run(self, problem: Problem) -> str | None:
         """None when the result will be correct, gradients included where asked for; otherwise the reason why not.

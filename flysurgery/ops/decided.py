@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from flysurgery.ops.registry import BACKENDS
 Found = TypeVar("Found")
 
 _REMEMBERED = 4096
+_requires_grad, _looks = attrgetter("requires_grad"), attrgetter("shape", "dtype", "device")
 _decided: dict[tuple[Hashable, ...], object] = {}
 
 
@@ -38,10 +40,10 @@ def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hash
     if is_tracing(*tensors):
         return decide()
     x = tensors[0]
-    autocast = autocast_dtype(x.device.type)
+    autocast = autocast_dtype(x.device.type) if torch._C._is_any_autocast_enabled() else None
     tf32 = autocast is None and x.dtype == torch.float32 and x.is_cuda and tf32_allowed()
-    gradients = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
-    key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *[(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    gradients = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *map(_looks, tensors))
     try:
         return _decided[key]  # pyright: ignore[reportReturnType] - what was asked tells the type
     except KeyError:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flysurgery.ops.autocast import without_autocast
+
 Stamp = tuple[object, ...]
 
 
@@ -56,7 +58,7 @@ def derived(
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing and any(source.requires_grad or source.is_inference() for source in sources):
         return _make(make)
-    if any(source.is_inference() for source in sources):
+    if any(map(Tensor.is_inference, sources)):
         return _make_to_keep(make, sources[0].device)
     key = (id(sources[0]), len(sources), token)
     stamps = tuple(map(_stamp, sources))
@@ -101,7 +103,7 @@ def _stamp(source: Tensor) -> Stamp:
 
 
 def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), without_autocast("cuda"):
         return make()
 
 

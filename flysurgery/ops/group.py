@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
-from flysurgery.ops.autocast import autocast_dtype, without_autocast
+from flysurgery.ops.autocast import autocast_dtype
 from flysurgery.ops.backend import GroupRunner
 from flysurgery.ops.decided import decided
 from flysurgery.ops.dispatch import choose
@@ -38,10 +38,7 @@ def ks_linear_group(
     if decision is None:
         return torch.cat([ks_linear(x, own, bias, backend=backend) for own, bias in zip(linears, biases, strict=True)], dim=-1)
     run, dtype = decision
-    if dtype is None:
-        return run(x, factors, present)
-    with without_autocast("cuda"):
-        return run(x.to(dtype), factors, present)
+    return run(x if dtype is None else x.to(dtype), factors, present)
 
 
 def _decide(

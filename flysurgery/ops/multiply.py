@@ -58,11 +58,10 @@ def ks_linear(
     run, dtype, casts_weights = decided(lambda: _decide(x, factors, bias, backend), tensors, backend, bias is None)
     if dtype is None:
         return run(x, factors, bias)
-    if casts_weights:
-        factors = [factor.to(dtype) for factor in factors]
-        bias = None if bias is None else bias.to(dtype)
-    with without_autocast(x.device.type):
+    if not casts_weights:
         return run(x.to(dtype), factors, bias)
+    with without_autocast(x.device.type):
+        return run(x.to(dtype), [factor.to(dtype) for factor in factors], None if bias is None else bias.to(dtype))
 
 
 def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: str | None) -> Decision:

@@ -72,7 +72,7 @@ def is_tracing(*tensors: Tensor) -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._get_tracing_state() is not None
         or not _PLAIN.issuperset(map(type, tensors))
         or bool(torch._C._len_torch_dispatch_stack())
         or peek_interpreter_stack() is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, single_factor
 from flysurgery.ops.cuda.exact_gradient import ExactGradient
 from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.kernel import rows_and_stride
+from flysurgery.ops.cuda.kernel import with_one_stride
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
 
@@ -33,7 +32,6 @@ class Chain:
         self._sum = single_factor(summed, mode, device_index, rows, segments=linears)
         exact = mode == "exact"
         self._gradients = [ExactGradient(p) if exact else factor_grad(p, mode, device_index, rows) for p in patterns]
-        *self._starts, self._bias_start = accumulate((linears * pattern.nnz for pattern in patterns), initial=0)
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
@@ -64,31 +62,21 @@ class Chain:
         with_input: bool,
         with_bias: bool,
     ) -> list[Tensor]:
-        """The gradients of the weights in one tensor, as ``split_gradients`` takes it apart, and that of x if asked for."""
-        size = self._bias_start + (self.linears * self.architecture.out_features if with_bias else 0)
-        weights = torch.empty(size, dtype=gradient_dtype(x), device=x.device)
-        if x.numel() == 0:
-            return [weights.zero_(), torch.empty_like(x)] if with_input else [weights.zero_()]
-        x, dy = _adjacent(x), _adjacent(dy)
+        """The gradients of all linears' factors of each place in the product, of their biases if asked for, and of x if asked for.
+
+        Those of one place, or of the biases, follow each other along the first dimension.
+        """
+        x, dy = with_one_stride(x), with_one_stride(dy)
         images_left = iter(images)
         inputs = [x]
         for single in self._inputs:
             inputs.append(single.run(inputs[-1], next(images_left), None, self.linears))
+        of_factors, of_biases = [], []
         for place, gradient in enumerate(self._gradients):
-            bias_start = self._bias_start if with_bias and place == 0 else None
-            if bias_start is not None and not gradient.sums_dy:
-                torch.sum(dy.flatten(0, -2), 0, dtype=weights.dtype, out=weights[bias_start:])
-                bias_start = None
-            gradient.write(inputs.pop(), dy, weights, self._starts[place], bias_start, self.linears)
+            own, *sums = gradient.run(inputs.pop(), dy, self.linears, with_bias and place == 0)
+            of_factors.append(own)
+            of_biases += sums
             if place < len(self._outputs):
                 dy = self._outputs[place].run(dy, next(images_left), None, self.linears)
-        return [weights, self._sum.run(dy, next(images_left))] if with_input else [weights]
-
-
-def gradient_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the weights' gradients: they are summed in float32, or wider for wider inputs."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _adjacent(tensor: Tensor) -> Tensor:
-    return tensor if rows_and_stride(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
+        of_input = [self._sum.run(dy, next(images_left))] if with_input else []
+        return [*of_factors, *of_biases, *of_input]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear, readable
+from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
@@ -59,8 +59,7 @@ def run_epilogue(
         return (image, (bias.detach() if scale is None else bias.detach() * scale.detach()).to(dtype_of(mode)))
 
     packed = derived(("epilogue", kernels, bias is None, scale is None), sources, make)
-    added = None if residual is None else readable(residual)
-    return kernels.run(readable(x), packed[0], None if bias is None else packed[1], added, activation)
+    return kernels.run(x, packed[0], None if bias is None else packed[1], residual, activation)
 
 
 def _fake_epilogue(

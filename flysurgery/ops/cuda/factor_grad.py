@@ -46,36 +46,16 @@ class FactorGrad:
         self._x_vector, self._dy_vector, self._width = self.tile.x_vector, self.tile.dy_vector, self.tile.element_bytes
         self._launches: dict[tuple[int, int, int, int, bool, int, int, int, int], _Launches] = {}
 
-    @property
-    def sums_dy(self) -> bool:
-        """Whether ``write`` can give the gradient of a bias as well: halves meet ones without rounding."""
-        return self.tile.element_bytes == 2
-
     def run(
-        self,
-        x: Tensor,  # shape: (rows, a*c*d)
-        dy: Tensor,  # shape: (rows, a*b*d)
-    ) -> Tensor:  # shape: (a, b, c, d), float32
-        """The gradient as a tensor of its own."""
-        out = torch.empty(self.pattern.factor_shape, dtype=torch.float32, device=x.device)
-        if x.shape[0] == 0:
-            return out.zero_()
-        self.write(x, dy, out, 0)
-        return out
-
-    def write(
         self,
         x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
         dy: Tensor,  # shape: (*batch, linears*a*b*d)
-        out: Tensor,  # contiguous, float32
-        start: int,
-        bias_start: int | None = None,
         linears: int = 1,
-    ) -> None:
-        """Write the gradients of linears that share x, or have it side by side, on the current stream; one row at least.
+        with_bias: bool = False,
+    ) -> list[Tensor]:  # shapes: (linears*a, b, c, d), float32, and (linears*a*b*d,) where biases are asked for
+        """The gradients of linears that share x, or have it side by side, and the sums of the columns of dy; on the current stream.
 
-        They come one after the other, each (a, b, c, d), at element ``start`` of ``out``; at ``bias_start`` the sums of the
-        columns of dy, for modes that can. Rows may be strided, features must be adjacent; any alignment of whole elements.
+        Rows may be strided, features must be adjacent; any alignment of whole elements.
 
         Raises:
             BackendError: the features of x or dy are not adjacent, or no one stride leads through their rows.
@@ -84,20 +64,31 @@ class FactorGrad:
         if of_x is None or of_dy is None:
             raise BackendError(f"the factor-gradient kernel needs adjacent features; x has strides {x.stride()}, dy {dy.stride()}")
         (rows, x_stride), (_, dy_stride), features = of_x, of_dy, x.shape[-1]
-        device, x_at, dy_at, width = x.device.index, x.data_ptr(), dy.data_ptr(), self._width
+        a, b, c, d = self.pattern.factor_shape
+        device, width = x.device, self._width
+        out = torch.empty((linears * a, b, c, d), dtype=torch.float32, device=device)
+        found, bias_at = [out], 0
+        if with_bias:
+            # halves meet ones without rounding; other products with ones would round dy
+            sums = torch.empty(dy.shape[-1], dtype=torch.float32, device=device) if width == 2 else dy.flatten(0, -2).sum(0)
+            found.append(sums)
+            bias_at = sums.data_ptr() if width == 2 else 0
+        if rows == 0:
+            return [gradient.zero_() for gradient in found]
+        x_at, dy_at, out_at = x.data_ptr(), dy.data_ptr(), out.data_ptr()
         x_vector = self._x_vector if (x_at | x_stride * width) % self._x_vector == 0 else width
         dy_vector = self._dy_vector if (dy_at | dy_stride * width) % self._dy_vector == 0 else width
-        key = (rows, features, linears, device, bias_start is not None, x_stride, dy_stride, x_vector, dy_vector)
+        key = (rows, features, linears, device.index, bias_at != 0, x_stride, dy_stride, x_vector, dy_vector)
         product, total, size, of_factors = self._launches.get(key) or self._prepare(*key)
-        stream, address = current_stream(device), out.data_ptr()
-        out_at, bias_at = address + 4 * start, address + 4 * (bias_start or 0)
+        stream = current_stream(device.index)
         if total is None:
             product(stream, x_at, dy_at, out_at, bias_at)
-            return
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+            return found
+        partial = torch.empty(size, dtype=torch.float32, device=device)
         partial_at = partial.data_ptr()
         product(stream, x_at, dy_at, partial_at, partial_at + 4 * of_factors)
         total(stream, partial_at, out_at, bias_at)
+        return found
 
     def _prepare(
         self,

@@ -105,20 +105,21 @@ class FusedLinear:
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
     ) -> Tensor:  # shape: (*batch, linears * out_features)
-        """Launch on the current stream. Rows of x and residual may be strided, features must be adjacent.
+        """Launch on the current stream. What the kernel cannot read in place is copied first.
 
-        Raises:
-            BackendError: x or residual do not start, or their rows do not follow, at multiples of 16 bytes.
+        It reads vectors of 16 bytes, in rows that one stride leads through.
         """
-        x_at, rows, stride = _readable("x", x)
+        x, rows, stride = _readable(x)
         y = x.new_empty((*x.shape[:-1], self._out_features))
         if rows == 0:
             return y
-        bias_at = _readable("bias", bias)[0] if isinstance(bias, Tensor) else bias or 0
-        residual_at, _, residual_stride = (0, 0, None) if residual is None else _readable("residual", residual)
+        bias = _readable(bias)[0] if isinstance(bias, Tensor) else bias
+        residual_stride = None
+        if residual is not None:
+            residual, _, residual_stride = _readable(residual)
         key = (rows, stride, activation, residual_stride)
         launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(x.device.index), x_at, address_of(image), bias_at, residual_at, y.data_ptr())
+        launch(current_stream(x.device.index), x.data_ptr(), address_of(image), address_of(bias), address_of(residual), y.data_ptr())
         return y
 
     def _prepare(self, rows: int, stride: int, activation: str, residual_stride: int | None) -> Prepared:
@@ -135,25 +136,14 @@ class FusedLinear:
 
 def aligned(tensor: Tensor) -> bool:
     """Whether a tensor's features are adjacent and its rows follow by one stride and begin at multiples of 16 bytes."""
-    return _place(tensor) is not None
+    placed = rows_and_stride(tensor)
+    return placed is not None and (tensor.data_ptr() | placed[1] * tensor.element_size()) % _ALIGNMENT == 0
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """The tensor itself where it is aligned, else a contiguous copy."""
-    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _place(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Address, number of rows and bytes from one row to the next; None where the kernel cannot read them."""
-    found, address = rows_and_stride(tensor), tensor.data_ptr()
-    if found is None:
-        return None
-    stride = found[1] * tensor.element_size()
-    return None if (address | stride) % _ALIGNMENT else (address, found[0], stride)
-
-
-def _readable(name: str, tensor: Tensor) -> tuple[int, int, int]:
-    found = _place(tensor)
-    if found is None:
-        raise BackendError(f"the fused kernel reads {name} in vectors of 16 bytes; call .contiguous() on it first")
-    return found
+def _readable(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """The tensor or, where it is not aligned, a copy; its rows, and the bytes from one to the next."""
+    placed, width = rows_and_stride(tensor), tensor.element_size()
+    if placed is None or (tensor.data_ptr() | placed[1] * width) % _ALIGNMENT:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        placed = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+    return tensor, placed[0], placed[1] * width

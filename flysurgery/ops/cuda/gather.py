@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
-from flysurgery.ops.cuda.modes import HALF_MODES, dtype_of
+from flysurgery.ops.cuda.modes import HALVES, dtype_of
 
 _THREADS = 256
 _PER_THREAD = 8
 _ALIGNMENT = 128
 """Elements: each image begins at a multiple of 256 bytes."""
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_MODES = frozenset(HALF_MODES.values())
 _BASE = 256
 """Whole numbers up to it are exact in bfloat16."""
 
@@ -25,10 +24,9 @@ Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 def can_gather(sources: Sequence[Tensor], mode: str) -> bool:
     """Whether a table packs these tensors."""
-    dtype = sources[0].dtype
-    if mode not in _MODES or dtype not in _SOURCES:
+    if mode not in HALVES or sources[0].dtype not in _SOURCES:
         return False
-    return all([source.dtype == dtype and source.is_contiguous() for source in sources])
+    return len({source.dtype for source in sources}) == 1 and all(map(Tensor.is_contiguous, sources))
 
 
 def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tensor, ...]:  # shapes: (count,), int32, one an image
@@ -67,7 +65,7 @@ class Gather:
         self._offsets = [2 * before for before in accumulate(self.sizes[:-1], initial=0)]
 
     def __call__(self, sources: Sequence[Tensor]) -> Tensor:
-        """The images one after the other, each filled up to where the next one begins."""
+        """The images one after the other, each filled up to where the next one begins, on the current stream."""
         table, dtype = self._table, sources[0].dtype
         images = torch.empty_like(table, dtype=self._dtype)
         launch = self._launches.get(dtype) or self._prepare(dtype)
@@ -99,7 +97,7 @@ class Packer:
     def __init__(self, plainly: Pack, mode: str) -> None:
         self.plainly = plainly
         self.mode = mode
-        self._gather: Gather | None = None
+        self.gather: Gather | None = None
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images; those out of a table in the dtype of the mode, with what fills them up."""
@@ -110,6 +108,6 @@ class Packer:
         """What packs these sources by a table; None where nothing does."""
         if not can_gather(sources, self.mode):
             return None
-        if self._gather is None and not torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
-            self._gather = Gather(make_tables(self.plainly, sources, self.mode), sources, self.mode)
-        return self._gather
+        if self.gather is None and not torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
+            self.gather = Gather(make_tables(self.plainly, sources, self.mode), sources, self.mode)
+        return self.gather

@@ -14,7 +14,7 @@ from flysurgery.ops.cuda.table import rows_bucket
 from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture, Pattern
 
-Gradients = tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]
+Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
 _chains: dict[tuple[object, ...], Chain] = {}
 
 
@@ -43,43 +43,34 @@ def all_gradients(
     with_input: bool,
     with_bias: bool,
 ) -> list[Tensor]:
-    """Gradients of all factors and biases, in one tensor that ``split_gradients`` takes apart, and that of x if asked for."""
+    """Gradients of all factors and biases, and that of x if asked for, as ``Chain.run`` gives them and ``hand_out`` takes them."""
     device_index = x.device.index
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
     factors = tuple(factors)
-    rows = x.numel() // x.shape[-1]
-    kernels = chain_for(factors, linears, mode, device_index, rows)
-    meet(kernels, rows)
+    kernels = chain_for(factors, linears, mode, device_index, x.numel() // x.shape[-1])
+    meet(kernels, x)
     images = derived(kernels, factors, lambda: kernels.pack(factors))
     return kernels.run(dy, x, images, with_input, with_bias)
 
 
-def split_gradients(
-    weights: Tensor,
+def hand_out(
+    found: Sequence[Tensor],
     factors: Sequence[Tensor],
     bias_dtypes: Sequence[torch.dtype | None],
     linears: int,
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Of each factor and of each bias its own gradient, in its own dtype, out of the tensor that holds them all.
-
-    There, those of the leftmost factors come first, of all linears, then of the next ones, at last the biases'.
-    """
+    with_input: bool,
+) -> Gradients:
+    """Of what ``all_gradients`` gives, the gradient of x, and of each factor and each bias its own, in its own dtype."""
     length = len(factors) // linears
-    dtype = factors[0].dtype
-    if weights.dtype != dtype:
-        weights = weights.to(dtype)
-    sizes = [factor.numel() for place in range(length) for factor in factors[place::length]]
-    if any(bias_dtypes):
-        sizes += [(weights.numel() - sum(sizes)) // linears] * linears
-    parts = torch.split_with_sizes(weights, sizes)
-    places = [place * linears + linear for linear in range(linears) for place in range(length)]
-    of_factors = [parts[place].view(factor.shape) for place, factor in zip(places, factors, strict=True)]
-    of_biases = parts[len(factors) :]
-    if any([factor.dtype != dtype for factor in factors]):
-        of_factors = [part.to(factor.dtype) for part, factor in zip(of_factors, factors, strict=True)]
-    return of_factors, [None if dtype is None else part.to(dtype) for part, dtype in zip(of_biases, bias_dtypes, strict=False)]
+    parts = [[own] if linears == 1 else own.chunk(linears) for own in found[: len(found) - with_input]]
+    of_factors = [parts[index % length][index // length] for index in range(len(factors))]
+    of_factors = [part if part.dtype == factor.dtype else part.to(factor.dtype) for part, factor in zip(of_factors, factors, strict=True)]
+    of_biases: list[Tensor | None] = [None] * len(bias_dtypes)
+    if len(parts) > length:
+        of_biases = [None if dtype is None else part.to(dtype) for part, dtype in zip(parts[length], bias_dtypes, strict=True)]
+    return found[-1] if with_input else None, of_factors, of_biases
 
 
 def layer_gradients(
@@ -99,9 +90,8 @@ def layer_gradients(
         bias_dtypes: one a bias, None for a bias that needs no gradient.
     """
     if x is not None:
-        weights, *dx = of_all(dy, x, factors, linears, mode, needs_x, any(bias_dtypes))
-        of_factors, of_biases = split_gradients(weights, factors, bias_dtypes, linears)
-        return dx[0] if needs_x else None, [*of_factors], of_biases or [None] * len(bias_dtypes)
+        found = of_all(dy, x, factors, linears, mode, needs_x, any(bias_dtypes))
+        return hand_out(found, factors, bias_dtypes, linears, needs_x)
     dx = of_input(dy, factors, linears, mode) if needs_x else None
     parts = dy.flatten(0, -2).chunk(linears, dim=1)
     sums = [None if dtype is None else part.sum(0, dtype=dtype) for part, dtype in zip(parts, bias_dtypes, strict=False)]

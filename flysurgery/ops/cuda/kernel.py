@@ -88,8 +88,8 @@ class Kernel:
         self.device_index = device_index
         self._code = code
         self._kernel = driver.CUkernel(int(kernel.handle))
-        self._function = driver.CUfunction(int(kernel.handle))
-        self._launch = driver.cuLaunchKernel
+        self.function = driver.CUfunction(int(kernel.handle))
+        self.driver_launch = driver.cuLaunchKernel
         self._sizes = [size for _, size in kernel.arguments_info]
         self._parameters = Parameters(self._sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
@@ -125,12 +125,12 @@ class Kernel:
 
     def queue(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """Launch with the parameters whose addresses lie at ``address``; ``sizes`` are grid, block and shared bytes."""
-        result = self._launch(self._function, *sizes, stream, address, 0)[0]
+        result = self.driver_launch(self.function, *sizes, stream, address, 0)[0]
         if result == 0:
             return
         if result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)
-            result = self._launch(self._function, *sizes, stream, address, 0)[0]
+            result = self.driver_launch(self.function, *sizes, stream, address, 0)[0]
         if result != 0:
             raise BackendError(
                 f"kernel {self.name} was not launched: {result.name} with grid {sizes[:3]}, block {sizes[3:6]}, "
@@ -180,7 +180,7 @@ class Prepared:
     """A launch of which all but the stream and the first parameters, addresses, stays the same from call to call."""
 
     def __init__(self, kernel: Kernel, sizes: tuple[int, ...], parameter_sizes: Sequence[int], numbers: tuple[int, ...]) -> None:
-        self._queue, self._sizes = kernel.queue, sizes
+        self._kernel, self._launch, self._function, self._sizes = kernel, kernel.driver_launch, kernel.function, sizes
         self._parameters = Parameters(parameter_sizes)
         addresses = self._parameters.count - len(numbers)
         self._address = self._parameters.fill((None,) * addresses + numbers, kernel.name)
@@ -192,7 +192,8 @@ class Prepared:
         """Queue the kernel on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
         with self._lock:
             self._pack(self._words, 0, *addresses)
-            self._queue(self._sizes, stream, self._address)
+            if self._launch(self._function, *self._sizes, stream, self._address, 0)[0] != 0:
+                self._kernel.queue(self._sizes, stream, self._address)
 
 
 def address_of(argument: Argument) -> int:
@@ -222,6 +223,11 @@ def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
                 return None
             rows, stride = rows * size, step if rows == 1 else stride
     return rows, stride
+
+
+def with_one_stride(x: Tensor) -> Tensor:
+    """x, or where ``rows_and_stride`` finds none a copy that has one."""
+    return x.clone(memory_format=torch.contiguous_format) if rows_and_stride(x) is None else x
 
 
 def float_bits(value: float) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from torch import Tensor
+
 from flysurgery.ops.cuda.table import TunedCase
 
 
@@ -22,10 +24,10 @@ class Tunable(Protocol):
 _met: dict[tuple[Tunable, int], None] | None = None
 
 
-def meet(kernels: Tunable, rows: int) -> None:
-    """Note that kernels run on so many rows, where somebody records it."""
+def meet(kernels: Tunable, x: Tensor) -> None:
+    """Note that kernels run on the rows of x, where somebody records it."""
     if _met is not None:
-        _met[kernels, rows] = None
+        _met[kernels, x.numel() // x.shape[-1]] = None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from flysurgery.errors import BackendError
 
 HALF_MODES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+HALVES = frozenset(HALF_MODES.values())
 MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32, "exact": torch.float32}
 
 

@@ -38,7 +38,7 @@ def multiply(
             return multiply(x, factors, biases, linears, mode, transposed=transposed)
     rows = x.numel() // x.shape[-1]
     product = product_for(factors, linears, mode, device_index, rows, transposed)
-    meet(product, rows)
+    meet(product, x)
     if rows == 0:
         return x.new_empty((*x.shape[:-1], linears * product.architecture.out_features))
     packed = derived((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed))

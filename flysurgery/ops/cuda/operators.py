@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.chain import gradient_dtype
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.modes import dtype_of, mode_of, tf32_allowed
 from flysurgery.ops.cuda.multiply import multiply
@@ -72,9 +71,11 @@ def _fake_input_gradient(dy: Tensor, factors: Sequence[Tensor], linears: int, mo
 def _fake_gradients(
     dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
 ) -> list[Tensor]:
-    size = sum(factor.numel() for factor in factors) + (dy.shape[-1] if with_bias else 0)
-    weights = x.new_empty(size, dtype=gradient_dtype(x))
-    return [weights, x.new_empty(x.shape)] if with_input else [weights]
+    length, dtype = len(factors) // linears, torch.promote_types(x.dtype, torch.float32)
+    shapes = [(linears * a, b, c, d) for a, b, c, d in (factor.shape for factor in factors[:length])]
+    biases = [(dy.shape[-1],)] if with_bias else []
+    gradients = [x.new_empty(shape, dtype=dtype) for shape in (*shapes, *biases)]
+    return [*gradients, x.new_empty(x.shape)] if with_input else gradients
 
 
 torch.library.register_fake("flysurgery::ks_linear", _fake_linear, lib=_library)

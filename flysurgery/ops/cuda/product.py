@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.configured import SINGLE, single_factor
-from flysurgery.ops.cuda.fused import FusedLinear, aligned
+from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.kernel import rows_and_stride
+from flysurgery.ops.cuda.kernel import with_one_stride
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor
@@ -82,8 +82,8 @@ class Product:
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""
         bias = packed[-1] if with_bias else None
         if isinstance(self.kernels, FusedLinear):
-            return self.kernels.run(_copy_unless(aligned(x), x), packed[0], bias)
-        x = _copy_unless(rows_and_stride(x) is not None, x)
+            return self.kernels.run(x, packed[0], bias)
+        x = with_one_stride(x)
         last = len(self.kernels) - 1
         for place, single in enumerate(self.kernels):
             x = single.run(x, packed[place], bias if place == last else None)
@@ -122,7 +122,3 @@ def _fused(architecture: Architecture, mode: str, linears: int, device_index: in
 @cache
 def _chain(architecture: Architecture, mode: str, device_index: int, singles: tuple[SingleFactor, ...]) -> Product:
     return Product(architecture, mode, 1, device_index, singles)
-
-
-def _copy_unless(readable: bool, tensor: Tensor) -> Tensor:
-    return tensor if readable else tensor.clone(memory_format=torch.contiguous_format)

@@ -9,7 +9,7 @@ from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.gather import Packer
 from flysurgery.ops.cuda.gradients import chain_for
 from flysurgery.ops.cuda.met import meet
-from flysurgery.ops.cuda.modes import HALF_MODES
+from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.product import Product
 from flysurgery.ops.cuda.table import rows_bucket
@@ -20,9 +20,9 @@ _trained: dict[tuple[object, ...], Trained] = {}
 class Trained:
     """A product and its backward pass. Looking weights up in a cache would take longer than packing halves does."""
 
-    def __init__(self, product: Product, chain: Chain, factors: int, biases: int) -> None:
+    def __init__(self, product: Product, chain: Chain, factors: int, with_bias: bool) -> None:
         self.product, self.chain = product, chain
-        self._factors, self._with_bias = factors, biases > 0
+        self._factors, self._with_bias = factors, with_bias
         self.packer = Packer(self._pack, product.mode)
 
     def _pack(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -30,41 +30,38 @@ class Trained:
         factors, biases = sources[: self._factors], sources[self._factors :]
         return (*self.product.pack_plainly(factors, biases, transposed=False), *self.chain.pack.plainly(factors))
 
-    def pack(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> tuple[Tensor, list[int]] | None:
-        """The weights for both passes in one tensor, and the addresses of the images there; None where no table packs them."""
-        sources = factors + biases
-        gather = self.packer.gather_for(sources)
-        if gather is None:
-            return None
-        images = gather(sources)
-        return images, gather.addresses(images)
+    def pack(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
+        """The weights for both passes; None where no table packs these factors and biases."""
+        gather = self.packer.gather_for(parameters)
+        return None if gather is None else gather(parameters)
 
-    def forward(self, x: Tensor, images: list[int]) -> Tensor:
+    def forward(self, x: Tensor, packed: Tensor) -> Tensor:
         """The product; as ``Product.run``."""
-        meet(self.product, _rows(x))
-        return self.product.run(x, images[: -self.chain.images], self._with_bias)
+        meet(self.product, x)
+        return self.product.run(x, self._images(packed)[: -self.chain.images], self._with_bias)
 
-    def backward(self, dy: Tensor, x: Tensor, images: list[int], with_input: bool, with_bias: bool) -> list[Tensor]:
+    def backward(self, dy: Tensor, x: Tensor, packed: Tensor, with_input: bool, with_bias: bool) -> list[Tensor]:
         """The gradients; as ``Chain.run``."""
-        meet(self.chain, _rows(x))
-        return self.chain.run(dy, x, images[-self.chain.images :], with_input, with_bias)
+        meet(self.chain, x)
+        return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias)
+
+    def _images(self, packed: Tensor) -> list[int]:
+        assert self.packer.gather is not None, "it has packed"
+        return self.packer.gather.addresses(packed)
 
 
-def trained_for(x: Tensor, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], linears: int, mode: str) -> Trained | None:
-    """The kernels for factors of these shapes; None where the weights had better be kept, or x is on another device."""
-    device_index, rows = x.device.index, _rows(x)
-    if rows == 0 or mode not in HALF_MODES.values() or device_index != torch.cuda.current_device():
+def trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: int, mode: str) -> Trained | None:
+    """The kernels for ``count`` factors, and biases behind them; None where the weights had better be kept, or x is on another device."""
+    device_index, rows = x.device.index, x.numel() // x.shape[-1]
+    if rows == 0 or mode not in HALVES or device_index != torch.cuda.current_device():
         return None
-    key = (mode, linears, len(biases), device_index, rows_bucket(rows), *[factor.shape for factor in factors])
+    key = (mode, linears, device_index, rows_bucket(rows), *[parameter.shape for parameter in parameters])
     found = _trained.get(key)
     if found is None:
+        factors = parameters[:count]
         product = product_for(factors, linears, mode, device_index, rows, False)
-        found = _trained[key] = Trained(product, chain_for(factors, linears, mode, device_index, rows), len(factors), len(biases))
+        found = _trained[key] = Trained(product, chain_for(factors, linears, mode, device_index, rows), count, len(parameters) > count)
     return found
-
-
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
 
 
 def forget_trained() -> None:

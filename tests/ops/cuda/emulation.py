@@ -66,18 +66,13 @@ class EmulatedSingle:
 class EmulatedGradient:
     """Stands in for ``FactorGrad``."""
 
-    sums_dy = True
-
     def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int) -> None:
         self.pattern = pattern
 
-    def write(self, x: Tensor, dy: Tensor, out: Tensor, start: int, bias_start: int | None = None, linears: int = 1) -> None:
+    def run(self, x: Tensor, dy: Tensor, linears: int = 1, with_bias: bool = False) -> list[Tensor]:
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         a, b, c, d = self.pattern.factor_shape
         parts = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
-        for part, own in zip(parts, dy.chunk(linears, dim=1), strict=True):
-            gradient = torch.einsum("ripj,riqj->ipqj", own.reshape(-1, a, b, d), part.reshape(-1, a, c, d))
-            out[start : start + gradient.numel()] = gradient.reshape(-1)
-            start += gradient.numel()
-        if bias_start is not None:
-            out[bias_start : bias_start + dy.shape[1]] = dy.sum(0)
+        pairs = zip(parts, dy.chunk(linears, dim=1), strict=True)
+        found = [torch.einsum("ripj,riqj->ipqj", own.reshape(-1, a, b, d), part.reshape(-1, a, c, d)) for part, own in pairs]
+        return [torch.cat(found), dy.sum(0)] if with_bias else [torch.cat(found)]
