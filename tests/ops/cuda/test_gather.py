@@ -94,7 +94,7 @@ def test_the_kernel_gathers(architecture: Architecture, linears: int, dtype: tor
     )
     biases = tuple(make_vector(architecture.out_features, FP32, device="cuda").to(dtype) * (n + 1) for n in range(linears))
     chain = Chain(architecture, mode, linears, 0, 1000)
-    trained_packer = Trained(product, chain, len(factors), linears).packer
+    trained_packer = Trained(product, chain, len(factors), with_bias=True).packer
     for packer, sources in ((trained_packer, factors + biases), (chain.pack, factors)):
         slow = packer.plainly(sources)
         for fast, image in zip(packer(sources), slow, strict=True):
