@@ -25,8 +25,8 @@ class Backend:
     """
 
     name: str
-    rounds_weights = False
-    """Whether factors and a bias may be wider than x, as autocast leaves them, which is then left on."""
+    rounds = False
+    """Whether operands may be wider than the problem says, as autocast leaves them: it is then left on."""
 
     def can_run(self, problem: Problem) -> str | None:
         """None when the result will be correct, gradients included where asked for; otherwise the reason why not.

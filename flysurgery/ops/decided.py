@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flysurgery.ops.autocast import autocast_dtype
-from flysurgery.ops.backend import Runner
 from flysurgery.ops.cuda.modes import tf32_allowed
 from flysurgery.ops.problem import is_tracing
 from flysurgery.ops.registry import BACKENDS
@@ -20,14 +19,6 @@ Found = TypeVar("Found")
 _REMEMBERED = 4096
 _requires_grad, _looks = attrgetter("requires_grad"), attrgetter("shape", "dtype", "device")
 _decided: dict[tuple[Hashable, ...], object] = {}
-
-
-class Decision(NamedTuple):
-    """What runs the multiplication, and under autocast the dtype to cast x to, and whether to cast the weights as well."""
-
-    run: Runner
-    dtype: torch.dtype | None
-    casts_weights: bool
 
 
 def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hashable) -> Found:

@@ -34,17 +34,14 @@ def ks_linear_group(
     factors = [factor for linear in linears for factor in linear]
     present = [bias for bias in biases if bias is not None]
     asked = ("group", backend, *map(len, linears), *[bias is None for bias in biases])
-    decision = decided(lambda: _decide(x, linears, biases, backend), (x, *factors, *present), *asked)
-    if decision is None:
+    run = decided(lambda: _decide(x, linears, biases, backend), (x, *factors, *present), *asked)
+    if run is None:
         return torch.cat([ks_linear(x, own, bias, backend=backend) for own, bias in zip(linears, biases, strict=True)], dim=-1)
-    run, dtype = decision
-    return run(x if dtype is None else x.to(dtype), factors, present)
+    return run(x, factors, present)
 
 
-def _decide(
-    x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None
-) -> tuple[GroupRunner, torch.dtype | None] | None:
-    """What runs them in one launch, and the dtype that x is cast to under autocast; None where nothing does."""
+def _decide(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None) -> GroupRunner | None:
+    """What runs them in one launch; None where nothing does."""
     present = [bias for bias in biases if bias is not None]
     if len(linears) == 1 or len(present) not in (0, len(linears)) or x.device.type != "cuda":
         return None
@@ -61,4 +58,4 @@ def _decide(
     chosen = choose(problem, backend)
     if chosen.group_obstacle(problem, len(linears)) is not None:
         return None
-    return chosen.group_runner(problem, len(linears)), dtype
+    return chosen.group_runner(problem, len(linears))

@@ -10,7 +10,8 @@ from torch import Tensor
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.autocast import autocast_dtype, without_autocast
-from flysurgery.ops.decided import Decision, decided
+from flysurgery.ops.backend import Runner
+from flysurgery.ops.decided import decided
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
@@ -55,23 +56,21 @@ def ks_linear(
         BackendError: dtypes or devices differ, or no backend, or not the named one, can run this, with each reason.
     """
     tensors = (x, *factors) if bias is None else (x, *factors, bias)
-    run, dtype, casts_weights = decided(lambda: _decide(x, factors, bias, backend), tensors, backend, bias is None)
+    run, dtype = decided(lambda: _decide(x, factors, bias, backend), tensors, backend, bias is None)
     if dtype is None:
         return run(x, factors, bias)
-    if not casts_weights:
-        return run(x.to(dtype), factors, bias)
     with without_autocast(x.device.type):
         return run(x.to(dtype), [factor.to(dtype) for factor in factors], None if bias is None else bias.to(dtype))
 
 
-def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: str | None) -> Decision:
+def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: str | None) -> tuple[Runner, torch.dtype | None]:
+    """What runs this, and the dtype that operands are cast to before; None where they stay as they are."""
     _check_sizes(x, architecture_of(factors), bias)
     autocast = autocast_dtype(x.device.type)
     _check_alike(x, factors, bias, autocast)
-    dtype = None if autocast is None else _under_autocast(x, autocast)
-    problem = problem_of(x, factors, bias, dtype)
+    problem = problem_of(x, factors, bias, _under_autocast(x, autocast))
     chosen = choose(problem, backend)
-    return Decision(chosen.runner(problem), dtype, not chosen.rounds_weights)
+    return chosen.runner(problem), None if autocast is None or chosen.rounds else problem.dtype
 
 
 def _under_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

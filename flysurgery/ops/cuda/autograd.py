@@ -13,11 +13,14 @@ from flysurgery.ops.cuda.trained import trained_for
 
 
 class EagerLinear(torch.autograd.Function):
-    """``multiply`` with gradients, for tensors that nobody traces: a tenth of the registered operator's overhead."""
+    """``multiply`` of x in a dtype, with gradients, for tensors that nobody traces: a tenth of the registered operator's overhead."""
 
     @staticmethod
-    def forward(ctx: Any, linears: int, mode: str, count: int, x: Tensor, *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        train = True in ctx.needs_input_grad[4 : 4 + count]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dtype: torch.dtype, linears: int, mode: str, count: int, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        x = x.to(dtype)
+        train = True in ctx.needs_input_grad[5 : 5 + count]
         trained = trained_for(x, parameters, count, linears, mode) if train else None
         packed = None if trained is None else trained.pack(parameters)
         ctx.of_call = linears, mode, count, trained
@@ -30,7 +33,7 @@ class EagerLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, packed, *parameters = ctx.saved_tensors
         linears, mode, count, trained = ctx.of_call
-        _, _, _, needs_x, *needs = ctx.needs_input_grad
+        _, _, _, _, needs_x, *needs = ctx.needs_input_grad
         factors, biases = parameters[:count], parameters[count:]
         bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[count:], strict=True)]
         again = torch.is_grad_enabled()  # for a second derivative, which the registered operators refuse with a reason
@@ -41,4 +44,4 @@ class EagerLinear(torch.autograd.Function):
             of_all = torch.ops.flysurgery.ks_linear_gradients if again else all_gradients
             of_input = torch.ops.flysurgery.ks_linear_input_gradient if again else input_gradient
             dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, linears, mode, needs_x, of_all, of_input)
-        return (None, None, None, dx, *of_factors, *of_biases)
+        return (None, None, None, None, dx, *of_factors, *of_biases)

@@ -26,7 +26,7 @@ class CudaBackend(Backend):
     grade of error; it has to be asked for by name.
     """
 
-    rounds_weights = True
+    rounds = True
 
     def __init__(self, name: str = "cuda", *, exact: bool = False) -> None:
         self.name = name
@@ -70,20 +70,25 @@ class CudaBackend(Backend):
         """Multiplies x by several linears of one architecture in one launch; their outputs lie side by side."""
         mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
         assert mode is not None, "can_run has refused other dtypes"
-        if problem.tracing:
-            return partial(_registered, linears=linears, mode=mode)
-        if problem.requires_grad:
-            return partial(_with_gradients, linears=linears, mode=mode)
-        return partial(multiply, linears=linears, mode=mode)
+        run = _registered if problem.tracing else _with_gradients if problem.requires_grad else _without_gradients
+        return partial(run, problem.dtype, linears, mode)
 
 
-def _registered(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
-    product = torch.ops.flysurgery.ks_linear(x.reshape(-1, x.shape[-1]), list(factors), list(biases), linears, mode)
+Operands = Sequence[Tensor]
+
+
+def _registered(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    product = torch.ops.flysurgery.ks_linear(rows, list(factors), list(biases), linears, mode)
     return product.reshape(*x.shape[:-1], product.shape[1])
 
 
-def _with_gradients(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
-    return EagerLinear.apply(linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+def _with_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    return EagerLinear.apply(dtype, linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+
+
+def _without_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    return multiply(x.to(dtype), factors, biases, linears, mode)
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone

@@ -39,7 +39,7 @@ def operands(architecture: Architecture, linears: int, rows: int = 4) -> tuple[T
 
 
 def eager(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
-    return EagerLinear.apply(linears, "fp32", len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+    return EagerLinear.apply(x.dtype, linears, "fp32", len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 def registered(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
@@ -130,7 +130,7 @@ def test_operators_keep_their_schemas(linears: int) -> None:
 def test_the_exact_mode_has_gradients_of_its_own() -> None:
     x, factors, biases = operands(THREE, 1)
     parameters = (x, *factors, *biases)
-    out = EagerLinear.apply(1, "exact", len(factors), *parameters)
+    out = EagerLinear.apply(x.dtype, 1, "exact", len(factors), *parameters)
     expected = reference(x, factors, biases, 1)
     dy = make_integers(tuple(expected.shape), seed=90, mode=FP64)
     for left, right in zip(torch.autograd.grad(out, parameters, dy), torch.autograd.grad(expected, parameters, dy), strict=True):
