@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import torch
@@ -72,11 +71,13 @@ class ButterflyLinear(nn.Module):
 
     def own_factors(self) -> tuple[Tensor, ...]:
         """``tuple(self.factors)``, at a tenth of its cost where the list holds plain parameters, as every call asks for it."""
-        if not torch.compiler.is_compiling():
-            parameters = self.factors._parameters
-            with contextlib.suppress(KeyError):
-                return tuple([parameters[name] for name in self._names])  # pyright: ignore[reportReturnType] - None is no factor
-        return tuple(self.factors)
+        if torch.compiler.is_compiling():
+            return tuple(self.factors)
+        parameters = self.factors._parameters
+        try:
+            return tuple([parameters[name] for name in self._names])  # pyright: ignore[reportReturnType] - None is no factor
+        except KeyError:  # parametrized, or replaced by plain tensors
+            return tuple(self.factors)
 
     def extra_repr(self) -> str:
         return f"architecture={self.architecture}, density={self.architecture.density:.3f}, bias={self.bias is not None}"

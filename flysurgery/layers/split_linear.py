@@ -45,12 +45,12 @@ class SplitLinear(nn.Module):
         self,
         x: Tensor,  # shape: (*batch, in_features)
     ) -> Tensor:  # shape: (*batch, out_features)
-        parts = list(self.children())
+        parts = [*self._modules.values()]
         plain = [part for part in parts if type(part) is ButterflyLinear and not _hooked(part)]
         if len(plain) == len(parts) and len({part.backend for part in plain}) == 1:
             factors, biases = [part.own_factors() for part in plain], [part.bias for part in plain]
             return ks_linear_group(x, factors, biases, backend=plain[0].backend)
-        return torch.cat([part(x) for part in parts], dim=-1)
+        return torch.cat([part(x) for part in parts], dim=-1)  # pyright: ignore[reportOptionalCall] - None is no part
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -156,3 +156,17 @@ def test_results_may_be_written_to() -> None:
     out += 1.0
     out.sum().backward()
     check(layer)
+
+
+def test_factors_that_are_parametrized_are_used() -> None:
+    layer, x = ButterflyLinear(SMALL, bias=False), make_input(9, 8, FP32)
+    with torch.no_grad():
+        before = layer(x)
+
+    class Doubled(nn.Module):
+        def forward(self, factor: torch.Tensor) -> torch.Tensor:
+            return 2 * factor
+
+    nn.utils.parametrize.register_parametrization(layer.factors, "0", Doubled())
+    with torch.no_grad():
+        assert_equal(layer(x), 2 * before)
