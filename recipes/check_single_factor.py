@@ -175,7 +175,7 @@ def check_gradients(every: int) -> int:
             )
             count += 1
             try:
-                (out,), (again,) = product.run(x, dy), product.run(x, dy)
+                out, again = product.run(x, dy), product.run(x, dy)
                 left, right = (
                     dy.double().unflatten(1, (pattern.a, pattern.b, pattern.d)),
                     x.double().unflatten(1, (pattern.a, pattern.c, pattern.d)),

@@ -119,7 +119,7 @@ def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, 
         image = single.pack(_random_factors(case, device_index)[0])
         return lambda x, dy: single.run(x, image)
     gradient = FactorGrad(case.architecture.patterns[0], case.mode, config, shared_limit=limit)
-    return lambda x, dy: gradient.run(x, dy)[0]
+    return lambda x, dy: gradient.run(x, dy)
 
 
 def _random_factors(case: TunedCase, device_index: int) -> list[Tensor]:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
+from math import ceil
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, single_factor
-from flysurgery.ops.cuda.exact_gradient import ExactGradient
 from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.kernel import with_one_stride
+from flysurgery.ops.cuda.kernel import Prepared, Rows, address_of, current_stream, in_rows
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
+
+_ALIGNMENT = 256
+
+
+class _Plan(NamedTuple):
+    """The launches of a call, each with what picks its operands out of all addresses, and the memory that they need."""
+
+    launches: list[tuple[Prepared, Callable[[list[int]], tuple[int, ...]]]]
+    offsets: list[int]  # into the memory of the call: bytes
+    memory_bytes: int
+    shapes: list[tuple[int, ...]]  # of the gradients of factors, and of the biases if asked for
+    dtype: torch.dtype
 
 
 class Chain:
@@ -30,19 +45,17 @@ class Chain:
         self._inputs = [single_factor(pattern, mode, device_index, rows) for pattern in reversed(patterns[1:])]
         self._outputs = [single_factor(pattern.transpose, mode, device_index, rows) for pattern in patterns[:-1]]
         self._sum = single_factor(summed, mode, device_index, rows, segments=linears)
-        exact = mode == "exact"
-        self._gradients = [ExactGradient(p) if exact else factor_grad(p, mode, device_index, rows) for p in patterns]
+        self._gradients = [factor_grad(pattern, mode, device_index, rows) for pattern in patterns]
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
+        self._plans: dict[tuple[Rows, Rows, bool, bool], _Plan] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a kind of launch."""
         device = torch.cuda.get_device_name(self.device_index)
         found = [TunedCase(device, SINGLE, Architecture((pattern,)), self.mode, 1, rows) for pattern in self._products]
-        if self.mode != "exact":
-            found += [TunedCase(device, GRADIENT, Architecture((pattern,)), self.mode, 1, rows) for pattern in self.architecture]
-        return found
+        return [*found, *(TunedCase(device, GRADIENT, Architecture((pattern,)), self.mode, 1, rows) for pattern in self.architecture)]
 
     def _pack(self, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An image a launch: of the factors but the leftmost, from right to left, then of all transposed, from left to right."""
@@ -66,17 +79,70 @@ class Chain:
 
         Those of one place, or of the biases, follow each other along the first dimension.
         """
-        x, dy = with_one_stride(x), with_one_stride(dy)
-        images_left = iter(images)
-        inputs = [x]
-        for single in self._inputs:
-            inputs.append(single.run(inputs[-1], next(images_left), None, self.linears))
-        of_factors, of_biases = [], []
+        (x, at_x), (dy, at_dy) = in_rows(x), in_rows(dy)
+        key = (at_x, at_dy, with_input, with_bias)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(*key)
+        found = [torch.empty(shape, dtype=plan.dtype, device=x.device) for shape in plan.shapes]
+        if with_input:
+            found.append(x.new_empty(x.shape))
+        if at_x.rows == 0:
+            return [gradient.zero_() for gradient in found]
+        memory = torch.empty(plan.memory_bytes, dtype=torch.uint8, device=x.device)
+        start = memory.data_ptr()
+        addresses = [0, x.data_ptr(), dy.data_ptr()]
+        addresses += [start + offset for offset in plan.offsets]
+        addresses += map(address_of, images)
+        addresses += map(Tensor.data_ptr, found)
+        stream = current_stream(x.device.index)
+        for launch, operands in plan.launches:
+            launch(stream, *operands(addresses))
+        if with_bias and not self._gradients[0].sums_dy:
+            torch.sum(dy.flatten(0, -2), 0, out=found[len(self._gradients)])
+        return found
+
+    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool) -> _Plan:
+        """The launches for x and dy that lie so.
+
+        What flows into a factor but the last, and later its gradient, which takes the same place, lie in memory of the call. So do
+        the gradients of splits of the rows.
+        """
+        patterns, linears, device = self.architecture.patterns, self.linears, self.device_index
+        last = len(patterns) - 1
+        inner = [Rows(x.rows, linears * n, linears * n, 0, x.dtype) for n in self.architecture.inner_features]
+        at_inputs, at_gradients = [*inner, x], [dy, *inner]
+        inputs, gradients = [*range(last), "x"], ["dy", *range(last)]
+        images = iter([f"image {index}" for index in range(self.images)])
+        launches: list[tuple[Prepared, tuple[Hashable, ...]]] = []
+        for place, single in zip(reversed(range(last)), self._inputs, strict=True):
+            source = at_inputs[place + 1]
+            launches.append((single.prepared(source, linears, device), (inputs[place + 1], next(images), None, inputs[place])))
+        split_bytes, of_factors = 0, 0
         for place, gradient in enumerate(self._gradients):
-            own, *sums = gradient.run(inputs.pop(), dy, self.linears, with_bias and place == 0)
-            of_factors.append(own)
-            of_biases += sums
-            if place < len(self._outputs):
-                dy = self._outputs[place].run(dy, next(images_left), None, self.linears)
-        of_input = [self._sum.run(dy, next(images_left))] if with_input else []
-        return [*of_factors, *of_biases, *of_input]
+            summed = with_bias and place == 0 and gradient.sums_dy
+            product, total, size, own = gradient.prepared(at_inputs[place], at_gradients[place], linears, summed, device)
+            results = (f"factors {place}", "biases" if summed else None)
+            if total is None:
+                launches.append((product, (inputs[place], gradients[place], *results)))
+            else:
+                of_factors, split_bytes = own if summed else of_factors, max(split_bytes, 4 * size)
+                launches.append((product, (inputs[place], gradients[place], "splits", "splits of biases")))
+                launches.append((total, ("splits", *results)))
+            if place < last:
+                single = self._outputs[place]
+                launches.append((single.prepared(at_gradients[place], linears, device), (gradients[place], next(images), None, place)))
+        if with_input:
+            launches.append((self._sum.prepared(at_gradients[last], 1, device), (gradients[last], next(images), None, "input")))
+        sizes = [ceil(at.rows * at.features * at.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT for at in inner]
+        *offsets, splits = accumulate(sizes, initial=0)
+        shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
+        names = [None, "x", "dy", *range(last), "splits", "splits of biases", *(f"image {index}" for index in range(self.images))]
+        names += [*(f"factors {place}" for place in range(last + 1)), *(["biases"] if with_bias else []), "input"]
+        return _Plan(
+            launches=[(launch, itemgetter(*map(names.index, operands))) for launch, operands in launches],
+            offsets=[*offsets, splits, splits + 4 * of_factors],
+            memory_bytes=splits + split_bytes,
+            shapes=[*shapes, (dy.features,)] if with_bias else shapes,
+            dtype=torch.promote_types(x.dtype, torch.float32),
+        )

@@ -1,27 +1,30 @@
-"""The gradient of one factor in float64, by PyTorch, for the mode ``exact``, which has no kernel of its own."""
+"""The gradients of the mode ``exact`` in float64, by PyTorch: it has no kernel for those of the factors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flysurgery.patterns import Pattern
+from flysurgery.factors import ks_einsum
 
 
-class ExactGradient:
-    """Stands in for ``FactorGrad``."""
-
-    def __init__(self, pattern: Pattern) -> None:
-        self.pattern = pattern
-
-    def run(self, x: Tensor, dy: Tensor, linears: int = 1, with_bias: bool = False) -> list[Tensor]:
-        """As ``FactorGrad.run``, in float32 or the wider dtype of x."""
-        a, b, c, d = self.pattern.factor_shape
-        x, dy, dtype = x.flatten(0, -2), dy.flatten(0, -2), torch.promote_types(x.dtype, torch.float32)
-        found = []
-        for index, part in enumerate(dy.chunk(linears, dim=1)):
-            own = x if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)[index]
-            left = part.double().unflatten(1, (a, b, d)).permute(1, 3, 2, 0).flatten(0, 1)  # shape: (a*d, b, rows)
-            right = own.double().unflatten(1, (a, c, d)).permute(1, 3, 0, 2).flatten(0, 1)  # shape: (a*d, rows, c)
-            found.append(torch.bmm(left, right).unflatten(0, (a, d)).permute(0, 2, 3, 1).to(dtype))
-        return [torch.cat(found), *([dy.sum(0, dtype=dtype)] if with_bias else [])]
+def exact_gradients(dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, with_input: bool, with_bias: bool) -> list[Tensor]:
+    """As ``Chain.run``, in float32 or a wider dtype of x."""
+    dtype, length = torch.promote_types(x.dtype, torch.float32), len(factors) // linears
+    of_input = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    of_factors: list[list[Tensor]] = [[] for _ in range(length)]
+    for linear, part in enumerate(dy.chunk(linears, dim=-1)):
+        own = [factor.double() for factor in factors[linear * length : (linear + 1) * length]]
+        inputs, gradient = [x.double()], part.double()
+        for factor in own[:0:-1]:
+            inputs.append(ks_einsum(inputs[-1], factor))
+        for found, factor in zip(of_factors, own, strict=True):
+            a, b, c, d = factor.shape
+            left, right = gradient.reshape(-1, a, b, d), inputs.pop().reshape(-1, a, c, d)
+            found.append(torch.einsum("ripj,riqj->ipqj", left, right).to(dtype))
+            gradient = ks_einsum(gradient, factor.transpose(1, 2))
+        of_input += gradient
+    biases = [dy.flatten(0, -2).sum(0, dtype=dtype)] if with_bias else []
+    return [*map(torch.cat, of_factors), *biases, *([of_input.to(x.dtype)] if with_input else [])]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.chain import Chain
+from flysurgery.ops.cuda.exact_gradient import exact_gradients
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.table import rows_bucket
@@ -48,6 +49,8 @@ def all_gradients(
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
+    if mode == "exact":
+        return exact_gradients(dy, x, factors, linears, with_input, with_bias)
     factors = tuple(factors)
     kernels = chain_for(factors, linears, mode, device_index, x.numel() // x.shape[-1])
     meet(kernels, x)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -225,9 +225,26 @@ def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
     return rows, stride
 
 
-def with_one_stride(x: Tensor) -> Tensor:
-    """x, or where ``rows_and_stride`` finds none a copy that has one."""
-    return x.clone(memory_format=torch.contiguous_format) if rows_and_stride(x) is None else x
+class Rows(NamedTuple):
+    """What a kernel has to know of a matrix in memory beside its address."""
+
+    rows: int
+    stride: int  # elements
+    features: int
+    offset: int  # of the address, modulo 16 bytes
+    dtype: torch.dtype
+
+    def aligned(self, size: int) -> bool:
+        """Whether all rows begin at multiples of so many bytes, at most 16."""
+        return (self.offset | self.stride * self.dtype.itemsize) % size == 0
+
+
+def in_rows(x: Tensor) -> tuple[Tensor, Rows]:
+    """x, or a copy where no one stride leads through its rows, and how it lies in memory."""
+    placed = rows_and_stride(x)
+    if placed is None:
+        return in_rows(x.clone(memory_format=torch.contiguous_format))
+    return x, Rows(*placed, x.shape[-1], x.data_ptr() % 16, x.dtype)
 
 
 def float_bits(value: float) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 from flysurgery.ops.cuda.configured import SINGLE, single_factor
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.kernel import with_one_stride
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor
@@ -83,7 +82,6 @@ class Product:
         bias = packed[-1] if with_bias else None
         if isinstance(self.kernels, FusedLinear):
             return self.kernels.run(x, packed[0], bias)
-        x = with_one_stride(x)
         last = len(self.kernels) - 1
         for place, single in enumerate(self.kernels):
             x = single.run(x, packed[place], bias if place == last else None)

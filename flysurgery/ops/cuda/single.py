@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.kernel import Prepared, Rows, address_of, current_stream, in_rows, load_kernel
 from flysurgery.ops.cuda.single_choice import candidates, single_reason
 from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
@@ -44,7 +44,7 @@ class SingleFactor:
         self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments)
         self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
         self._out_features = pattern.out_features
-        self._launches: dict[tuple[int, int, int, int, int, bool], Prepared] = {}
+        self._launches: dict[tuple[Rows, int, int], Prepared] = {}
 
     def pack(
         self,
@@ -90,35 +90,32 @@ class SingleFactor:
         bias: Tensor | int | None = None,  # shape: (linears*a*b*d,)
         linears: int = 1,
     ) -> Tensor:  # shape: (*batch, linears*a*b*d)
-        """Launch on the current stream. Rows of x may be strided, features must be adjacent; any alignment of whole elements.
+        """Launch on the current stream. Several linears, their images one after the other, share x or have it side by side.
 
-        Several linears, their images one after the other, share x or have it side by side.
-
-        Raises:
-            BackendError: the features of x are not adjacent, or no one stride leads through its rows.
+        Rows of x may be strided, and of any alignment of whole elements; what does not lie so is copied first.
         """
-        placed = rows_and_stride(x)
-        if placed is None:
-            raise BackendError(f"the single-factor kernel needs adjacent features, x has strides {x.stride()}; call .contiguous() first")
-        rows, stride = placed
+        x, at = in_rows(x)
         y = x.new_empty((*x.shape[:-1], linears * self._out_features))
-        if rows == 0:
-            return y
-        device, address = x.device.index, x.data_ptr()
-        key = (rows, stride, x.shape[-1], linears, device, (address | stride * self._width) % self._vector == 0)
-        launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(device), address, address_of(image), address_of(bias), y.data_ptr())
+        if at.rows:
+            device = x.device.index
+            launch = self.prepared(at, linears, device)
+            launch(current_stream(device), x.data_ptr(), address_of(image), address_of(bias), y.data_ptr())
         return y
 
-    def _prepare(self, rows: int, stride: int, features: int, linears: int, device: int, aligned: bool) -> Prepared:
-        defines = self.tile.defines(self._vector if aligned else self._width)
-        kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device)
-        row_chunks, tiles = self.tile.row_chunks(rows, torch.cuda.get_device_properties(device).multi_processor_count, linears)
-        step = 0 if features == self.pattern.in_features else self.pattern.in_features
-        grid, block = (self.tile.groups * linears * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
-        launch = kernel.prepare(grid, block, self.tile.shared_bytes, rows, stride, tiles, linears, step)
-        self._launches[rows, stride, features, linears, device, aligned] = launch
-        return launch
+    def prepared(self, x: Rows, linears: int, device_index: int) -> Prepared:
+        """The launch for an x that lies so; it takes the addresses of x, the image, the bias and y."""
+        key = (x, linears, device_index)
+        found = self._launches.get(key)
+        if found is None:
+            defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
+            kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
+            multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+            row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors, linears)
+            step = 0 if x.features == self.pattern.in_features else self.pattern.in_features
+            grid, block = (self.tile.groups * linears * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
+            found = kernel.prepare(grid, block, self.tile.shared_bytes, x.rows, x.stride, tiles, linears, step)
+            self._launches[key] = found
+        return found
 
 
 def _with_header(planes: Tensor, exponent: Tensor) -> Tensor:

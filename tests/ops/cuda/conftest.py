@@ -40,6 +40,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
     monkeypatch.setattr(chain, "single_factor", EmulatedSingle)
     monkeypatch.setattr(chain, "factor_grad", EmulatedGradient)
+    monkeypatch.setattr(chain, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(multiplication, "_products", {})
     monkeypatch.setattr(gradients, "_chains", {})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
+from flysurgery.ops.cuda.factor_grad import GradLaunches
+from flysurgery.ops.cuda.kernel import Rows
 from flysurgery.ops.cuda.product import _split
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
@@ -49,30 +54,60 @@ class EmulatedSingle:
         self.pattern, self.segments = pattern, segments
 
     def pack(self, factor: Tensor) -> Tensor:
+        self.dtype = factor.dtype
         return factor.detach().reshape(-1).clone()
 
-    def run(self, x: Tensor, image: Tensor, bias: Tensor | None = None, linears: int = 1) -> Tensor:
-        if x.dim() > 2:
-            return self.run(x.flatten(0, -2), image, bias, linears).unflatten(0, x.shape[:-1])
-        a, _, c, d = self.pattern.factor_shape
-        if self.segments > 1:
-            x = x.reshape(-1, self.segments, a, c // self.segments, d).transpose(1, 2).reshape(-1, a * c * d)
-        images = image.to(x.dtype).view(linears, *self.pattern.factor_shape)
-        parts = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
-        y = torch.cat([ks_einsum(part, factor) for part, factor in zip(parts, images, strict=True)], dim=1)
-        return y if bias is None else y + bias
+    def prepared(self, x: Rows, linears: int, device_index: int | None) -> Callable[..., None]:
+        def launch(stream: int, x_at: int, image_at: int, bias_at: int, y_at: int) -> None:
+            a, b, c, d = self.pattern.factor_shape
+            values = memory(x_at, x.rows, x.features, x.dtype, x.stride)
+            if self.segments > 1:
+                values = values.reshape(-1, self.segments, a, c // self.segments, d).transpose(1, 2).reshape(-1, a * c * d)
+            images = memory(image_at, linears, a * b * c * d, self.dtype).to(x.dtype).view(linears, a, b, c, d)
+            parts = [values] * linears if values.shape[1] == self.pattern.in_features else values.chunk(linears, dim=1)
+            y = torch.cat([ks_einsum(part, factor) for part, factor in zip(parts, images, strict=True)], dim=1)
+            assert not bias_at, "gradients have no bias"
+            memory(y_at, *y.shape, x.dtype).copy_(y)
+
+        return launch
 
 
 class EmulatedGradient:
-    """Stands in for ``FactorGrad``."""
+    """Stands in for ``FactorGrad``, with two splits of the rows."""
+
+    sums_dy = True
 
     def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int) -> None:
         self.pattern = pattern
 
-    def run(self, x: Tensor, dy: Tensor, linears: int = 1, with_bias: bool = False) -> list[Tensor]:
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int | None) -> GradLaunches:
         a, b, c, d = self.pattern.factor_shape
-        parts = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
-        pairs = zip(parts, dy.chunk(linears, dim=1), strict=True)
-        found = [torch.einsum("ripj,riqj->ipqj", own.reshape(-1, a, b, d), part.reshape(-1, a, c, d)) for part, own in pairs]
-        return [torch.cat(found), dy.sum(0)] if with_bias else [torch.cat(found)]
+        of_factors, of_biases = linears * a * b * c * d, dy.features if with_bias else 0
+        size, words = of_factors + of_biases, x.dtype.itemsize // 4  # kernels count words of four bytes
+
+        def product(stream: int, x_at: int, dy_at: int, out_at: int, bias_at: int) -> None:
+            assert not with_bias or bias_at == out_at + of_factors * x.dtype.itemsize
+            values, gradients = memory(x_at, x.rows, x.features, x.dtype, x.stride), memory(dy_at, dy.rows, dy.features, x.dtype, dy.stride)
+            for index, split in enumerate((slice(0, x.rows // 2), slice(x.rows // 2, None))):
+                out = memory(out_at, 2, size, x.dtype)[index]
+                own = values[split]
+                parts = [own] * linears if x.features == self.pattern.in_features else own.chunk(linears, dim=1)
+                pairs = zip(parts, gradients[split].chunk(linears, dim=1), strict=True)
+                found = [torch.einsum("ripj,riqj->ipqj", g.reshape(-1, a, b, d), part.reshape(-1, a, c, d)).flatten() for part, g in pairs]
+                out.copy_(torch.cat([*found, gradients[split].sum(0)[:of_biases]]))
+
+        def total(stream: int, splits_at: int, out_at: int, bias_at: int) -> None:
+            summed = memory(splits_at, 2, size, x.dtype).sum(0)
+            memory(out_at, 1, of_factors, x.dtype)[0] = summed[:of_factors]
+            assert bool(bias_at) == with_bias
+            if with_bias:
+                memory(bias_at, 1, of_biases, x.dtype)[0] = summed[of_factors:]
+
+        return GradLaunches(product, total, 2 * size * words, of_factors * words)  # pyright: ignore[reportArgumentType]
+
+
+def memory(address: int, rows: int, features: int, dtype: torch.dtype, stride: int | None = None) -> Tensor:
+    """The matrix at an address, as a kernel sees it."""
+    stride = features if stride is None else stride
+    size = ((rows - 1) * stride + features) * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).as_strided((rows, features), (stride, 1))
