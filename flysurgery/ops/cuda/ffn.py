@@ -13,7 +13,7 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn_image import pack_ffn
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, ROWS_OF_WARPGROUP, WARPGROUPS, FfnTiling, ffn_tiling
-from flysurgery.ops.cuda.fused import aligned
+from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES
 from flysurgery.ops.cuda.obstacles import shared_limit_of
@@ -123,5 +123,5 @@ def run_ffn(
 
     present = tuple(part is not None for part in parts)
     image = derived(("ffn", kernel.tile, x.dtype, present), sources, make)[0]
-    x = x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    x = readable(x)
     return kernel.run(x, image, eps)

@@ -109,14 +109,14 @@ class FusedLinear:
 
         It reads vectors of 16 bytes, in rows that one stride leads through.
         """
-        x, rows, stride = _readable(x)
+        x, rows, stride = _in_vectors(x)
         y = x.new_empty((*x.shape[:-1], self._out_features))
         if rows == 0:
             return y
-        bias = _readable(bias)[0] if isinstance(bias, Tensor) else bias
+        bias = _in_vectors(bias)[0] if isinstance(bias, Tensor) else bias
         residual_stride = None
         if residual is not None:
-            residual, _, residual_stride = _readable(residual)
+            residual, _, residual_stride = _in_vectors(residual)
         key = (rows, stride, activation, residual_stride)
         launch = self._launches.get(key) or self._prepare(*key)
         launch(current_stream(x.device.index), x.data_ptr(), address_of(image), address_of(bias), address_of(residual), y.data_ptr())
@@ -134,14 +134,13 @@ class FusedLinear:
         return launch
 
 
-def aligned(tensor: Tensor) -> bool:
-    """Whether a tensor's features are adjacent and its rows follow by one stride and begin at multiples of 16 bytes."""
-    placed = rows_and_stride(tensor)
-    return placed is not None and (tensor.data_ptr() | placed[1] * tensor.element_size()) % _ALIGNMENT == 0
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its features are not adjacent, or its rows not at multiples of 16 bytes by one stride."""
+    return _in_vectors(tensor)[0]
 
 
-def _readable(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """The tensor or, where it is not aligned, a copy; its rows, and the bytes from one to the next."""
+def _in_vectors(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """A readable tensor, its rows, and the bytes from one to the next."""
     placed, width = rows_and_stride(tensor), tensor.element_size()
     if placed is None or (tensor.data_ptr() | placed[1] * width) % _ALIGNMENT:
         tensor = tensor.clone(memory_format=torch.contiguous_format)

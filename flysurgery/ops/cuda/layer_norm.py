@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.fused import aligned
+from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.ops.derived import derived
 
@@ -44,7 +44,7 @@ def run_layer_norm(
     y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    x = x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    x = readable(x)
     sources = tuple(part for part in (weight, bias) if part is not None)
 
     def make() -> tuple[Tensor, ...]:

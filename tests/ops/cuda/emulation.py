@@ -67,7 +67,7 @@ class EmulatedSingle:
             parts = [values] * linears if values.shape[1] == self.pattern.in_features else values.chunk(linears, dim=1)
             y = torch.cat([ks_einsum(part, factor) for part, factor in zip(parts, images, strict=True)], dim=1)
             assert not bias_at, "gradients have no bias"
-            memory(y_at, *y.shape, x.dtype).copy_(y)
+            memory(y_at, y.shape[0], y.shape[1], x.dtype).copy_(y)
 
         return launch
 
