@@ -74,8 +74,6 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
-    for (int s = 0; s < STAGES - 1; ++s) staged.load();
     for (int b = threadIdx.x * 4; b < kOutFeatures * kElem; b += 128 * WARPS) {
         store_shared(bias_at + b, bias ? *reinterpret_cast<const u32*>(bias + b) : 0);
     }
@@ -84,6 +82,8 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     const int g = lane >> 2, t = lane & 3;
     const u32 u_base = u_all + warp * kUBytes + lane * 8;
     PanelRing panels(image, ring, full, left_all, rounds, warp, lane);
+    StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
+    for (int s = 0; s < STAGES - 1; ++s) staged.load();  // after the first weights, which would wait behind them
 
     const u32 matrix1 = WGMMA ? 0 : matrix_offset(lane, kTiles1 * 8, kImage1), matrix2 = WGMMA ? 0 : matrix_offset(lane, PANEL_COLUMNS, kImage2);
 
@@ -101,19 +101,53 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         // u as halves of A operands, tile by tile.
         u32 u_hi[U_SHARED == 1 ? 1 : kUTiles][MT][2], u_lo[U_SHARED == 0 && kPairs ? kUTiles : 1][MT][2];
         int u_exponent[MT][2];
+        auto put_u = [&](int i, int m, const u32 (&hi)[2], const u32 (&lo)[2]) {
+            const u32 at = u_base + (i * MT + m) * kUImages * 256;
+            if constexpr (U_SHARED == 1) store_shared_pair(at, hi[0], hi[1]);
+            else { u_hi[i][m][0] = hi[0]; u_hi[i][m][1] = hi[1]; }
+            if constexpr (kPairs && U_SHARED == 0) { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
+            if constexpr (kPairs && U_SHARED != 0) store_shared_pair(at + kLowOfU, lo[0], lo[1]);
+        };
+        auto get_u = [&](int i, int m, u32 (&hi)[2], u32 (&lo)[2]) {
+            const u32 at = u_base + (i * MT + m) * kUImages * 256;
+            if constexpr (U_SHARED == 1) load_shared_pair(hi, at);
+            else { hi[0] = u_hi[i][m][0]; hi[1] = u_hi[i][m][1]; }
+            if constexpr (kPairs && U_SHARED == 0) { lo[0] = u_lo[i][m][0]; lo[1] = u_lo[i][m][1]; }
+            if constexpr (kPairs && U_SHARED != 0) load_shared_pair(lo, at + kLowOfU);
+        };
 
         // ---- stage 1
 #pragma unroll
         for (int i2 = 0; i2 < A2; ++i2) {
 #pragma unroll
-            for (int turn = 0; turn < kPasses * kParts; ++turn) {
-                const int pass = turn / kParts, part = turn % kParts;
+            for (int pass = 0; pass < kPasses; ++pass) {
                 const int group0 = i2 * D2 + pass * RESIDUES;
                 float acc[RESIDUES][MT][kTiles1][4] = {};
                 int exponent[MT][2] = {};
                 float scale[MT][2] = {};
 
-                for (int p = 0; p < kPanelsOfGroup / kParts; ++p) {
+                // The first part of a long sum waits, with its exponents, where this group of u will be.
+                int earlier[MT][2];
+                auto put_aside = [&]() {
+#pragma unroll
+                    for (int r = 0; r < RESIDUES; ++r)
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                            for (int n = 0; n < kTiles1; ++n) {
+                                u32 words[2][2];
+#pragma unroll
+                                for (int e = 0; e < 4; ++e) {
+                                    words[e / 2][e % 2] = __float_as_uint(acc[r][m][n][e]);
+                                    acc[r][m][n][e] = 0.0f;
+                                }
+                                put_u((group0 + r) * kTiles1 + n, m, words[0], words[1]);
+                                earlier[m][0] = exponent[m][0], earlier[m][1] = exponent[m][1];
+                            }
+                };
+
+                for (int p = 0; p < kPanelsOfGroup; ++p) {
+                    if (kParts > 1 && p == kPanelsOfGroup / kParts) put_aside();
                     const u32 address = panels.next() + matrix1;
 #pragma unroll
                     for (int c = 0; c < PANEL_STEPS; c += kBatch1) {
@@ -194,9 +228,23 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                     panels.leave();
                 }
 
+                if constexpr (kParts > 1)
+#pragma unroll
+                    for (int r = 0; r < RESIDUES; ++r)
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                            for (int n = 0; n < kTiles1; ++n) {
+                                u32 words[2][2];
+                                get_u((group0 + r) * kTiles1 + n, m, words[0], words[1]);
+#pragma unroll
+                                for (int e = 0; e < 4; ++e)
+                                    acc[r][m][n][e] = fmaf(__uint_as_float(words[e / 2][e % 2]), power(exponent[m][e / 2] - earlier[m][e / 2]), acc[r][m][n][e]);
+                            }
+
                 // ---- accumulators become A operands
                 if constexpr (kFloat) {
-                    const bool first = group0 == 0 && part == 0;
+                    const bool first = group0 == 0;
                     bool over = first;
                     float largest[MT][2];
 #pragma unroll
@@ -208,8 +256,8 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 #pragma unroll
                             for (int n = 0; n < kTiles1; ++n)
                                 largest[m][h] = fmaxf(largest[m][h], fmaxf(fabsf(acc[r][m][n][2 * h]), fabsf(acc[r][m][n][2 * h + 1])));
-                        // acc = u * 2^exponent; u is kept as u * 2^u_exponent, the sum of kParts
-                        if (!first) over |= largest[m][h] * power(u_exponent[m][h] - exponent[m][h]) > kLargest / kParts;
+                        // acc = u * 2^exponent; u is kept as u * 2^u_exponent
+                        if (!first) over |= largest[m][h] * power(u_exponent[m][h] - exponent[m][h]) > kLargest;
                     }
                     if (__any_sync(0xffffffffu, over)) {
 #pragma unroll
@@ -220,7 +268,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                             u_exponent[m][h] = first ? fresh : u_exponent[m][h] + change;
                             if (first) continue;
                             const float factor = power(change);
-                            const int there = (group0 + (part > 0 ? RESIDUES : 0)) * kTiles1;  // tiles of u that are there
+                            const int there = group0 * kTiles1;  // tiles of u that are there
 #pragma unroll
                             for (int i = 0; i < there; ++i) {
                                 if constexpr (U_SHARED != 1) u_hi[i][m][h] = scale2(u_hi[i][m][h], factor);
@@ -253,23 +301,10 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 #pragma unroll
                         for (int n = 0; n < kTiles1; ++n) {
                             const int i = (group0 + r) * kTiles1 + n;
-                            const u32 at = u_base + (i * MT + m) * kUImages * 256;
                             u32 hi[2], lo[2];
-                            if (part > 0) {  // the earlier part of the sum
-                                if constexpr (U_SHARED == 1) load_shared_pair(hi, at);
-                                else { hi[0] = u_hi[i][m][0]; hi[1] = u_hi[i][m][1]; }
-                                if constexpr (U_SHARED != 0) load_shared_pair(lo, at + kLowOfU);
-                                else { lo[0] = u_lo[kPairs ? i : 0][m][0]; lo[1] = u_lo[kPairs ? i : 0][m][1]; }
-#pragma unroll
-                                for (int e = 0; e < 4; ++e)
-                                    acc[r][m][n][e] += widen((u16)(hi[e / 2] >> e % 2 * 16)) + widen((u16)(lo[e / 2] >> e % 2 * 16));
-                            }
                             split2(acc[r][m][n][0], acc[r][m][n][1], hi[0], lo[0]);
                             split2(acc[r][m][n][2], acc[r][m][n][3], hi[1], lo[1]);
-                            if constexpr (U_SHARED == 1) store_shared_pair(at, hi[0], hi[1]);
-                            else { u_hi[i][m][0] = hi[0]; u_hi[i][m][1] = hi[1]; }
-                            if constexpr (kPairs && U_SHARED == 0) { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
-                            if constexpr (kPairs && U_SHARED != 0) store_shared_pair(at + kLowOfU, lo[0], lo[1]);
+                            put_u(i, m, hi, lo);
                         }
             }
         }

@@ -71,7 +71,7 @@ static_assert(SLOTS <= kPanels && SLOTS > 1, "a slot for each panel at most");
 static_assert(C2 % 4 == 0, "a lane reads 4 elements of a column class at a time");
 static_assert(kTiles2 % RUN == 0 && (kRun * kElem) % kStore == 0, "a lane stores whole vectors");
 static_assert(kSteps1 % PANEL_STEPS == 0 && PANEL_STEPS % BATCH == 0, "panels hold whole batches");
-static_assert(kPanelsOfGroup % PARTS == 0 && (PARTS == 1 || kPairs), "parts of a sum are whole panels, of pairs");
+static_assert(kPanelsOfGroup % PARTS == 0 && (PARTS == 1 || PARTS == 2 && kPairs), "parts of a sum are whole panels, of pairs");
 static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole classes");
 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");
