@@ -7,7 +7,8 @@
 // Each warp owns 16*MT rows from the first load to the last store. One m16n8k16 accumulator tile, rounded, is half of an
 // m16n8k16 A operand, so u stays in registers (or, where it is too large, in shared memory that only its own lane reads).
 // The order of u is free: the columns of stage 1 are sorted by the class of stage 2 that reads them, so the stride-D1
-// permutation costs nothing. GROUPS linears that share x (q, k, v) run side by side.
+// permutation costs nothing. GROUPS linears that share x (q, k, v) run side by side, or BLOCKS blocks with one of them each.
+// With NORM rows of x are normalized on their way, see fused_norm.cuh.
 //
 // Weights arrive as an image in the order of use, cut into panels: [k8][column][8 halves], which ldmatrix reads without
 // bank conflicts. They pass through a ring of SLOTS slots; the last warp to leave a slot refills it, so nobody waits to
@@ -25,6 +26,7 @@
 //
 // Limits: sm_80 or newer; row strides of x, y and residual in multiples of 16 bytes; C2 % 4 == 0.
 
+#include "fused_norm.cuh"
 #include "fused_products.cuh"
 #include "fused_ring.cuh"
 #include "fused_rows.cuh"
@@ -51,8 +53,14 @@ __device__ __forceinline__ void widen_vector(float* out, const Vector<kStore>& v
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 fused_linear(const char* __restrict__ x, const char* __restrict__ image, const char* __restrict__ bias,
-             const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+             const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride,
+             int eps_bits) {
     extern __shared__ __align__(128) char memory[];
+    // Several linears that share x may have blocks of their own, which find it in the L2 cache.
+    image += blockIdx.y * kImageBytes;
+    if (bias) bias += blockIdx.y * (kOutFeatures * kElem);
+    if (RESIDUAL) residual += blockIdx.y * (kOutFeatures * kElem);
+    y += blockIdx.y * (kOutFeatures * kElem);
     // ring | staged x | u | bias | a barrier a slot: the panel is there | a barrier and a counter a slot: warps that left it
     const u32 ring = shared_address(memory);
     const u32 staged_all = ring + SLOTS * kSlot;
@@ -80,10 +88,14 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     __syncthreads();
 
     const int g = lane >> 2, t = lane & 3;
-    const u32 u_base = u_all + warp * kUBytes + lane * 8;
+    const u32 u_base = (U_OVER_X ? staged_all + warp * STAGES * kStageBytes : u_all + warp * kUBytes) + lane * 8;
     PanelRing panels(image, ring, full, left_all, rounds, warp, lane);
     StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
-    for (int s = 0; s < STAGES - 1; ++s) staged.load();  // after the first weights, which would wait behind them
+    // After the first weights, which would wait behind them. Whole rows come one warpgroup after the other, so that the first
+    // one multiplies while the last one waits.
+    if (kInTurn && warp / 4 > 0) named_barrier_wait(warp / 4, 256);
+    for (int s = 0; s < STAGES - 1 + kRowStaged; ++s) staged.load();
+    if (kInTurn && warp / 4 + 1 < WARPS / 4) named_barrier_arrive(warp / 4 + 1, 256);
 
     const u32 matrix1 = WGMMA ? 0 : matrix_offset(lane, kTiles1 * 8, kImage1), matrix2 = WGMMA ? 0 : matrix_offset(lane, PANEL_COLUMNS, kImage2);
 
@@ -116,6 +128,11 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
             if constexpr (kPairs && U_SHARED != 0) load_shared_pair(lo, at + kLowOfU);
         };
 
+        RowNorm norm;
+        const float eps = __int_as_float(eps_bits);
+        if constexpr (kRowStaged) norm.measure_staged(staged, eps);
+        else if constexpr (NORM) norm.measure(x + (row0 + g) * x_stride, x_stride, (int)min(rows - row0, (long long)kRowsOfWarp) - g, t, eps);
+
         // ---- stage 1
 #pragma unroll
         for (int i2 = 0; i2 < A2; ++i2) {
@@ -125,6 +142,9 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                 float acc[RESIDUES][MT][kTiles1][4] = {};
                 int exponent[MT][2] = {};
                 float scale[MT][2] = {};
+                if constexpr (NORM)
+#pragma unroll
+                    for (int mh = 0; mh < 2 * MT; ++mh) exponent[mh / 2][mh % 2] = kNormedExponent;
 
                 // The first part of a long sum waits, with its exponents, where this group of u will be.
                 int earlier[MT][2];
@@ -154,39 +174,50 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                         staged.wait();
                         u32 hi[RESIDUES][kBatch1][MT][4], lo[RESIDUES][kPairs ? kBatch1 : 1][MT][4];
                         u32 largest_half = 0;
+                        auto scaled = [&](u32 word, int m, int h) {
+                            return NORM ? norm.normalized(__uint_as_float(word), 2 * m + h) : __uint_as_float(word) * scale[m][h];
+                        };
                         auto operands = [&]() {
                             if constexpr (kMatrix) {
                                 staged.read_operands(hi[0]);
-                                return;
-                            }
-                            u32 raw[kBatch1][2 * MT][kLaneBytes / 4];  // read anew where needed again: registers are scarce
-                            staged.read(raw);
+                            } else {
+                                u32 raw[kBatch1][2 * MT][kLaneBytes / 4];  // read anew where needed again: registers are scarce
+                                staged.read(raw);
 #pragma unroll
-                            for (int r = 0; r < RESIDUES; ++r)
+                                for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
-                                for (int s = 0; s < kBatch1; ++s)
+                                    for (int s = 0; s < kBatch1; ++s)
 #pragma unroll
-                                    for (int m = 0; m < MT; ++m)
+                                        for (int m = 0; m < MT; ++m)
 #pragma unroll
-                                        for (int k = 0; k < 4; ++k) {
-                                            // Pair k/2 of row half k%2: elements 2(k/2) and the next of the lane's four, residue j2.
-                                            const auto& from = raw[s][2 * m + (k & 1)];
-                                            const int j2 = pass * RESIDUES + r;
-                                            const int e0 = 2 * (k >> 1) * D2 + j2, e1 = e0 + D2;
-                                            if constexpr (kFloat) {
-                                                split2(__uint_as_float(from[e0]) * scale[m][k & 1], __uint_as_float(from[e1]) * scale[m][k & 1],
-                                                       hi[r][s][m][k], lo[r][kPairs ? s : 0][m][k]);
-                                                largest_half = max_halves(largest_half, hi[r][s][m][k]);
-                                            } else {
-                                                hi[r][s][m][k] = __byte_perm(from[e0 / 2], from[e1 / 2],
-                                                                             ((e0 & 1) ? 0x32 : 0x10) | ((e1 & 1) ? 0x7600 : 0x5400));
+                                            for (int k = 0; k < 4; ++k) {
+                                                // Pair k/2 of row half k%2: elements 2(k/2) and the next of the lane's four, residue j2.
+                                                const auto& from = raw[s][2 * m + (k & 1)];
+                                                const int j2 = pass * RESIDUES + r;
+                                                const int e0 = 2 * (k >> 1) * D2 + j2, e1 = e0 + D2;
+                                                if constexpr (kFloat) {
+                                                    split2(scaled(from[e0], m, k & 1), scaled(from[e1], m, k & 1), hi[r][s][m][k], lo[r][kPairs ? s : 0][m][k]);
+                                                    largest_half = max_halves(largest_half, hi[r][s][m][k]);
+                                                } else {
+                                                    hi[r][s][m][k] = __byte_perm(from[e0 / 2], from[e1 / 2],
+                                                                                 ((e0 & 1) ? 0x32 : 0x10) | ((e1 & 1) ? 0x7600 : 0x5400));
+                                                }
                                             }
-                                        }
+                            }
+                            if constexpr (NORM && !kFloat)
+#pragma unroll
+                                for (int r = 0; r < RESIDUES; ++r)
+#pragma unroll
+                                    for (int s = 0; s < kBatch1; ++s)
+#pragma unroll
+                                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                                            for (int k = 0; k < 4; ++k) hi[r][s][m][k] = norm.normalized_pair(hi[r][s][m][k], 2 * m + k % 2);
                         };
-                        // The scale of the rows: set by the first batch of a group, lowered when a later one overflows.
-                        const bool first = kFloat && p == 0 && c == 0;
+                        // The scale of the rows: set by the first batch of a group, lowered when a later one overflows. Normalized ones need none.
+                        const bool first = kScaled && p == 0 && c == 0;
                         if (!first) operands();
-                        if (first || (kFloat && __any_sync(0xffffffffu, overflows(largest_half)))) {
+                        if (first || (kScaled && __any_sync(0xffffffffu, overflows(largest_half)))) {
                             u32 raw[kBatch1][2 * MT][kLaneBytes / 4];
                             staged.read(raw);
                             if (!first) finish_products<0>();
@@ -294,6 +325,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                             }
                     }
                 }
+                if (U_OVER_X) __syncwarp();  // all have read x
 #pragma unroll
                 for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
@@ -310,11 +342,11 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         }
 
         // ---- stage 2
-        char* const y_base = y + row0 * ((long long)kOutFeatures * kElem);
+        char* const y_base = y + row0 * (long long)kRowOfY;
         const char* const residual_base = residual + row0 * residual_stride;
         const int left = (int)(rows - row0 < kRowsOfWarp ? rows - row0 : kRowsOfWarp) - g;  // row mh*8 is inside if left > mh*8
         constexpr int kLaneStride = kWhole ? kStore : kRun * kElem, kPlaceStride = kWhole ? 4 * kStore : kStore;
-        const u32 y_lane = g * (kOutFeatures * kElem) + t * kLaneStride;
+        const u32 y_lane = g * kRowOfY + t * kLaneStride;
 #pragma unroll
         for (int gi = 0; gi < GROUPS * A1; ++gi) {  // linear and block i1
             float down[2 * MT][2] = {};  // the scale undone, in two steps since one may leave float32's range
@@ -400,10 +432,14 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                             if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
                             else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
                         }
-                        if (left > mh * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + mh * 8 * kOutFeatures * kElem + byte)) = packed;
+                        if (left > mh * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + mh * 8 * kRowOfY + byte)) = packed;
                     }
                 }
             }
+        }
+        if (U_OVER_X) {
+            __syncwarp();  // all have read u
+            for (int s = 0; s < STAGES; ++s) staged.load();
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -95,6 +95,7 @@ struct StagedRows {
 
     // Wait for the batch that is due; its part may then be read until `done`.
     __device__ __forceinline__ void wait() {
+        if (kRowStaged) return;  // its norm has waited for all of it
         wait_copies<STAGES - 2>();
         if (kMatrix) __syncwarp();
     }
@@ -121,9 +122,16 @@ struct StagedRows {
             for (int m = 0; m < MT; ++m) load_matrices(a[s][m], from + (m * kPairsOfSteps + s / 2) * 1024 + (s % 2 ? odd_step : 0));
     }
 
-    __device__ __forceinline__ void done() {
+    // Go on to the next batch, which must be there, and let this one lie.
+    __device__ __forceinline__ void skip() {
         from += kStageBytes;
         if (from == from_first + STAGES * kStageBytes) from = from_first;
+    }
+
+    __device__ __forceinline__ void done() {
+        skip();
+        if (U_OVER_X) return;  // u comes there; the next row waits until it has been read
+        if (kRowStaged && kMatrix) __syncwarp();  // the others have read what is replaced now
         load();
     }
 };

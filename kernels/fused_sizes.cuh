@@ -51,6 +51,8 @@ constexpr int kUnits = WARPS / kUnitWarps;
 constexpr int kUnitRows = kUnitWarps * kRowsOfWarp;
 constexpr int kHeader = 128;                  // bytes before the panels: an int for each linear, the exponent of its scaled weights
 constexpr int kOutFeatures = GROUPS * A1 * B1 * D1;
+constexpr int kRowOfY = BLOCKS * kOutFeatures * kElem;         // bytes
+constexpr int kImageBytes = kHeader + kCount1 * kPanel1 + kCount2 * kPanel2;
 constexpr int kRun = 2 * RUN * D1;            // adjacent outputs that a lane holds: RUN tiles, all residues
 constexpr int kStore = kRun * kElem % 16 == 0 ? 16 : 8;        // bytes of a vector of outputs
 constexpr int kPer = kStore / kElem;          // outputs in a vector
@@ -59,9 +61,15 @@ constexpr int kUTiles = kGroups2 * kTiles1;   // tiles of u
 constexpr int kUImages = U_SHARED == 1 ? kImages : U_SHARED == 2 ? 1 : 0;  // images of u in shared memory
 constexpr int kUImages1 = kUImages > 0 ? kUImages : 1;
 constexpr int kLowOfU = U_SHARED == 1 ? 256 : 0;               // from a tile's high halves to its low ones
-constexpr int kUBytes = kUTiles * MT * 256 * kUImages;
+constexpr int kUBytes = U_OVER_X ? 0 : kUTiles * MT * 256 * kUImages;
 constexpr int kRowBytes = A2 * C2 * D2 * kElem;
 constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
+constexpr int kRowBatches = A2 * kBatches;                     // batches of a row
+constexpr bool kRowStaged = NORM && kLinear && STAGES == kRowBatches;  // a whole row fits in the stages: its norm is taken there
+static_assert(!U_OVER_X || (kRowStaged && U_SHARED == 1 && kTiles1 * MT * 256 * kUImages <= kBatches * kStageBytes), "a group of u takes the place of its x");
+constexpr bool kInTurn = kRowStaged && WGMMA;
+constexpr bool kScaled = kFloat && !NORM;                      // rows of x have scales of their own
+constexpr int kNormedExponent = kFloat ? 9 : 0;                // normalized values, below 2^6, times 2^9 lie well in the range of fp16
 // Long sums are flushed halfway, since tensor cores cut off what each step adds.
 constexpr int kParts = PARTS;
 // Steps of the second product handled together.

@@ -44,6 +44,16 @@ __device__ __forceinline__ float widen(u16 h) {
     return f;
 }
 
+__device__ __forceinline__ float low_half(u32 w) { return widen((u16)w); }
+__device__ __forceinline__ float high_half(u32 w) {
+    if constexpr (MODE == 1) return __uint_as_float(w & 0xffff0000u);
+    else return widen((u16)(w >> 16));
+}
+__device__ __forceinline__ float over_quad_sum(float v) {  // of the four lanes that share a row
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
 __device__ __forceinline__ void load_shared(u32* r, u32 address) {  // 16 bytes
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
@@ -93,6 +103,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 #endif
 }
+
+__device__ __forceinline__ void named_barrier_wait(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 // One warp copies `bytes` from global to shared memory; `barrier` completes a phase when they are there. The barrier
 // expects one arrival on sm_90 and later, where one lane asks the copy engine, and 32 before.

@@ -4,16 +4,6 @@
 #pragma once
 #include "instructions.cuh"
 
-__device__ __forceinline__ float low_half(u32 w) { return widen((u16)w); }
-__device__ __forceinline__ float high_half(u32 w) {
-    if constexpr (MODE == 1) return __uint_as_float(w & 0xffff0000u);
-    else return widen((u16)(w >> 16));
-}
-__device__ __forceinline__ float over_quad_sum(float v) {
-    v += __shfl_xor_sync(0xffffffffu, v, 1);
-    return v + __shfl_xor_sync(0xffffffffu, v, 2);
-}
-
 template <int COLUMNS, int VECTOR>
 struct NormRows {
     static_assert(COLUMNS % (4 * VECTOR) == 0, "four lanes load whole vectors of a row");

@@ -16,7 +16,8 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
-from flysurgery.ops.cuda.modes import tf32_allowed
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
@@ -86,9 +87,10 @@ def norm_linear(
     norm: Norm,
     group: Sequence[Linear],
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
-    """The linears' outputs for ``norm(x)``, side by side: one launch for the norm, and one for linears of one architecture.
+    """The linears' outputs for ``norm(x)``, side by side.
 
-    A dense one is multiplied by PyTorch, but in float32 on tensor cores, by pairs of fp16.
+    One launch where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of one
+    architecture. A dense one is multiplied by PyTorch, but in float32 on tensor cores, by pairs of fp16.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
@@ -96,14 +98,26 @@ def norm_linear(
     obstacle = norm_linear_reason(x, norm, group)
     if obstacle is not None:
         raise BackendError(obstacle)
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    if factors and mode is not None and _in_one_launch(factors, mode, x.device.index):
+        flat, biases = [factor for member in factors for factor in member.factors], [m.bias for m in factors if m.bias is not None]
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, flat, biases, len(factors), mode)
+        return y.view(*x.shape[:-1], y.shape[-1])
     normed = _normed(x, norm)
     if len(group) == 1 and isinstance(group[0], Dense):
         dense = group[0]
         return linear_epilogue(normed, dense) if _by_pairs(x, dense) else torch_linear(normed, dense.weight, dense.bias)
-    factors = [member for member in group if isinstance(member, FusedFactors)]
     if len(factors) == 1:
         return ks_linear(normed, factors[0].factors, factors[0].bias)
     return ks_linear_group(normed, [member.factors for member in factors], [member.bias for member in factors])
+
+
+def _in_one_launch(group: Sequence[FusedFactors], mode: str, device_index: int) -> bool:
+    """Whether the fused kernel takes the linears with their norm: linears of one architecture, with a bias each or none."""
+    alike = len({_shapes(member) for member in group}) == 1 and len({member.bias is None for member in group}) == 1
+    return alike and _norm_linear_obstacle(_shapes(group[0]), mode, len(group), device_index) is None
 
 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
@@ -236,6 +250,11 @@ def _ffn_obstacle(
 @torch.compiler.assume_constant_result
 def _layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
     return device_obstacle() or layer_norm_obstacle(features, dtype)
+
+
+@torch.compiler.assume_constant_result
+def _norm_linear_obstacle(shapes: tuple[tuple[int, ...], ...], mode: str, linears: int, device_index: int) -> str | None:
+    return device_obstacle(device_index) or norm_linear_obstacle(Architecture.of(*shapes), mode, linears, device_index)
 
 
 def _shapes(linear: FusedFactors) -> tuple[tuple[int, ...], ...]:

@@ -21,6 +21,7 @@ from flysurgery.ops.cuda.gradients import forget_chains
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import forget_products
+from flysurgery.ops.cuda.norm_linear import NORM_LINEAR, forget_norm_linears
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.single import SingleFactor, candidates
@@ -75,6 +76,7 @@ def autotune(
             found.append(_tune(case, device_index))
     save_entries(tuning.entry for tuning in found)
     forget_products()
+    forget_norm_linears()
     forget_chains()
     forget_trained()
     return found
@@ -100,8 +102,9 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
 
 
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
-    if case.kernel == FUSED:
-        return FusedLinear.candidates(case.architecture, case.mode, case.linears, device_index=device_index)
+    if case.kernel in (FUSED, NORM_LINEAR):
+        norm = case.kernel == NORM_LINEAR
+        return FusedLinear.candidates(case.architecture, case.mode, case.linears, norm=norm, device_index=device_index)
     kernels = candidates if case.kernel == SINGLE else grad_configs
     return kernels(case.architecture.patterns[0], case.mode, shared_limit_of(device_index))
 
@@ -109,8 +112,9 @@ def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:
     """One candidate with random weights, as a function of x and, for gradients, dy."""
     limit = shared_limit_of(device_index)
-    if case.kernel == FUSED:
-        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, device_index=device_index)
+    if case.kernel in (FUSED, NORM_LINEAR):
+        norm = case.kernel == NORM_LINEAR
+        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, norm=norm, device_index=device_index)
         linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         return lambda x, dy: fused.run(x, image)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.image import pack, panel_indices
-from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, device_arch, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
 from flysurgery.ops.cuda.tiling import FusedConfig, configs, every_config, fits, tiling
 from flysurgery.patterns import Architecture
 
@@ -19,15 +19,16 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 _ALIGNMENT = 16
 
 
-def fused_reason(architecture: Architecture, mode: str, linears: int, shared_limit: int) -> str | None:
+def fused_reason(architecture: Architecture, mode: str, linears: int, shared_limit: int, *, norm: bool = False) -> str | None:
     """Why the fused kernel cannot run an architecture, or None where it can.
 
     Args:
         mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
         linears: number of linears of this architecture that read the same x.
+        norm: whether a layer norm stands before them.
         shared_limit: bytes of shared memory that a block may use on the device.
     """
-    tile = tiling(architecture, mode, linears)
+    tile = tiling(architecture, mode, linears, norm=norm)
     if isinstance(tile, str):
         return tile
     if next(every_config(tile, shared_limit, wgmma=False), None) is None:
@@ -43,6 +44,7 @@ class FusedLinear:
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
         linears: how many linears of this architecture read the same x; their outputs lie side by side.
         config: one of ``candidates``; None takes the first.
+        norm: whether rows of x are normalized on their way, to mean 0 and variance 1.
         device_index: CUDA device.
 
     Raises:
@@ -53,37 +55,46 @@ class FusedLinear:
     """
 
     def __init__(
-        self, architecture: Architecture, mode: str, linears: int = 1, *, config: FusedConfig | None = None, device_index: int
+        self,
+        architecture: Architecture,
+        mode: str,
+        linears: int = 1,
+        *,
+        config: FusedConfig | None = None,
+        norm: bool = False,
+        device_index: int,
     ) -> None:
-        tile = tiling(architecture, mode, linears)
+        tile = tiling(architecture, mode, linears, norm=norm)
         if isinstance(tile, str):
             raise BackendError(tile)
-        found = [config] if config is not None else self.candidates(architecture, mode, linears, device_index=device_index)
+        found = [config] if config is not None else self.candidates(architecture, mode, linears, norm=norm, device_index=device_index)
         if not found:
             raise BackendError(f"no configuration of the fused kernel fits {architecture} in mode {mode} on device {device_index}")
-        self.tile = tile
         self.config = found[0]
+        self.tile = tile = tile.of(self.config)
         self.device = torch.device("cuda", device_index)
-        self._out_features = tile.out_features
-        self._launches: dict[tuple[int, int, str, int | None], Prepared] = {}
+        self._out_features = linears * architecture.out_features
+        self._launches: dict[tuple[int, int, str, int | None, float], Prepared] = {}
 
     @staticmethod
-    def candidates(architecture: Architecture, mode: str, linears: int = 1, *, device_index: int) -> list[FusedConfig]:
+    def candidates(architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, device_index: int) -> list[FusedConfig]:
         """Configurations to choose from on a device, the most promising first."""
-        tile = tiling(architecture, mode, linears)
+        tile = tiling(architecture, mode, linears, norm=norm)
         if isinstance(tile, str):
             return []
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
         return configs(tile, limit, wgmma=device_arch(device_index) == "sm_90a")
 
     @staticmethod
-    def tuned(architecture: Architecture, mode: str, linears: int, fields: dict[str, Any], *, device_index: int) -> FusedConfig | None:
+    def tuned(
+        architecture: Architecture, mode: str, linears: int, fields: dict[str, Any], *, norm: bool = False, device_index: int
+    ) -> FusedConfig | None:
         """The configuration that a table's entry describes; None where today's kernel or this device does not offer it."""
-        tile = tiling(architecture, mode, linears)
         try:
             config = FusedConfig(**fields)
         except TypeError:
             return None
+        tile = tiling(architecture, mode, linears, norm=norm)
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
         wgmma = device_arch(device_index) == "sm_90a"
         return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=wgmma) else None
@@ -95,7 +106,9 @@ class FusedLinear:
 
     def pack(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
-        return pack(self.tile, self.config, linears, self._indices)
+        together = self.tile.linears
+        parts = [linears[start : start + together] for start in range(0, len(linears), together)]
+        return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
 
     def run(
         self,
@@ -104,8 +117,9 @@ class FusedLinear:
         bias: Tensor | int | None = None,  # shape: (linears * out_features,)
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
+        eps: float = 0.0,
     ) -> Tensor:  # shape: (*batch, linears * out_features)
-        """Launch on the current stream. What the kernel cannot read in place is copied first.
+        """Launch on the current stream. What the kernel cannot read in place is copied first. ``eps`` is the norm's.
 
         It reads vectors of 16 bytes, in rows that one stride leads through.
         """
@@ -117,20 +131,21 @@ class FusedLinear:
         residual_stride = None
         if residual is not None:
             residual, _, residual_stride = _in_vectors(residual)
-        key = (rows, stride, activation, residual_stride)
+        key = (rows, stride, activation, residual_stride, eps)
         launch = self._launches.get(key) or self._prepare(*key)
         launch(current_stream(x.device.index), x.data_ptr(), address_of(image), address_of(bias), address_of(residual), y.data_ptr())
         return y
 
-    def _prepare(self, rows: int, stride: int, activation: str, residual_stride: int | None) -> Prepared:
+    def _prepare(self, rows: int, stride: int, activation: str, residual_stride: int | None, eps: float) -> Prepared:
         index, config = self.device.index, self.config
         defines = {**self.tile.defines(config), "ACTIVATION": ACTIVATIONS.index(activation), "RESIDUAL": int(residual_stride is not None)}
         kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=index)
         unit = 64 if config.wgmma else 16 * config.row_tiles
-        grid = min(-(-rows // unit), torch.cuda.get_device_properties(index).multi_processor_count)
+        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        grid = (min(-(-rows // unit), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
         block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
-        launch = kernel.prepare((grid, 1, 1), block, shared_bytes, rows, stride, residual_stride or 0)
-        self._launches[rows, stride, activation, residual_stride] = launch
+        launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps))
+        self._launches[rows, stride, activation, residual_stride, eps] = launch
         return launch
 
 

@@ -15,7 +15,9 @@ _MAX_PANEL_BYTES = 64 * 1024
 _MAX_PANEL_COLUMNS = 128
 _MAX_PADDING = 1.6
 _REGISTERS_BESIDE_TILES = 30
+_REGISTERS_OF_NORM = 12
 _LONG_STEPS = 24
+_NORM_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class FusedConfig:
         slots: panels that fit in the ring; all of them where the weights stay resident.
         residues: residues of the first factor's input computed in one pass over it.
         run: column tiles whose outputs a lane stores together, so that they fill vectors.
-        u_shared: what part of the intermediate lies in shared memory: 0 none, 1 all, 2 the low halves of pairs.
+        u_shared: what part of the intermediate lies in shared memory: 0 none, 1 all, 2 the low halves of pairs, 3 all, in the place
+            of the row of x, which is normalized there.
         wgmma: products by warpgroups, sm_90a only.
+        apart: a block multiplies one of the linears that share x; blocks of different linears share it in the L2 cache.
     """
 
     wgmma: bool
@@ -49,6 +53,7 @@ class FusedConfig:
     residues: int
     run: int
     u_shared: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,13 @@ class Tiling:
     first: Pattern  # the factor x meets first
     second: Pattern
     mode: str
-    linears: int
+    linears: int  # that a block multiplies
+    norm: bool = False  # whether rows of x are normalized on their way
+    blocks: int = 1  # that read the same rows of x, for linears of their own
+
+    def of(self, config: FusedConfig) -> Tiling:
+        """The sizes of a block of this configuration."""
+        return replace(self, linears=1, blocks=self.linears) if config.apart and self.blocks == 1 else self
 
     @property
     def element_bytes(self) -> int:
@@ -124,6 +135,25 @@ class Tiling:
         """Whether k runs through x in its own order, as ldmatrix reads it; otherwise a lane reads four neighbours."""
         return self.element_bytes == 2 and self.first.d == 1 and self.first.c % 8 == 0
 
+    def row_stages(self, config: FusedConfig) -> int:
+        """Stages that hold a whole row of x: its mean and variance are then taken there, and not in another pass over memory."""
+        return self.first.a * (self.first_steps // config.batch)
+
+    def stage_bytes(self, config: FusedConfig) -> int:
+        """Bytes of a warp's stage of x."""
+        batch = config.batch + (config.batch % 2 if self.natural else 0)
+        return batch * config.row_tiles * 2 * 4 * self.first.d * self.element_bytes * 32
+
+    def stages_row(self, config: FusedConfig) -> bool:
+        """Whether the stages hold a whole row of x. Pairs have no room for it."""
+        whole = self.first.d == 1 and self.first.c == 16 * self.first_steps and self.images == 1
+        return whole and config.stages == self.row_stages(config)
+
+    def fits_over_x(self, config: FusedConfig) -> bool:
+        """Whether the intermediate fits in the place of the row of x, group by group."""
+        u = self.first_columns // 8 * config.row_tiles * 256 * self.images
+        return self.norm and self.stages_row(config) and u <= self.first_steps // config.batch * self.stage_bytes(config)
+
     @cached_property
     def second_steps(self) -> int:
         """k16 steps of the second product for the class that needs the most."""
@@ -160,12 +190,10 @@ class Tiling:
 
     def shared_bytes(self, config: FusedConfig) -> int:
         """Dynamic shared memory of a block."""
-        batch = config.batch + (config.batch % 2 if self.natural else 0)
-        stage = batch * config.row_tiles * 2 * 4 * self.first.d * self.element_bytes * 32
-        images = (0, self.images, 1)[config.u_shared]
+        images = (0, self.images, 1, 0)[config.u_shared]
         u = self.groups * self.first_columns // 8 * config.row_tiles * 256 * images
         bias = self.out_features * self.element_bytes
-        return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * stage + u) + bias
+        return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + bias
 
     def parts(self, config: FusedConfig) -> int:
         """In how many parts the sums of the first product are taken, as tensor cores cut off what each step adds to a long one."""
@@ -180,7 +208,7 @@ class Tiling:
 
     def registers(self, config: FusedConfig) -> int:
         """Registers a thread, estimated: accumulators and the intermediate, and what stands beside them."""
-        images = (self.images, 0, 1)[config.u_shared]
+        images = (self.images, 0, 1, 0)[config.u_shared]
         u = self.groups * self.first_columns // 8 * 2 * config.row_tiles * images
         first = config.residues * config.row_tiles * self.first_columns // 2
         second = self.second.d * config.row_tiles * config.panel_columns // 2
@@ -191,6 +219,7 @@ class Tiling:
                 u * (turns - 1) // turns + first + operands, u + second + (4 * second_batch(config) * self.images if config.u_shared else 0)
             )
             + _REGISTERS_BESIDE_TILES
+            + (_REGISTERS_OF_NORM if self.norm else 0)
         )
 
     def defines(self, config: FusedConfig) -> dict[str, int | str]:
@@ -224,7 +253,10 @@ class Tiling:
             "PARTS": self.parts(config),
             "SLOTS": config.slots,
             "RESIDUES": config.residues,
-            "U_SHARED": config.u_shared,
+            "U_SHARED": 1 if config.u_shared == 3 else config.u_shared,
+            "U_OVER_X": int(config.u_shared == 3),
+            "NORM": int(self.norm),
+            "BLOCKS": self.blocks,
         }
 
 
@@ -253,14 +285,14 @@ def registers_allowed(warps: int) -> int:
     return min(255, 16384 // (32 * ceil(warps / 4)) // 8 * 8)
 
 
-def tiling(architecture: Architecture, mode: str, linears: int = 1) -> Tiling | str:
+def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False) -> Tiling | str:
     """The tiling of an architecture, or the reason why the fused kernel has none."""
     if len(architecture) != 2:
         return f"the fused kernel multiplies two factors, this architecture has {len(architecture)}"
     if mode not in MODES:
         return f"the fused kernel has no mode '{mode}', only {', '.join(MODES)}"
     second, first = architecture.patterns
-    result = Tiling(first, second, mode, linears)
+    result = Tiling(first, second, mode, linears, norm)
     if first.c % 4:
         return f"the fused kernel reads 4 columns of a class at a time, pattern {first} has c = {first.c}"
     if len(members(first, second)) < result.groups * result.classes:
@@ -268,6 +300,8 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1) -> Tiling | 
     padding = result.groups * result.group_tiles * 8 / first.out_features
     if padding > _MAX_PADDING:
         return f"tiles of 8 would pad the inner size {first.out_features} by a factor of {padding:.2f}"
+    if norm and result.in_features * result.element_bytes % _NORM_BYTES:
+        return f"the fused kernel takes the norm of rows of whole {_NORM_BYTES} bytes, got {result.in_features} features in mode {mode}"
     ragged = result.in_features * result.element_bytes % 16 or second.b * second.d * result.element_bytes % 16
     if ragged or second.b % (2 * result.runs[-1]):
         return f"rows of {result.in_features} and blocks of {second.b}x{second.d} features do not fill 16-byte vectors in mode {mode}"
@@ -276,19 +310,26 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1) -> Tiling | 
 
 def configs(tile: Tiling, shared_limit: int, *, wgmma: bool) -> list[FusedConfig]:
     """Configurations that fit in ``shared_limit`` bytes and the registers, the most promising first; a dozen at most."""
-    return sorted(every_config(tile, shared_limit, wgmma=wgmma), key=lambda config: _cost(tile, config))[:12]
+    return sorted(every_config(tile, shared_limit, wgmma=wgmma), key=lambda config: _cost(tile.of(config), config))[:12]
 
 
 def every_config(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[FusedConfig]:
-    """All configurations worth a thought."""
+    """All configurations worth a thought: for a block that multiplies all linears, and for blocks of one each."""
+    yield from _configs_of(tile, shared_limit, wgmma=wgmma)
+    if tile.linears > 1:
+        yield from _configs_of(replace(tile, linears=1, blocks=tile.linears), shared_limit, wgmma=wgmma)
+
+
+def _configs_of(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[FusedConfig]:
     steps = [n for n in range(1, tile.first_steps + 1) if tile.first_steps % n == 0]
     residues = [n for n in range(1, tile.first.d + 1) if tile.first.d % n == 0]
     units = [(True, warps, 1) for warps in (4, 8, 12, 16)] if wgmma else []
     units += [(False, warps, row_tiles) for warps in (4, 6, 8, 12, 16) for row_tiles in (1, 2)]
-    placements = (0, 1, 2) if tile.images == 2 else (0, 1)
+    placements = (0, 1, 2) if tile.images == 2 else (0, 1, 3) if tile.norm else (0, 1)
     for (by_group, warps, row_tiles), u_shared, run, step, residue in product(units, placements, tile.runs, steps, residues):
         for panel_columns, panel_classes, batch in product(_panel_columns(tile, run), {1, tile.second.d}, _batches(step, residue)):
-            config = FusedConfig(by_group, warps, row_tiles, 3, step, batch, panel_columns, panel_classes, 2, residue, run, u_shared)
+            sizes = (step, batch, panel_columns, panel_classes, 2, residue, run, u_shared)
+            config = FusedConfig(by_group, warps, row_tiles, 3, *sizes, apart=tile.blocks > 1)
             first, second = tile.panel_bytes(config)
             lopsided = max(first, second) > 8 * min(first, second) or max(first, second) > _MAX_PANEL_BYTES
             if lopsided or tile.second.b % (2 * run) or tile.registers(config) > registers_allowed(warps):
@@ -310,25 +351,36 @@ def _batches(panel_steps: int, residues: int) -> list[int]:
 def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[FusedConfig]:
     """Spend the shared memory: all panels if they fit, or a ring of them; then as many stages of x as fit."""
     panels = sum(tile.panel_counts(config))
+    whole_row = (tile.row_stages(config),) if tile.norm else ()
     for slots in sorted({panels, *(n for n in (2, 3, 4, 6) if n < panels)}):
-        for stages in (6, 4, 3, 2):
-            filled = replace(config, slots=slots, stages=stages)
-            if tile.shared_bytes(filled) <= shared_limit:
-                yield filled
-                break
+        for choice in (whole_row, tuple(n for n in (6, 4, 3, 2) if n not in whole_row)):
+            filled = (replace(config, slots=slots, stages=stages) for stages in choice)
+            found = next((each for each in filled if _holds(tile, each, shared_limit)), None)
+            if found is not None:
+                yield found
+
+
+def _holds(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
+    placed = config.u_shared != 3 or tile.fits_over_x(config)
+    if tile.norm and tile.blocks > 1 and not tile.stages_row(config):
+        return False  # each block would read x twice: slower than a launch for the norm
+    return placed and config.stages >= 2 and tile.shared_bytes(config) <= shared_limit
 
 
 def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -> bool:
     """Whether a configuration, such as one out of a table, is one that ``every_config`` could give."""
+    if config.apart and tile.linears == 1:
+        return False
+    tile = tile.of(config)
     first, second = tile.first, tile.second
     whole = tile.first_steps % config.panel_steps == 0 and config.panel_steps % config.batch == 0 and first.d % config.residues == 0
     whole = whole and config.panel_columns % (8 * config.run) == 0 and second.b % (2 * config.run) == 0 and config.run in tile.runs
     whole = whole and config.panel_columns in _panel_columns(tile, config.run) and config.panel_classes in (1, second.d)
     warps = config.warps % 4 == 0 and config.row_tiles == 1 and wgmma if config.wgmma else config.row_tiles in (1, 2)
-    placed = config.u_shared in ((0, 1, 2) if tile.images == 2 else (0, 1))
-    if not (whole and warps and placed and 2 <= config.slots <= sum(tile.panel_counts(config)) and config.stages >= 2):
+    placed = config.u_shared in ((0, 1, 2) if tile.images == 2 else (0, 1, 3))
+    if not (whole and warps and placed and 2 <= config.slots <= sum(tile.panel_counts(config))):
         return False
-    return tile.registers(config) <= registers_allowed(config.warps) and tile.shared_bytes(config) <= shared_limit
+    return tile.registers(config) <= registers_allowed(config.warps) and _holds(tile, config, shared_limit)
 
 
 def _cost(tile: Tiling, config: FusedConfig) -> float:
@@ -341,7 +393,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             5.2 / config.panel_columns,  # narrow products leave the tensor cores waiting
             0.0 if config.wgmma else 0.25,
             0.95 if warps < 8 else 0.18 if warps < 12 else 0.0 if warps == 12 else 0.13,
-            (0.0, 0.3, 0.01)[config.u_shared],
+            (0.0, 0.3, 0.01, 0.0)[config.u_shared],
             0.03 if config.slots < 4 else 0.0,
             0.07 / config.batch,
             0.14 * max(0.0, 1.0 - in_flight / 34_000),
@@ -349,5 +401,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             0.04 if config.run == 1 else 0.0,
             0.38 * (tile.first.d / config.residues - 1),
             0.02 / config.panel_steps,
+            0.3 if config.apart else 0.0,
+            0.1 if tile.norm and not tile.stages_row(config) else 0.0,  # x is read twice
         )
     )

@@ -9,6 +9,7 @@ import pytest
 from flysurgery.ops.cuda import table
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.fused import fused_reason
+from flysurgery.ops.cuda.norm_linear import NORM_LINEAR
 from flysurgery.ops.cuda.obstacles import product_obstacle
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.table import TunedCase
@@ -39,6 +40,16 @@ FIRST = [
     (monarch(384, 1536, 4), "fp16", 1, "sm_100"),
 ]
 """What runs on GPUs for which nothing was tuned."""
+BEHIND_A_NORM = [
+    (SQUARE, "fp16", 3, "sm_80"),
+    (SQUARE, "fp32", 3, "sm_80"),
+    (SQUARE, "bf16", 3, "sm_90a"),
+    (SQUARE, "tf32", 3, "sm_90a"),
+    (MONARCH, "fp16", 3, "sm_90a"),
+    (SQUARE, "fp16", 3, "sm_100"),
+    (DOWN, "tf32", 1, "sm_100"),
+]
+"""Likewise."""
 
 SERIALIZED = {
     (UP, "bf16", 1): "ptxas runs short of registers at 12 warps, 168 each; the table has another configuration for the H200",
@@ -50,17 +61,20 @@ SERIALIZED = {
 _SHIPPED = Path(table.__file__).parent / "tuned" / "h200.json"
 # bf16 has the same code as fp16 but for the type of the instructions
 TUNED = [
-    (entry.case, FusedConfig(**entry.config)) for entry in table._read(_SHIPPED) if entry.case.kernel == FUSED and entry.case.mode != "bf16"
+    (entry.case, FusedConfig(**entry.config))
+    for entry in table._read(_SHIPPED)
+    if entry.case.kernel in (FUSED, NORM_LINEAR) and entry.case.mode != "bf16"
 ]
 
 
-def tile_of(architecture: Architecture, mode: str, linears: int) -> Tiling:
-    tile = tiling(architecture, mode, linears)
+def tile_of(architecture: Architecture, mode: str, linears: int, *, norm: bool = False) -> Tiling:
+    tile = tiling(architecture, mode, linears, norm=norm)
     assert isinstance(tile, Tiling), tile
     return tile
 
 
 def check(tile: Tiling, config: FusedConfig, arch: str, *, activation: int = 0, residual: int = 0, tuned: bool = False) -> None:
+    tile = tile.of(config)
     defines = {**tile.defines(config), "ACTIVATION": activation, "RESIDUAL": residual}
     compiled = compile_cubin("fused_linear.cu", defines, arch=arch, name="fused_linear")
     assert 0 < compiled.registers * 32 * config.warps <= 65536
@@ -77,8 +91,14 @@ def test_the_first_configuration_compiles(architecture: Architecture, mode: str,
     check(tile, configs(tile, SHARED_BYTES[arch], wgmma=arch == "sm_90a")[0], arch)
 
 
+@pytest.mark.parametrize(("architecture", "mode", "linears", "arch"), BEHIND_A_NORM, ids=str)
+def test_the_first_configuration_behind_a_norm_compiles(architecture: Architecture, mode: str, linears: int, arch: str) -> None:
+    tile = tile_of(architecture, mode, linears, norm=True)
+    check(tile, configs(tile, SHARED_BYTES[arch], wgmma=arch == "sm_90a")[0], arch)
+
+
 def test_there_is_a_table() -> None:
-    layers = {(case.architecture, case.mode, case.linears) for case, _ in TUNED}
+    layers = {(case.architecture, case.mode, case.linears) for case, _ in TUNED if case.kernel == FUSED}
     assert layers >= {(layer, mode, 1) for layer in (SQUARE, UP, DOWN, MONARCH) for mode in ("fp16", "tf32", "fp32")}
     assert layers >= {(SQUARE, mode, 3) for mode in ("fp16", "tf32", "fp32")}
 
@@ -86,10 +106,10 @@ def test_there_is_a_table() -> None:
 @pytest.mark.parametrize(
     ("case", "config"),
     TUNED,
-    ids=lambda value: f"{value.architecture}-{value.mode}-{value.linears}" if isinstance(value, TunedCase) else "",
+    ids=lambda value: f"{value.kernel}-{value.architecture}-{value.mode}-{value.linears}" if isinstance(value, TunedCase) else "",
 )
 def test_the_tuned_configurations_compile(case: TunedCase, config: FusedConfig) -> None:
-    tile = tile_of(case.architecture, case.mode, case.linears)
+    tile = tile_of(case.architecture, case.mode, case.linears, norm=case.kernel == NORM_LINEAR)
     assert fits(tile, config, SHARED_BYTES["sm_90a"], wgmma=True)
     check(tile, config, "sm_90a", tuned=True)
 

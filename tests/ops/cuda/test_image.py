@@ -66,9 +66,14 @@ def test_the_image_holds_the_product(architecture: Architecture, linears: int, m
     factors = [[torch.randint(-3, 4, p.factor_shape, generator=generator).double() for p in architecture] for _ in range(linears)]
     x = torch.randint(-3, 4, (architecture.in_features,), generator=generator).double()
     expected = torch.cat([dense(left) @ (dense(right) @ x) for left, right in factors]).numpy()
-    flat = [np.append(np.concatenate([pair[side].reshape(-1).numpy() for pair in factors]), 0.0) for side in (1, 0)]
     every = [*every_config(tile, 227 * 1024, wgmma=True)]
     for config in every[:: max(1, len(every) // 7)]:
-        first, second = panel_indices(tile, config)
-        u = intermediate(x.numpy(), tile, config, flat[0][first])
-        np.testing.assert_array_equal(result(u, tile, config, flat[1][second]), expected)
+        block = tile.of(config)
+        first, second = panel_indices(block, config)
+        y = []
+        for start in range(0, linears, block.linears):
+            pairs = factors[start : start + block.linears]
+            flat = [np.append(np.concatenate([pair[side].reshape(-1).numpy() for pair in pairs]), 0.0) for side in (1, 0)]
+            u = intermediate(x.numpy(), block, config, flat[0][first])
+            y.append(result(u, block, config, flat[1][second]))
+        np.testing.assert_array_equal(np.concatenate(y), expected)

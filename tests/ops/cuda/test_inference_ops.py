@@ -68,15 +68,57 @@ def comparable(out: Tensor, yardstick: Tensor, truth: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(768, 768), monarch(192, 192)], ids=str)
-@pytest.mark.parametrize(("rows", "mean"), [(1, 0.0), (197, 50.0), (25216, 0.0)])
-def test_norm_and_projections(architecture: Architecture, dtype: torch.dtype, rows: int, mean: float) -> None:
+@pytest.mark.parametrize(
+    ("rows", "mean", "deviation"), [(1, 0.0, 1.0), (197, 50.0, 1.0), (1009, 100.0, 1.0), (211, 0.5, 2e-3), (25216, 0.0, 1.0)]
+)
+def test_norm_and_projections(architecture: Architecture, dtype: torch.dtype, rows: int, mean: float, deviation: float) -> None:
     features = architecture.in_features
-    x = normal(rows, features, dtype=dtype, mean=mean)
+    x = normal(rows, features, dtype=dtype, mean=mean, deviation=deviation)
     norm = Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
     group = [layer(architecture, dtype) for _ in range(3)]
     exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)  # type: ignore[union-attr]
     truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
     comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+
+
+@pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(384, 384)], ids=str)
+def test_norm_and_projections_with_tf32(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    x, group = normal(1009, 384, dtype=torch.float32, mean=100.0), [layer(architecture, torch.float32) for _ in range(3)]
+    norm = Norm(normal(384, dtype=torch.float32, mean=1.0, deviation=0.2), normal(384, dtype=torch.float32, deviation=0.2), 1e-6)
+    exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)  # type: ignore[union-attr]
+    truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
+    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_whose_first_values_stand_apart(dtype: torch.dtype) -> None:
+    """The row's sums are taken of what differs from the mean of its first values."""
+    x, group = normal(331, 384, dtype=dtype), [layer(gonon(384, 384), dtype) for _ in range(3)]
+    x[:, :16] += 200
+    norm = Norm(None, None, 1e-6)
+    truth = composed.norm_linear(x.double(), norm, [wide(member) for member in group])
+    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+
+
+def test_projections_that_differ_follow_the_norm() -> None:
+    """Two launches: biases are not all there, or the architectures are not the same."""
+    x, norm = normal(197, 384, dtype=torch.float16), Norm(normal(384, dtype=torch.float16), None, 1e-6)
+    exact = Norm(norm.weight.double(), None, norm.eps)  # type: ignore[union-attr]
+    for group in (
+        [layer(gonon(384, 384), torch.float16, bias=bias) for bias in (True, False, True)],
+        [layer(architecture, torch.float16) for architecture in (gonon(384, 384), monarch(384, 384))],
+    ):
+        truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
+        comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+
+
+@pytest.mark.parametrize("norm", [Norm(None, None), Norm(torch.ones(384), torch.ones(384))], ids=["plain", "affine"])
+def test_the_operator_is_well_behaved(norm: Norm) -> None:
+    x, group = normal(70, 384, dtype=torch.float16), [layer(gonon(384, 384), torch.float16) for _ in range(2)]
+    weight, bias = (None if part is None else part.cuda() for part in (norm.weight, norm.bias))
+    factors, biases = [factor for member in group for factor in member.factors], [member.bias for member in group]
+    torch.library.opcheck(torch.ops.flysurgery.norm_linear.default, (x, weight, bias, 1e-6, factors, biases, 2, "fp16"))
 
 
 def test_norms_without_parameters_of_strided_rows() -> None:

@@ -1,0 +1,127 @@
+"""Linears of one architecture behind a layer norm, all in one launch, with their registered operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.factors import architecture_of, ks_einsum
+from flysurgery.ops.cuda.fused import FusedLinear, fused_reason, readable
+from flysurgery.ops.cuda.met import meet
+from flysurgery.ops.cuda.modes import dtype_of
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
+from flysurgery.ops.derived import derived
+from flysurgery.patterns import Architecture
+
+NORM_LINEAR = "norm_linear"
+
+
+@lru_cache(maxsize=4096)
+def norm_linear_obstacle(architecture: Architecture, mode: str, linears: int, device_index: int) -> str | None:
+    """Why no launch computes so many linears of an architecture and the norm before them; None where one does."""
+    return fused_reason(architecture, mode, linears, shared_limit_of(device_index), norm=True)
+
+
+class NormLinears:
+    """The kernel of some linears and the norm before them, as autotuning meets it."""
+
+    def __init__(self, architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> None:
+        self.architecture, self.mode, self.linears, self.device_index = architecture, mode, linears, device_index
+        fields = tuned_config(NORM_LINEAR, architecture, mode, linears, device_index, rows)
+        config = FusedLinear.tuned(architecture, mode, linears, fields, norm=True, device_index=device_index) if fields else None
+        self.kernel = FusedLinear(architecture, mode, linears, norm=True, config=config, device_index=device_index)
+
+    def cases(self, rows: int) -> list[TunedCase]:
+        """What to autotune for calls of so many rows."""
+        return [TunedCase(torch.cuda.get_device_name(self.device_index), NORM_LINEAR, self.architecture, self.mode, self.linears, rows)]
+
+
+@lru_cache(maxsize=256)
+def _norm_linears(shapes: tuple[torch.Size, ...], mode: str, linears: int, device_index: int, bucket: int) -> NormLinears:
+    return NormLinears(Architecture.of(*shapes), mode, linears, device_index, bucket)
+
+
+def forget_norm_linears() -> None:
+    """Choose kernels anew at the next call, after the table of configurations has changed."""
+    _norm_linears.cache_clear()
+
+
+def run_norm_linear(
+    x: Tensor,  # shape: (rows, in_features)
+    weight: Tensor | None,  # shape: (in_features,)
+    bias: Tensor | None,  # shape: (in_features,)
+    eps: float,
+    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
+    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+    linears: int,
+    mode: str,
+) -> Tensor:  # shape: (rows, linears * out_features)
+    """The linears' outputs for the normalized rows, side by side, in one launch on the current stream.
+
+    The norm's weight is multiplied into the right factors and its bias sent through the factors into the biases, both before they
+    are rounded.
+
+    Raises:
+        BackendError: no kernel runs these factors; ``norm_linear_obstacle`` tells beforehand.
+    """
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_norm_linear(x, weight, bias, eps, factors, biases, linears, mode)
+    found = _norm_linears(tuple(factor.shape for factor in factors[:2]), mode, linears, device_index, rows_bucket(x.shape[0]))
+    meet(found, x.shape[0])
+    sources = (*factors, *biases, *(part for part in (weight, bias) if part is not None))
+
+    def make() -> tuple[Tensor, ...]:
+        pairs, offset = fold([(factors[2 * n], factors[2 * n + 1]) for n in range(linears)], biases, weight, bias)
+        image = found.kernel.pack(pairs)
+        return (image,) if offset is None else (image, offset.to(dtype_of(mode)))
+
+    packed = derived((found, weight is None, bias is None, len(biases)), sources, make)
+    return found.kernel.run(readable(x), packed[0], packed[1] if len(packed) > 1 else None, eps=eps)
+
+
+def fold(
+    pairs: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
+    biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
+    weight: Tensor | None,  # shape: (in_features,)
+    shift: Tensor | None,  # shape: (in_features,)
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:  # shape of the latter: (linears * out_features,)
+    """Factors and biases that do to a normalized row what the linears do to its product with ``weight`` plus ``shift``.
+
+    Everything in float64, to be rounded once; None where nothing is added.
+    """
+    pairs = [(left.detach().double(), right.detach().double()) for left, right in pairs]
+    a, _, c, d = pairs[0][1].shape
+    offsets = [bias.detach().double() for bias in biases]
+    if shift is not None:
+        sent = [ks_einsum(ks_einsum(shift.detach().double()[None], right), left)[0] for left, right in pairs]
+        offsets = [offset + bias for offset, bias in zip(sent, offsets, strict=True)] if offsets else sent
+    if weight is not None:
+        pairs = [(left, right * weight.detach().double().view(a, 1, c, d)) for left, right in pairs]
+    return pairs, torch.cat(offsets) if offsets else None
+
+
+def _fake_norm_linear(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    factors: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    linears: int,
+    mode: str,
+) -> Tensor:
+    return x.new_empty((x.shape[0], linears * architecture_of(factors[:2]).out_features))
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define(
+    "norm_linear(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor"
+)
+_library.impl("norm_linear", run_norm_linear, "CUDA")
+torch.library.register_fake("flysurgery::norm_linear", _fake_norm_linear, lib=_library)
