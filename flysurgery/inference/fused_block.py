@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from flysurgery.inference.attending import Attending
 from flysurgery.inference.standing import Condition, StandIn
 from flysurgery.inference.steps import Step
 
@@ -54,8 +56,8 @@ class FusedBlock(StandIn):
     """``x = x + scale*attention(norm(x)); x = x + scale*ffn(norm(x))`` by fused modules.
 
     ``attention`` is a view of the block's own attention module that leaves out the output projection, and does the norm before it
-    itself where ``norm`` is None. Calls of another form than the one that was proven, in training mode, or with hooks inside go to the
-    original block.
+    itself where ``norm`` is None; ``attending`` does what it asks of PyTorch's attention. Calls of another form than the one that was
+    proven, in training mode, or with hooks inside go to the original block.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class FusedBlock(StandIn):
         original: nn.Module,
         norm: nn.Module | None,
         attention: nn.Module,
+        attending: Attending | None,
         out: Step,
         feed_forward: Step,
         form: Form,
@@ -70,14 +73,15 @@ class FusedBlock(StandIn):
     ) -> None:
         super().__init__(original)
         self.form, self.condition = form, condition
-        self._steps = (norm, attention, out, feed_forward)  # in a tuple, so that they are no children
+        self._steps = (norm, attention, attending, out, feed_forward)  # in a tuple, so that they are no children
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.condition.obstacle() is not None or not self.form.fits(args, kwargs):
             return self.original(x, *args, **kwargs)
-        norm, attention, out, feed_forward = self._steps
+        norm, attention, attending, out, feed_forward = self._steps
         positional, named = self.form.handed_on(args, kwargs)
-        attended = attention(x if norm is None else norm(x), *positional, **named)
+        with attending or nullcontext():
+            attended = attention(x if norm is None else norm(x), *positional, **named)
         return feed_forward(out(attended, x))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
+from flysurgery.inference.attending import Attending
 from flysurgery.inference.block import modules_around
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.chain import is_idle
@@ -16,6 +17,7 @@ from flysurgery.inference.found import Block, FeedForward, Projection
 from flysurgery.inference.fused_block import Form, FusedBlock
 from flysurgery.inference.look import Findings
 from flysurgery.inference.standing import Condition, Passed, Stepped, Through, view
+from flysurgery.inference.steps import Attention
 from flysurgery.surgery import Reason
 
 
@@ -29,7 +31,7 @@ class Place:
 
 
 def block_place(model: nn.Module, found: Findings, block: Block, form: Form, candidates: dict[str, Candidate]) -> Place:
-    """A proven block, with the candidates by their groups; "qkv" may lack."""
+    """A proven block, with the candidates by their groups; "qkv" and "attention" may lack."""
     original, attention, norm = (model.get_submodule(fqn) for fqn in (block.fqn, block.attention, block.norm.fqn))
     condition = Condition(original.modules())
 
@@ -47,7 +49,9 @@ def block_place(model: nn.Module, found: Findings, block: Block, form: Form, can
                 attributes[below(switch.module_fqn), switch.attribute] = switch.value
         steps = candidates["attn_out"].step, candidates["ffn"].step
         inner = view(attention, replaced, attributes)
-        return {block.fqn: FusedBlock(original, None if projects else norm, inner, *steps, form, condition)}
+        attention_step = candidates["attention"].step if "attention" in candidates else None
+        attending = Attending(attention_step) if isinstance(attention_step, Attention) and attention_step.enabled else None
+        return {block.fqn: FusedBlock(original, None if projects else norm, inner, attending, *steps, form, condition)}
 
     return Place(tuple(candidates.values()), condition, put)
 

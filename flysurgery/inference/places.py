@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.fx import Node
 
+from flysurgery.inference.attending import attention_of
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.forms import form_of
 from flysurgery.inference.found import Block, FeedForward, Projection, Scale
 from flysurgery.inference.look import Findings
 from flysurgery.inference.place import Place, block_place, feed_forward_place, patches_place, projection_place
+from flysurgery.inference.steps import Attention, LinearResidual, NormLinear, Patches
 from flysurgery.inference.steps import FeedForward as FeedForwardStep
-from flysurgery.inference.steps import LinearResidual, NormLinear, Patches
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
 
@@ -72,11 +73,20 @@ class Builder:
 
     def _of_block(self, block: Block) -> dict[str, Candidate]:
         candidates = {} if block.projection is None else {"qkv": self._projection(block.projection)}
+        attention = attention_of(self.found.seen, block)
+        if attention is not None:
+            candidates["attention"] = self._attention(block.attention, attention)
         out = LinearResidual(self._module(block.out.linear), self._scale(block.out.tail.scale))
         shapes = self._rows(self.sources[block.out.branch]), self._rows(block.out.branch)
         candidates["attn_out"] = Candidate("attn_out", block.out.linear, out, shapes)
         candidates["ffn"] = self._feed_forward(block.feed_forward, whole=True)
         return candidates
+
+    def _attention(self, fqn: str, node: Node) -> Candidate:
+        scale = node.kwargs.get("scale")
+        shapes = [shape for each in node.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None]
+        enlarged = tuple((shape[0] * self.scale_rows, *shape[1:]) for shape in shapes)
+        return Candidate("attention", fqn, Attention(scale if isinstance(scale, float) else None), enlarged)
 
     def _projection(self, group: Projection) -> Candidate:
         step = NormLinear(self._module(group.norm.fqn), group.norm.eps, self._module(group.linear))

@@ -16,9 +16,9 @@ HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution.
+    """One group, by the name of its last linear or convolution, or of the attention module.
 
-    ``group`` is "qkv", "attn_out", "ffn" or "patches"; ``status`` "fused" or "left". The milliseconds are those
+    ``group`` is "qkv", "attention", "attn_out", "ffn" or "patches"; ``status`` "fused" or "left". The milliseconds are those
     of one call, None where nothing was measured.
     """
 

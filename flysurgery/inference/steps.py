@@ -87,6 +87,26 @@ class LinearResidual(Step):
         return ops.linear_residual(x, linear, others[0], _value(self._scale))
 
 
+class Attention(Step):
+    """Attention of q with k and v; ``scale`` None stands for one over the root of a head's features."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+        return ops.attention_reason(x, others[0], others[1])
+
+    def likeness(self) -> tuple[object, ...]:
+        return ()
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, others[0], others[1], scale=self.scale)
+
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
+        return ops.attention(x, others[0], others[1], self.scale)
+
+
 class FeedForward(Step):
     """``x + scale * second(activation(first(norm(x))))``; without ``x +`` where ``residual`` is false."""
 

@@ -5,6 +5,8 @@ from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
 from flysurgery.ops.dispatch import explain as explain
 from flysurgery.ops.group import ks_linear_group as ks_linear_group
+from flysurgery.ops.inference import attention as attention
+from flysurgery.ops.inference import attention_reason as attention_reason
 from flysurgery.ops.inference import ffn as ffn
 from flysurgery.ops.inference import ffn_reason as ffn_reason
 from flysurgery.ops.inference import linear_residual as linear_residual

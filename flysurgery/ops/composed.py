@@ -48,6 +48,16 @@ def norm_linear(
     return torch.cat([_linear(normed, member) for member in group], dim=-1)
 
 
+def attention(
+    q: Tensor,  # shape: (batch, heads, queries, head)
+    k: Tensor,  # shape: (batch, heads, keys, head)
+    v: Tensor,  # shape: (batch, heads, keys, head)
+    scale: float | None = None,
+) -> Tensor:  # shape: (batch, heads, queries, head)
+    """``softmax(scale * q @ k.mT) @ v``; ``scale`` None stands for one over the root of a head's features."""
+    return functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
 def linear_residual(
     x: Tensor,  # shape: (*batch, in_features)
     linear: Linear,

@@ -13,6 +13,7 @@ from torch.nn.functional import linear as torch_linear
 
 import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.attention import attention_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
@@ -131,6 +132,39 @@ def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | 
     return _layer_norm_obstacle(x.shape[-1], x.dtype)
 
 
+def attention(
+    q: Tensor,  # shape: (batch, heads, queries, head)
+    k: Tensor,  # shape: (batch, heads, keys, head)
+    v: Tensor,  # shape: (batch, heads, keys, head)
+    scale: float | None = None,
+) -> Tensor:  # shape: (batch, heads, queries, head)
+    """``softmax(scale * q @ k.mT) @ v`` of float32 on tensor cores; ``scale`` None stands for one over the root of a head's features.
+
+    Float32 grade by pairs of fp16, or TF32 grade where PyTorch's settings allow that. The result's tokens lie before its heads in memory.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``attention_reason`` answers.
+    """
+    obstacle = attention_reason(q, k, v)
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    mode = mode_of(q.dtype, allow_tf32=tf32_allowed())
+    return torch.ops.flysurgery.attention(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mode)
+
+
+def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why no kernel takes this attention; None where one does."""
+    wrong = common_obstacle(q, (k, v))
+    if wrong is not None:
+        return wrong
+    if q.dim() != 4 or k.shape != (*q.shape[:2], k.shape[-2], q.shape[-1]) or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
+        kinds = ", ".join(f"{tuple(part.shape)} of {part.dtype}" for part in (q, k, v))
+        return f"expected q, k and v of shapes (batch, heads, tokens, features) that fit each other, and one dtype, got {kinds}"
+    if k.shape[2] == 0:
+        return "there are no keys"
+    return _attention_obstacle(q.shape[-1], mode_of(q.dtype, allow_tf32=tf32_allowed()) or str(q.dtype), q.device.index)
+
+
 def linear_residual(
     x: Tensor,  # shape: (*batch, in_features)
     linear: Linear,
@@ -245,6 +279,11 @@ def _ffn_obstacle(
     device_index: int,
 ) -> str | None:
     return ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, residual, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _attention_obstacle(head: int, mode: str, device_index: int) -> str | None:
+    return device_obstacle(device_index) or attention_obstacle(head, mode)
 
 
 @torch.compiler.assume_constant_result

@@ -11,7 +11,7 @@ from flysurgery import ops
 from flysurgery.inference import clock
 from flysurgery.ops import composed
 
-OPERATORS = ("ffn", "norm_linear", "linear_residual", "patch_embedding")
+OPERATORS = ("attention", "ffn", "norm_linear", "linear_residual", "patch_embedding")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.inference.models import images, ready
 from tests.support.tolerance import assert_equal
 
 SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
-BLOCKS = ["norm_linear", "linear_residual", "ffn"] * 2
+BLOCKS = ["norm_linear", "attention", "linear_residual", "ffn"] * 2
 
 
 def small(**options: object) -> nn.Module:

@@ -1,0 +1,100 @@
+"""Attention of float32 on the GPU, beside PyTorch's in float32 and the truth in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flysurgery.ops import attention, attention_reason, composed
+from tests.support.tolerance import FP32_BY_FP16_PAIRS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
+
+pytestmark = pytest.mark.gpu
+
+MODES = {"fp32": FP32_BY_FP16_PAIRS, "tf32": TF32}
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
+    yield MODES[request.param]
+    torch.set_float32_matmul_precision(before)
+
+
+def operands(batch: int, heads: int, tokens: int, head: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(tokens + head)
+    sizes = (tokens, keys or tokens, keys or tokens)
+    q, k, v = (torch.randn(batch, heads, size, head, generator=generator, device="cuda") for size in sizes)
+    return q, k, v
+
+
+def yardstick(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By two products and a softmax, which take PyTorch's setting for TF32 in."""
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(197, None), (64, None), (1009, None), (196, 77), (80, 1)])
+@pytest.mark.parametrize("head", [64, 32, 48, 16])
+def test_as_accurate_as_pytorch(mode: Arithmetic, tokens: int, keys: int | None, head: int) -> None:
+    q, k, v = operands(2, 3, tokens, head, keys)
+    truth = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert_epilogue_comparable(attention(q, k, v), yardstick(q, k, v), truth, mode)
+
+
+def test_views_of_one_projection_and_other_scales(mode: Arithmetic) -> None:
+    q, k, v = torch.randn(3, 197, 3, 4, 64, device="cuda").permute(2, 0, 3, 1, 4).unbind(0)
+    out = attention(q, k, v, 0.5)
+    assert_equal(out, attention(q.contiguous(), k.contiguous(), v.contiguous(), 0.5))
+    assert out.transpose(1, 2).is_contiguous()
+    truth = composed.attention(q.double(), k.double(), v.double(), 0.5)
+    assert_epilogue_comparable(out, torch.softmax(q @ k.mT * 0.5, dim=-1) @ v, truth, mode)
+
+
+@pytest.mark.parametrize("power", [-100, -20, 0, 20, 60])
+def test_the_range_of_float32(power: int) -> None:
+    q, k, v = operands(1, 2, 100, 64)
+    out = attention(q * 2.0**-power, k * 2.0**power, v * 2.0**power)
+    assert_equal(out * 2.0**-power, attention(q, k, v))
+
+
+def test_a_softmax_that_takes_one_key() -> None:
+    q, k, v = operands(1, 2, 100, 64)
+    v = v.half().float()  # which pairs of fp16 hold
+    chosen = (q.double() @ k.double().mT).argmax(-1, keepdim=True).expand_as(v)
+    assert_equal(attention(q * 2.0**30, k, v), v.gather(2, chosen))
+
+
+def test_one_row_has_no_influence_on_another() -> None:
+    q, k, v = operands(1, 1, 150, 64)
+    out = attention(q, k, v)
+    q[:, :, 3] = torch.nan
+    changed = attention(q, k, v)
+    assert bool(changed[:, :, 3].isnan().all())
+    others = [row for row in range(150) if row != 3]
+    assert_equal(changed[:, :, others], out[:, :, others])
+    assert attention(q[:, :, :0], k, v).shape == (1, 1, 0, 64)
+
+
+def test_graphs_and_schema(mode: Arithmetic) -> None:
+    q, k, v = operands(2, 2, 130, 64)
+    torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, "tf32" if mode is TF32 else "fp32"))
+    expected = attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_equal(out, expected)
+
+
+def test_reasons() -> None:
+    q, k, v = operands(1, 2, 20, 64)
+    assert attention_reason(q, k, v) is None
+    assert "halves" in str(attention_reason(q.half(), k.half(), v.half()))
+    assert "got 80" in str(attention_reason(*operands(1, 1, 8, 80)))
+    assert "fit each other" in str(attention_reason(q, k[:, :1], v))
+    assert "no gradients" in str(attention_reason(q.requires_grad_(), k, v))
