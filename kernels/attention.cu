@@ -106,7 +106,7 @@ struct Blocks {
 #pragma unroll
         for (int i = 0; i < 2; ++i) exponent[i] = min(exponent_for(__uint_as_float(load_shared_one(largest + 4 * i))), 126 - kShift);
         const float scale[2] = {power(exponent[0]), power(exponent[1])};
-#pragma unroll 1
+#pragma unroll 2
         for (int n = 0; n < kOwn; ++n) {
             const int piece = n * kThreads + threadIdx.x;
             if (piece >= 2 * kKeys * kPieces) continue;
