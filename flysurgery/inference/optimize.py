@@ -26,7 +26,7 @@ MEASURED_IMAGES = 64
 def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> OptimizeReport:
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
-    Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], [attention's output projection -> layer
+    Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], attention itself, [its output projection -> layer
     scale -> residual], [LN -> FFN -> layer scale -> residual] and the patch embedding. Each is fused where a kernel takes it and was
     faster than the model's own modules in a short measurement, at the example's number of samples and on CUDA in graphs; the report
     says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group

@@ -84,9 +84,8 @@ class Builder:
 
     def _attention(self, fqn: str, node: Node) -> Candidate:
         scale = node.kwargs.get("scale")
-        shapes = [shape for each in node.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None]
-        enlarged = tuple((shape[0] * self.scale_rows, *shape[1:]) for shape in shapes)
-        return Candidate("attention", fqn, Attention(scale if isinstance(scale, float) else None), enlarged)
+        shapes = tuple(shape for each in node.args[:3] if isinstance(each, Node) and (shape := shape_of(each)) is not None)
+        return Candidate("attention", fqn, Attention(scale if isinstance(scale, float) else None), shapes)
 
     def _projection(self, group: Projection) -> Candidate:
         step = NormLinear(self._module(group.norm.fqn), group.norm.eps, self._module(group.linear))

@@ -6,7 +6,6 @@ import pytest
 
 from flysurgery.ops.cuda.compile import compile_cubin
 
-
 SPILL_BYTES = {"sm_100": 64}
 """Stores and loads a thread, with 128 registers: ptxas for sm_100 moves loads of TF32 grade further ahead than these last."""
 
