@@ -1,7 +1,7 @@
 // y = softmax(scale * q kᵀ) v in float32, head by head, on tensor cores: float32 grade by pairs of fp16, which PyTorch leaves to the ordinary
 // cores.
 //
-// A block has WARPS*16 queries of one head and goes over the keys in blocks of 64, with a running maximum and sum. A warp has 16 queries
+// A block has WARPS*16 queries of one head and goes over the keys in blocks of KEYS, with a running maximum and sum. A warp has 16 queries
 // from the first product to the last: accumulators of q kᵀ, through the exponential, are the operands of the product with v.
 //
 //     keys and values: cp.async, floats ──scale, split──> hi and lo, fp16, in shared memory      q: hi and lo in registers
@@ -11,7 +11,7 @@
 // have a power of two each that brings their largest element near 2^11; exponentials, at most 1, are scaled by 2^11. The products of a block
 // are added to float32 sums with rounding. Infinities and NaN do not come out finite.
 //
-// Defines: HEAD (features of a head), MODE, WARPS.
+// Defines: HEAD (features of a head), KEYS (of a block, a multiple of 16), MODE, WARPS.
 // Limits: sm_80 or newer; HEAD a multiple of 16, up to 64, where registers last; features of q, k and v adjacent, their rows at multiples of 16 bytes.
 #include "instructions.cuh"
 #include "scale.cuh"
@@ -19,7 +19,7 @@
 typedef long long i64;
 
 constexpr bool kPairs = MODE == 3;
-constexpr int kKeys = 64, kSteps = HEAD / 16, kTiles = HEAD / 8, kKeyTiles = kKeys / 8;
+constexpr int kKeys = KEYS, kSteps = HEAD / 16, kTiles = HEAD / 8, kKeyTiles = kKeys / 8;
 constexpr int kThreads = 32 * WARPS, kQueries = 16 * WARPS;
 constexpr int kPieces = HEAD / 4, kOwn = (2 * kKeys * kPieces + kThreads - 1) / kThreads;  // 16-byte pieces of a row, of a thread
 constexpr int kPitch = HEAD * 2 + 16, kImage = kKeys * kPitch, kImages = kPairs ? 2 : 1;  // 16 bytes more, against bank conflicts
@@ -158,13 +158,14 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
     }
 
     float out[kTiles][4] = {}, most[2] = {-infinity(), -infinity()}, total[2] = {};
+    const bool idle = (i64)blockIdx.x * kQueries + warp * 16 >= queries;  // a warp past the last query helps with keys and values alone
     const int key_row = (lane >> 4) * 8 + (lane & 7), value_row = (lane >> 3 & 1) * 8 + (lane & 7);
 #pragma unroll 1
     for (int first = 0; first < tokens; first += kKeys) {
         int exponent[2];
         blocks.convert(exponent);
         if (first + kKeys < tokens) blocks.load(first + kKeys);
-        const int left = (int)min((i64)kKeys, tokens - first);
+        const int left = idle ? 0 : (int)min((i64)kKeys, tokens - first);
 
         float scores[kKeyTiles][4] = {};
 #pragma unroll

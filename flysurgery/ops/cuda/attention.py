@@ -11,7 +11,8 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
 
 _MODES = {"tf32": 2, "fp32": 3}
-_KEYS = 64  # of a block, kKeys of the kernel
+_KEYS = 48
+"""Of a block: more run out of registers, fewer meet more often."""
 _VECTOR = 4  # floats
 
 
@@ -31,7 +32,7 @@ def run_attention(
     scale: float,
     mode: str,
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
-    """``softmax(scale * q @ k.mT) @ v`` on the current stream; keys and values are read once for each 64 to 128 queries.
+    """``softmax(scale * q @ k.mT) @ v`` on the current stream; keys and values are read once for 64 or 128 queries.
 
     Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
 
@@ -50,7 +51,7 @@ def run_attention(
     if y.numel() == 0:
         return y.transpose(1, 2)
     q, k, v = (part if _readable(part) else part.contiguous() for part in (q, k, v))
-    warps = min((8, 7, 6, 5, 4), key=lambda count: -(-queries // (16 * count)) * count)  # the fewest rows past the last query
+    warps = 8 if queries > 64 else 4
     images, pitch = 4 if mode == "fp32" else 2, 2 * head + 16
     _kernel(head, mode, warps, device_index).launch(
         (-(-queries // (16 * warps)), batch * heads, 1),
@@ -69,7 +70,7 @@ def _readable(part: Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _kernel(head: int, mode: str, warps: int, device_index: int) -> Kernel:
-    defines = {"HEAD": head, "MODE": _MODES[mode], "WARPS": warps}
+    defines = {"HEAD": head, "KEYS": _KEYS, "MODE": _MODES[mode], "WARPS": warps}
     return load_kernel("attention.cu", defines, name="attention", device_index=device_index)
 
 

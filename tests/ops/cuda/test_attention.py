@@ -37,7 +37,7 @@ def yardstick(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(197, None), (64, None), (1009, None), (196, 77), (80, 1)])
+@pytest.mark.parametrize(("tokens", "keys"), [(197, None), (64, None), (1009, None), (196, 77), (80, 5)])
 @pytest.mark.parametrize("head", [64, 32, 48, 16])
 def test_as_accurate_as_pytorch(mode: Arithmetic, tokens: int, keys: int | None, head: int) -> None:
     q, k, v = operands(2, 3, tokens, head, keys)
@@ -59,6 +59,12 @@ def test_the_range_of_float32(power: int) -> None:
     q, k, v = operands(1, 2, 100, 64)
     out = attention(q * 2.0**-power, k * 2.0**power, v * 2.0**power)
     assert_equal(out * 2.0**-power, attention(q, k, v))
+
+
+def test_one_key_gets_all() -> None:
+    q, k, v = operands(2, 2, 70, 64, keys=1)
+    v = v.half().float()  # which pairs of fp16 hold
+    assert_equal(attention(q, k, v), v.expand_as(q))
 
 
 def test_a_softmax_that_takes_one_key() -> None:
