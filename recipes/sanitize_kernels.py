@@ -20,6 +20,7 @@ from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import product_of
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.tiling import Tiling, configs, tiling
+from flysurgery.ops.cuda.transposition import Transposition
 from flysurgery.patterns import Architecture, Pattern
 
 ROWS = (1, 75)
@@ -77,6 +78,14 @@ def run_gradient(pattern: Pattern, mode: str) -> None:
     print(f"gradient {mode} {pattern}")
 
 
+def run_transposition(dtype: torch.dtype) -> None:
+    for matrices, slow, fast in ((3, 19, 37), (2, 136, 72), (2, 24, 4)):
+        for rows in ROWS:
+            x = torch.randn((rows, matrices * slow * fast), device="cuda").to(dtype)
+            Transposition(matrices, slow, fast).run(x, torch.empty_like(x), x[0])
+    print(f"transposition {dtype}")
+
+
 def run_gather(mode: str) -> None:
     product = product_of(SMALL, mode, 1, 0, 75)
     factors = factors_of(SMALL, torch.float32)
@@ -100,6 +109,8 @@ def main() -> None:
     run_single(ODD, "exact")
     for mode in ("fp16", "bf16"):
         run_gather(mode)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        run_transposition(dtype)
     torch.cuda.synchronize()
 
 
