@@ -82,6 +82,19 @@ def test_all_options(activation: str, residual: bool, with_norm: bool, with_scal
     check(rows_of(130, 384, torch.float16), (norm if with_norm else None, up, down, scale if with_scale else None), activation, residual)
 
 
+@pytest.mark.parametrize("architectures", [GONON, SMALL])
+def test_several_rounds(architectures: tuple[Architecture, Architecture]) -> None:
+    check(rows_of(60001, architectures[0].in_features, torch.float16), make_block(architectures, torch.float16), "gelu")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hidden_units_far_from_zero(activation: str, dtype: torch.dtype) -> None:
+    norm, up, down, scale = make_block(MONARCH, dtype)
+    up.factors[0].mul_(100)
+    check(rows_of(130, 384, dtype), (norm, up, down, scale), activation)
+
+
 def test_norm_and_layers_without_parameters() -> None:
     _, up, down, _ = make_block(SMALL, torch.float16)
     check(rows_of(64, 192, torch.float16), (Norm(None, None, 1e-6), FusedFactors(up.factors), FusedFactors(down.factors), None), "gelu")
