@@ -18,6 +18,7 @@ K = 1.25 * 1.2
 
 GONON, MONARCH = (gonon(1536, 384), gonon(384, 1536)), (monarch(1536, 384), monarch(384, 1536))
 SMALL = (monarch(768, 192), monarch(192, 768))
+SMALL_GONON, WIDE = (gonon(768, 192), gonon(192, 768)), (gonon(3072, 768), gonon(768, 3072))
 Block = tuple[Norm, FusedFactors, FusedFactors, Tensor]
 
 
@@ -71,6 +72,13 @@ def check(x: Tensor, block: tuple[Norm | None, FusedFactors, FusedFactors, Tenso
 @pytest.mark.parametrize("rows", [1, 75, 197, 25216])
 def test_any_number_of_rows(architectures: tuple[Architecture, Architecture], dtype: torch.dtype, rows: int) -> None:
     check(rows_of(rows, architectures[0].in_features, dtype), make_block(architectures, dtype), "gelu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("architectures", [SMALL_GONON, WIDE])
+def test_other_widths(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
+    norm, up, down, _ = make_block(architectures, dtype)
+    check(rows_of(197, architectures[0].in_features, dtype), (norm, up, down, None), "gelu")
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
