@@ -212,7 +212,8 @@ def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: i
     for hidden in (n for n in (64, 48, 32, 16) if share % n == 0 and share // n * second.d % 2 == 0):
         for columns in (n for n in (64, 48, 32, 24, 16) if last.b % n == 0 and n % unit == 0):
             tile = _cut(replace(base, hidden=hidden, columns=columns))
-            slots = [n for n in range(tile.least_slots, _MAX_SLOTS + 1) if replace(tile, slots=n).shared_bytes <= shared_limit]
+            choices = range(tile.least_slots, max(_MAX_SLOTS, tile.least_slots) + 1)
+            slots = [n for n in choices if replace(tile, slots=n).shared_bytes <= shared_limit]
             if tile.registers <= _REGISTERS and slots:
                 found.append(replace(tile, slots=slots[-1]))
     return found
