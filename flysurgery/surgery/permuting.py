@@ -72,7 +72,7 @@ class Permuter:
 
     def _sides(self, member: Member, inputs: Mapping[str, Inputs], done: Permuted) -> list[Side]:
         """The products in which the member's features have a place that matters."""
-        linear = done.linears.get(member.fqn, self._linears[member.fqn])
+        linear = self._linears[member.fqn]
         found = []
         for rows, architecture in architectures(self._layers[member.fqn], member) or ():
             metric = metric_of(_given(member.fqn, inputs, done).fit, bias=linear.bias is not None)
@@ -81,10 +81,11 @@ class Permuter:
         return found
 
     def _reorder(self, member: Member, order: Tensor, inputs: Mapping[str, Inputs], done: Permuted) -> None:
-        linear = done.linears.get(member.fqn, self._linears[member.fqn])
+        linear = self._linears[member.fqn]
         whole = torch.arange(linear.in_features if member.columns else linear.out_features)
         whole[member.start : member.stop] = member.start + order
-        done.linears[member.fqn] = _reordered(linear, columns=whole) if member.columns else _reordered(linear, rows=whole)
+        new = _reordered(linear, columns=whole) if member.columns else _reordered(linear, rows=whole)
+        self._linears[member.fqn] = done.linears[member.fqn] = new
         if member.fqn in inputs:
             given = _given(member.fqn, inputs, done)
             fit, held_out = (each.permuted(whole) if member.columns else each for each in (given.fit, given.held_out))
