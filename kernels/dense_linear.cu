@@ -19,7 +19,10 @@
 // [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).
-// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), RESIDUAL, WARPS, COLUMNS, STAGES.
+// Patches: where PATCH_WIDE is not 0, x is images (image, channel, row, column) without gaps, and a row of the product is a patch of PATCH_HIGH x
+// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row.
+//
+// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), RESIDUAL, PATCH_HIGH, PATCH_WIDE, WARPS, COLUMNS, STAGES.
 // Limits: rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
@@ -37,6 +40,10 @@ constexpr int kStageBytes = 16 * 128;
 constexpr int kUnitWarps = WGMMA ? 4 : 1, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
 constexpr int kRun = kFloat ? 2 : 4, kHeld = 2 * kRun;  // tiles whose columns of a lane are adjacent, and how many these are: 16 bytes
 constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
+constexpr bool kPatches = PATCH_WIDE > 0;
+constexpr int kLine = kPatches ? PATCH_WIDE * kElem : 128;                     // adjacent bytes of a patch
+constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches;
+static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % kRun == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
 
 __device__ __forceinline__ long long first_row(int round, int warp) {
@@ -53,32 +60,50 @@ struct Operands {
 // Rows of x on their way. In shared memory the 16-byte pieces of a row are turned by row against bank conflicts.
 struct StagedRows {
     const char* x;
-    long long rows, stride;
+    long long rows, stride;  // of patches, bytes from a line of pixels to the next
+    long long height;        // of images
     u32 stages;
     int warp, lane, round = 0, batch = 0, to = 0, from = 0;
-    const char* row;  // the lane's piece of its first row
-    int inside;       // rows from there to the end; those past it are filled with zeros
+    const char* row[kPatches ? 4 : 1];  // the lane's piece of its first row; of each of its patches
+    int inside;                         // rows from the first to the end; those past it are filled with zeros
 
     __device__ __forceinline__ static int turned(int piece, int row) { return piece ^ ((row & 1) << 2 | (row >> 1 & 3)); }
 
-    __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, u32 shared, int warp_, int lane_)
-        : x(x_), rows(rows_), stride(stride_), stages(shared + warp_ * STAGES * kStageBytes), warp(warp_), lane(lane_) {
+    __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, long long height_, u32 shared, int warp_, int lane_)
+        : x(x_), rows(rows_), stride(stride_), height(height_), stages(shared + warp_ * STAGES * kStageBytes), warp(warp_), lane(lane_) {
         set_rows();
     }
 
     __device__ __forceinline__ void set_rows() {
         const long long first = first_row(round, warp) + warp % kUnitWarps * 16 + (lane >> 3);
         inside = (int)min(max(rows - first, 0ll), 16ll);
-        row = x + first * stride + (lane & 7) * 16;
+        if constexpr (kPatches) {
+            const int byte = (lane & 7) * 16, across = (int)(stride / kLine), of_image = (int)(height / PATCH_HIGH) * across;
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                const long long image = (first + 4 * m) / of_image;
+                const int patch = (int)(first + 4 * m - image * of_image);
+                const long long line = (image * (IN * kElem / (PATCH_HIGH * kLine)) * height) + patch / across * PATCH_HIGH + byte / kLine;
+                row[m] = x + line * stride + patch % across * kLine + byte % kLine;
+            }
+        } else {
+            row[0] = x + first * stride + (lane & 7) * 16;
+        }
+    }
+
+    // Where the lane's piece of a batch begins, in its rows first + 4*m.
+    __device__ __forceinline__ const char* piece(int m) const {
+        if constexpr (!kPatches) return row[0] + 4 * m * stride + batch * 128;
+        else return row[m] + (batch / kBatchesOfChannel * height + batch % kBatchesOfChannel * (128 / kLine)) * stride;
     }
 
     // Ask for the next batch.
     __device__ __forceinline__ void load() {
         const u32 stage = stages + to * kStageBytes;
 #pragma unroll
-        for (int n = 0; n < 16; n += 4) {
-            const int own = n + (lane >> 3);
-            copy_async<16>(stage + own * 128 + turned(lane & 7, own) * 16, row + n * stride + batch * 128, n < inside ? 16 : 0);
+        for (int m = 0; m < 4; ++m) {
+            const int own = 4 * m + (lane >> 3);
+            copy_async<16>(stage + own * 128 + turned(lane & 7, own) * 16, piece(m), 4 * m < inside ? 16 : 0);
         }
         commit_copies();
         if (++to == STAGES) to = 0;
@@ -205,7 +230,7 @@ __device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4])
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 dense_linear(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
-             char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+             char* __restrict__ y, long long rows, long long x_stride, long long residual_stride, long long height) {
     extern __shared__ __align__(128) char memory[];
     // panels of weights | staged x | factors and shifts of the columns | a barrier a panel: it is there
     const u32 weights = shared_address(memory), staged_at = weights + kBatches * kPanelBytes;
@@ -224,7 +249,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     __syncthreads();
     for (int b = warp; b < kBatches; b += WARPS)
         copy_by_warp(weights + b * kPanelBytes, image + ((long long)tile * kBatches + b) * kPanelBytes, kPanelBytes, full + 8 * b, lane);
-    StagedRows staged(x, rows, x_stride, staged_at, warp, lane);
+    StagedRows staged(x, rows, x_stride, height, staged_at, warp, lane);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) staged.load();
 

@@ -14,6 +14,7 @@ from torch.nn.functional import linear as torch_linear
 import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attention import attention_obstacle
+from flysurgery.ops.cuda.dense import patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
@@ -202,11 +203,10 @@ def patch_embedding(
     position: Tensor | None = None,  # shape: (patches, features)
     prefix: Tensor | None = None,  # shape: (tokens, features)
 ) -> Tensor:  # shape: (images, tokens + patches, features)
-    """A convolution of patches that do not overlap, as one copy of the pixels and one matrix product into the result.
+    """A convolution of patches that do not overlap, as one matrix product that reads the pixels where they lie.
 
-    ``position`` is added to the patches, the rows of ``prefix`` stand before those of each image. An eighth of the time
-    of cuDNN's convolution, addition and concatenation on an H200, ViT-S/16 in half precision. In float32 the product runs on
-    tensor cores, by pairs of fp16, where nothing is added.
+    ``position`` is added to the patches, the rows of ``prefix`` stand before those of each image; with one of these, or patches
+    that the kernel does not read, it is one copy of the pixels and PyTorch's product.
 
     Raises:
         BackendError: this is no such convolution; the message is what ``patch_embedding_reason`` answers.
@@ -216,10 +216,12 @@ def patch_embedding(
         raise BackendError(obstacle)
     features, channels, high, wide = weight.shape
     count, _, height, width = images.shape
+    mode = mode_of(images.dtype, allow_tf32=tf32_allowed())
+    alone = position is None and prefix is None
+    if alone and mode is not None and _patches_obstacle(features, channels, high, wide, mode, images.device.index) is None:
+        return torch.ops.flysurgery.dense_patches(images, weight, bias, mode).view(count, -1, features)
     pixels = images.reshape(count, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
     pixels = pixels.reshape(count, -1, channels * high * wide)
-    if position is None and prefix is None and _by_pairs(pixels, Dense(weight, bias)):
-        return linear_epilogue(pixels, Dense(weight, bias))
     offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
     offset = (offset if position is None else position + offset).expand(count, pixels.shape[1], -1)
     matrix = weight.reshape(features, -1).t().expand(count, -1, -1)
@@ -284,6 +286,11 @@ def _ffn_obstacle(
 @torch.compiler.assume_constant_result
 def _attention_obstacle(head: int, mode: str, device_index: int) -> str | None:
     return device_obstacle(device_index) or attention_obstacle(head, mode)
+
+
+@torch.compiler.assume_constant_result
+def _patches_obstacle(features: int, channels: int, high: int, wide: int, mode: str, device_index: int) -> str | None:
+    return device_obstacle(device_index) or patches_obstacle(high, wide, channels, features, mode, device_index)
 
 
 @torch.compiler.assume_constant_result

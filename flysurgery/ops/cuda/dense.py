@@ -1,7 +1,8 @@
-"""A dense linear with its epilogue in one launch: ``residual + activation(scale * (x Wᵀ + bias))``."""
+"""A dense linear with its epilogue in one launch, ``residual + activation(scale * (x Wᵀ + bias))``, also of the patches of images."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -76,8 +77,8 @@ class DenseTiling:
         tiles, unit = self.out_features // self.columns, 64 if self.wgmma else 16
         return tiles * max(1, min(-(-rows // unit), multiprocessors // tiles))
 
-    def defines(self, activation: str, residual: bool) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
+    def defines(self, activation: str, residual: bool, patch: tuple[int, int] = (0, 0)) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``patch`` is the height and width of patches of images in place of rows."""
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
@@ -85,6 +86,8 @@ class DenseTiling:
             "WGMMA": int(self.wgmma),
             "ACTIVATION": ACTIVATIONS.index(activation),
             "RESIDUAL": int(residual),
+            "PATCH_HIGH": patch[0],
+            "PATCH_WIDE": patch[1],
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "STAGES": self.stages,
@@ -139,18 +142,64 @@ def run_dense(
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
             return run_dense(x, weight, bias, activation, residual, scale, mode)
-    rows, in_features = x.shape
+    x, residual = readable(x), None if residual is None else readable(residual)
+    strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
+    return _launch(x, x.shape, weight, bias, activation, residual, scale, mode, (0, 0), (*strides, 0))
+
+
+def patches_obstacle(high: int, wide: int, channels: int, features: int, mode: str, device_index: int) -> str | None:
+    """Why the kernel cannot read patches of so many pixels where they lie; None where it can."""
+    line = wide * dtype_of(mode).itemsize
+    if line % 16 or _BATCH_BYTES % line or high * line % _BATCH_BYTES:
+        return f"the dense kernel reads patches whose lines are 16, 32, 64 or 128 bytes, got {high}x{wide} pixels in mode '{mode}'"
+    return dense_obstacle(channels * high * wide, features, mode, "none", device_index)
+
+
+def run_patches(
+    images: Tensor,  # shape: (images, channels, height, width)
+    weight: Tensor,  # shape: (features, channels, patch height, patch width)
+    bias: Tensor | None,  # shape: (features,)
+    mode: str,
+) -> Tensor:  # shape: (images * patches, features)
+    """The convolution of patches that do not overlap, which are read where they lie, in one launch on the current stream.
+
+    Raises:
+        BackendError: there is no tiling, as ``patches_obstacle`` tells beforehand, or the kernel does not compile or launch.
+    """
+    device_index = images.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_patches(images, weight, bias, mode)
+    (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
+    images = images if images.is_contiguous() and images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.contiguous_format)
+    rows = count * (height // high) * (width // wide), channels * high * wide
+    strides = width * images.element_size(), 0, height
+    return _launch(images, rows, weight, bias, "none", None, None, mode, (high, wide), strides)
+
+
+def _launch(
+    x: Tensor,
+    shape: Sequence[int],  # rows and inputs
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    mode: str,
+    patch: tuple[int, int],
+    strides: tuple[int, ...],  # of x and of the residual in bytes, and the height of images
+) -> Tensor:
+    rows, in_features = shape
     y = x.new_empty((rows, weight.shape[0]))
     if rows == 0:
         return y
+    device_index = x.device.index
     tile = _tiling(in_features, weight.shape[0], mode, device_index)
     if isinstance(tile, str):
         raise BackendError(tile)
     sources = tuple(part for part in (weight, bias, scale) if part is not None)
     image, columns = derived(("dense linear", tile, bias is None, scale is None), sources, lambda: pack_dense(tile, weight, bias, scale))
-    x, residual = readable(x), None if residual is None else readable(residual)
-    strides = (0 if part is None else part.stride(0) * part.element_size() for part in (x, residual))
-    _kernel(tile, activation, residual is not None, device_index).launch(
+    _kernel(tile, activation, residual is not None, patch, device_index).launch(
         (tile.blocks(rows, torch.cuda.get_device_properties(device_index).multi_processor_count), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
@@ -191,8 +240,8 @@ def _tiling(in_features: int, out_features: int, mode: str, device_index: int) -
 
 
 @lru_cache(maxsize=256)
-def _kernel(tile: DenseTiling, activation: str, residual: bool, device_index: int) -> Kernel:
-    return load_kernel("dense_linear.cu", tile.defines(activation, residual), name="dense_linear", device_index=device_index)
+def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: tuple[int, int], device_index: int) -> Kernel:
+    return load_kernel("dense_linear.cu", tile.defines(activation, residual, patch), name="dense_linear", device_index=device_index)
 
 
 def _fake_dense(
@@ -201,7 +250,15 @@ def _fake_dense(
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
+def _fake_patches(images: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    count, _, height, width = images.shape
+    return images.new_empty((count * (height // weight.shape[2]) * (width // weight.shape[3]), weight.shape[0]))
+
+
 _library = torch.library.Library("flysurgery", "FRAGMENT")
 _library.define("dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor")
 _library.impl("dense_linear", run_dense, "CUDA")
 torch.library.register_fake("flysurgery::dense_linear", _fake_dense, lib=_library)
+_library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, str mode) -> Tensor")
+_library.impl("dense_patches", run_patches, "CUDA")
+torch.library.register_fake("flysurgery::dense_patches", _fake_patches, lib=_library)

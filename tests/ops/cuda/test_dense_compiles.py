@@ -8,6 +8,8 @@ from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
+SPILL_BYTES = 96
+"""Of patches of 8x8: their few inputs leave room for the widest tile, beside which pointers to four patches run short of registers."""
 CASES = [(384, 384, "fp16"), (384, 384, "fp32"), (192, 192, "bf16"), (768, 768, "tf32"), (768, 384, "fp32"), (1024, 1024, "fp16")]
 
 
@@ -21,3 +23,14 @@ def test_compiles_without_spills(arch: str, in_features: int, out_features: int,
     assert compiled.serialized == ()
     assert 0 < compiled.registers * 32 * tile.warps <= 65536
     assert tile.shared_bytes + compiled.shared_bytes <= SHARED_BYTES[arch]
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("mode", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("side", [8, 16])
+def test_patches_compile(arch: str, mode: str, side: int) -> None:
+    tile = dense_tiling(3 * side * side, 384, mode, SHARED_BYTES[arch], arch == "sm_90a")
+    assert isinstance(tile, DenseTiling), tile
+    compiled = compile_cubin("dense_linear.cu", tile.defines("none", residual=False, patch=(side, side)), arch=arch, name="dense_linear")
+    assert compiled.spill_bytes <= (SPILL_BYTES if side == 8 else 0)
+    assert compiled.serialized == ()

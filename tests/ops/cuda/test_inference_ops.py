@@ -198,9 +198,12 @@ def test_feed_forward_in_two_launches(dtype: torch.dtype, kinds: tuple[str, str]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_tokens", [False, True])
-def test_patches(dtype: torch.dtype, with_tokens: bool) -> None:
-    images, weight, bias = normal(4, 3, 64, 96, dtype=dtype), normal(48, 3, 16, 16, dtype=dtype, deviation=0.03), normal(48, dtype=dtype)
-    more = (normal(24, 48, dtype=dtype), normal(2, 48, dtype=dtype)) if with_tokens else (None, None)
+@pytest.mark.parametrize(("features", "side"), [(48, 16), (384, 16), (64, 8), (96, 4)])
+def test_patches(dtype: torch.dtype, with_tokens: bool, features: int, side: int) -> None:
+    images, bias = normal(5, 3, 64, 96, dtype=dtype), normal(features, dtype=dtype)
+    weight = normal(features, 3, side, side, dtype=dtype, deviation=0.5 / side)
+    position, prefix = normal(64 * 96 // side**2, features, dtype=dtype), normal(2, features, dtype=dtype)
+    more = (position, prefix) if with_tokens else (None, None)
     exact = tuple(None if part is None else part.double() for part in more)
     truth = composed.patch_embedding(images.double(), weight.double(), bias.double(), *exact)
     out = patches(images, weight, bias, *more)
