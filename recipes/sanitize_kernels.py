@@ -33,13 +33,13 @@ def factors_of(architecture: Architecture, dtype: torch.dtype) -> tuple[torch.Te
     return tuple(torch.randn(pattern.factor_shape, device="cuda").to(dtype) for pattern in architecture)
 
 
-def run_fused(architecture: Architecture, mode: str, linears: int) -> None:
+def run_fused(architecture: Architecture, mode: str, linears: int, *, norm: bool = False) -> None:
     dtype = dtype_of(mode)
-    tile = tiling(architecture, mode, linears)
+    tile = tiling(architecture, mode, linears, norm=norm)
     assert isinstance(tile, Tiling), tile
     for wgmma in {False, device_arch(0) == "sm_90a"}:
         config = configs(tile, shared_limit_of(0), wgmma=wgmma)[0]
-        layer = FusedLinear(architecture, mode, linears, config=config, device_index=0)
+        layer = FusedLinear(architecture, mode, linears, config=config, norm=norm, device_index=0)
         left, right = factors_of(architecture, dtype)
         image = layer.pack([(left, right)] * linears)
         for rows in ROWS:
@@ -47,7 +47,7 @@ def run_fused(architecture: Architecture, mode: str, linears: int) -> None:
             wide = torch.randn((rows, linears * architecture.out_features), device="cuda").to(dtype)
             layer.run(x, image)
             layer.run(x, image, wide[0].clone(), wide, "gelu")
-        print(f"fused {mode} {architecture} x {linears}, wgmma={config.wgmma}")
+        print(f"fused {mode} {architecture} x {linears}, wgmma={config.wgmma}, norm={norm}")
 
 
 def run_single(pattern: Pattern, mode: str) -> None:
@@ -104,6 +104,7 @@ def main() -> None:
         run_dense_layer(mode)
     for mode in ("fp16", "fp32"):
         run_fused(SMALL, mode, 3)
+        run_fused(SMALL, mode, 3, norm=True)
         run_fused(UNCHAINED, mode, 1)
         run_single(Pattern(1, 48, 64, 1), mode)
     run_single(ODD, "exact")

@@ -362,8 +362,9 @@ def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[Fuse
 
 def _holds(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
     placed = config.u_shared != 3 or tile.fits_over_x(config)
-    if tile.norm and tile.blocks > 1 and not tile.stages_row(config):
-        return False  # each block would read x twice: slower than a launch for the norm
+    few, twice = config.warps * config.row_tiles < 8, tile.blocks > 1 and not tile.stages_row(config)
+    if tile.norm and (few or twice):
+        return False  # with few rows at a time, or blocks that read them twice, a launch of its own for the norm is faster
     return placed and config.stages >= 2 and tile.shared_bytes(config) <= shared_limit
 
 
