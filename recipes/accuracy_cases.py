@@ -111,18 +111,24 @@ class Workshop:
     held_out: ImageData
     fine_tune: Callable[[nn.Module], None] | None
     finetune_share: float
+    plans: Path | None = None
 
     def plan(self, target: str) -> Plan | None:
-        """The architectures of each layer; None for the dense model.
+        """The architectures of each layer; None for the dense model. What a budget chose is kept in the folder ``plans``.
 
         Raises:
             FlysurgeryError: the plan failed.
         """
         if target == DENSE:
             return None
+        file = None if self.plans is None else self.plans / f"{target}.json"
+        if file is not None and file.is_file():
+            return Plan.from_json(json.loads(file.read_text(encoding="utf-8")))
         plan = surgery.plan(self.dense, base=self.base, base_args=self.base_args, **OPTIONS[target])
         if target in BUDGETS:
             plan, _ = surgery.allocate(plan, self.dense, budget=BUDGETS[target], calibrate=self.calibration)
+            if file is not None:
+                file.write_text(json.dumps(plan.to_json()) + "\n", encoding="utf-8")
         return plan
 
     def row(self, case: Case, plan: Plan | None) -> Row:

@@ -55,7 +55,7 @@ class Size:
     precision: str
 
 
-FULL = Size("vit_small_patch16_224", {"num_classes": 100}, 10_000, 512, 256, 1e-3, 128, 2e-4, "bf16")
+FULL = Size("vit_small_patch16_224", {"num_classes": 100}, 10_000, 512, 256, 1e-3, 128, 1e-4, "bf16")
 QUICK = Size(
     "vit_small_patch16_224",
     {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5},
@@ -157,7 +157,7 @@ def open_workshop(size: Size, folder: Path, share: float, device: torch.device) 
         learn(model, size, int(share * images), seed=2, teacher=dense)
 
     calibration = known.batch(range(size.calibration))[0]
-    return Workshop(dense, size.base, size.base_args, calibration, held_out, fine_tune, share)
+    return Workshop(dense, size.base, size.base_args, calibration, held_out, fine_tune, share, folder)
 
 
 def places(device: torch.device, processes: int | None) -> list[str]:

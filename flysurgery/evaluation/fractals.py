@@ -38,7 +38,8 @@ TURN, GROWTH, SHIFT = math.radians(12), 0.15, 0.1
 
 With BENDING they set how hard the classes are. Of 100 classes in pictures of 56x56, halved, with 60 training pictures a class, the five
 nearest by their edges name 90 % of the held-out ones right, and by their pixels 58 %; at a bending of 0.12, 25 degrees, 0.25 and 0.2 it
-was 15 % and 6 %, and a ViT-S/16 had learnt next to nothing after 270 000 pictures.
+was 15 % and 6 %, and a ViT-S/16 had learnt next to nothing after 270 000 pictures. With these its loss has halved after 350 000, and
+it has 99 % of the held-out ones right after 1.3 million.
 """
 
 SPREAD = 2.2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_output_errors_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) 
     assert surgery.plan_of(dense) is None and found.keys() == {"error_qkv", "error_ffn_in", "error_ffn_out"}
 
 
-def test_all_methods_keep_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_methods_keep_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     import accuracy_cases
 
@@ -66,8 +68,10 @@ def test_all_methods_keep_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = build_base("vit_tiny_patch16_224", arguments).eval()
     calibration = torch.randn(16, 3, 16, 16)
     data = load_data("fractals", dense)
-    workshop = accuracy_cases.Workshop(dense, "vit_tiny_patch16_224", arguments, calibration, data, None, 0.0)
+    workshop = accuracy_cases.Workshop(dense, "vit_tiny_patch16_224", arguments, calibration, data, None, 0.0, tmp_path)
     plan = workshop.plan("budget 0.4")
+    monkeypatch.setattr("flysurgery.surgery.allocate", None)
+    assert workshop.plan("budget 0.4") == plan, "it is kept, and not made again"
     shares = []
     for method in ("svd", "permuted", "lowrank", "magnitude"):
         shares.append(accuracy_cases.make(accuracy_cases.Case("budget 0.4", method), dense, plan, calibration).replaced_share)
