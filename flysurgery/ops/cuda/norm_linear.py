@@ -73,7 +73,7 @@ def run_norm_linear(
         with torch.cuda.device(device_index):
             return run_norm_linear(x, weight, bias, eps, factors, biases, linears, mode)
     found = _norm_linears(tuple(factor.shape for factor in factors[:2]), mode, linears, device_index, rows_bucket(x.shape[0]))
-    meet(found, x.shape[0])
+    meet(found, x)
     sources = (*factors, *biases, *(part for part in (weight, bias) if part is not None))
 
     def make() -> tuple[Tensor, ...]:
