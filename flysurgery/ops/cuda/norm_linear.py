@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
-from flysurgery.ops.cuda.fused import FusedLinear, fused_reason, readable
+from flysurgery.ops.cuda.fused import FusedLinear, fused_reason
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
@@ -82,7 +82,7 @@ def run_norm_linear(
         return (image,) if offset is None else (image, offset.to(dtype_of(mode)))
 
     packed = derived((found, weight is None, bias is None, len(biases)), sources, make)
-    return found.kernel.run(readable(x), packed[0], packed[1] if len(packed) > 1 else None, eps=eps)
+    return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, eps=eps)
 
 
 def fold(

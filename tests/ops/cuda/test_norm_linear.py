@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flysurgery.ops import FusedFactors, Norm, composed
 from flysurgery.ops.cuda import norm_linear
+from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.norm_linear import fold, run_norm_linear
 from flysurgery.patterns import Architecture
 from tests.support.tolerance import FP32, assert_epilogue_comparable
@@ -75,7 +76,9 @@ def test_the_operator_hands_everything_to_the_kernel(biased: bool, affine: bool,
     norm = Norm(drawn(64).float(), drawn(64).float(), 0.1) if affine else Norm(None, None, 0.1)
     x = drawn(32, 64).float()
     biases = [member.bias for member in group if member.bias is not None]
-    y = run_norm_linear(x, norm.weight, norm.bias, norm.eps, factors, biases, 3, "fp32")
+    with recording() as met:
+        y = run_norm_linear(x, norm.weight, norm.bias, norm.eps, factors, biases, 3, "fp32")
+    assert [rows for _, rows in met] == [32]
     wide = [FusedFactors(tuple(f.double() for f in m.factors), None if m.bias is None else m.bias.double()) for m in group]
     weight, shift = (None if part is None else part.double() for part in (norm.weight, norm.bias))
     exact = Norm(weight, shift, norm.eps)
