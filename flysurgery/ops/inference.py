@@ -118,8 +118,9 @@ def norm_linear(
 
 def _in_one_launch(group: Sequence[FusedFactors], mode: str, device_index: int) -> bool:
     """Whether the fused kernel takes the linears with their norm: linears of one architecture, with a bias each or none."""
-    alike = len({_shapes(member) for member in group}) == 1 and len({member.bias is None for member in group}) == 1
-    return alike and _norm_linear_obstacle(_shapes(group[0]), mode, len(group), device_index) is None
+    shapes, biased = _shapes(group[0]), group[0].bias is not None
+    alike = all(_shapes(member) == shapes and (member.bias is not None) == biased for member in group)
+    return alike and _norm_linear_obstacle(shapes, mode, len(group), device_index) is None
 
 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
