@@ -26,8 +26,6 @@ class _Plan(NamedTuple):
     launches: list[tuple[Prepared, Callable[[list[int]], tuple[int, ...]]]]
     offsets: list[int]  # into the memory of the call: bytes
     memory_bytes: int
-    shapes: list[tuple[int, ...]]  # of the gradients of factors, and of the biases if asked for
-    dtype: torch.dtype
 
 
 class Chain:
@@ -49,6 +47,7 @@ class Chain:
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
+        self._shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
         self._plans: dict[tuple[Rows, Rows, bool, bool], _Plan] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
@@ -80,15 +79,17 @@ class Chain:
         Those of one place, or of the biases, follow each other along the first dimension.
         """
         (x, at_x), (dy, at_dy) = in_rows(x), in_rows(dy)
-        key = (at_x, at_dy, with_input, with_bias)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(*key)
-        found = [torch.empty(shape, dtype=plan.dtype, device=x.device) for shape in plan.shapes]
+        shapes = [*self._shapes, (at_dy.features,)] if with_bias else self._shapes
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        found = [torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes]
         if with_input:
             found.append(x.new_empty(x.shape))
         if at_x.rows == 0:
             return [gradient.zero_() for gradient in found]
+        key = (at_x, at_dy, with_input, with_bias)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(*key)
         memory = torch.empty(plan.memory_bytes, dtype=torch.uint8, device=x.device)
         start = memory.data_ptr()
         addresses = [0, x.data_ptr(), dy.data_ptr()]
@@ -136,13 +137,10 @@ class Chain:
             launches.append((self._sum.prepared(at_gradients[last], 1, device), (gradients[last], next(images), None, "input")))
         sizes = [ceil(at.rows * at.features * at.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT for at in inner]
         *offsets, splits = accumulate(sizes, initial=0)
-        shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
         names = [None, "x", "dy", *range(last), "splits", "splits of biases", *(f"image {index}" for index in range(self.images))]
         names += [*(f"factors {place}" for place in range(last + 1)), *(["biases"] if with_bias else []), "input"]
         return _Plan(
             launches=[(launch, itemgetter(*map(names.index, operands))) for launch, operands in launches],
             offsets=[*offsets, splits, splits + 4 * of_factors],
             memory_bytes=splits + split_bytes,
-            shapes=[*shapes, (dy.features,)] if with_bias else shapes,
-            dtype=torch.promote_types(x.dtype, torch.float32),
         )

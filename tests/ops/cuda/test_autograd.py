@@ -14,7 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops import derived as derivation
 from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.patterns import Architecture
-from tests.ops.cuda.emulation import EmulatedProduct
+from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import FP32, FP64, assert_equal
 
@@ -164,3 +164,13 @@ def test_compiles_without_breaks_for_any_number_of_rows(linears: int) -> None:
         dy = make_integers(tuple(out.shape), seed=90, mode=FP64)
         for left, right in zip(torch.autograd.grad(out, parameters, dy), torch.autograd.grad(expected, parameters, dy), strict=True):
             assert_equal(left, right)
+
+
+@pytest.mark.parametrize("linears", [1, 3])
+def test_kernels_are_not_prepared_for_no_rows(linears: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They divide the rows among blocks."""
+    monkeypatch.setattr(EmulatedSingle, "prepared", None)
+    monkeypatch.setattr(EmulatedGradient, "prepared", None)
+    x, factors, biases = operands(TWO, linears, rows=0)
+    found = torch.autograd.grad(eager(x, factors, biases, linears).sum(), (x, *factors, *biases))
+    assert [gradient.shape for gradient in found] == [operand.shape for operand in (x, *factors, *biases)]
