@@ -42,7 +42,7 @@ def main() -> None:
     protocol = Protocol("graph", 5 if options.quick else 15, 0.02 if options.quick else 0.15, options.seed)
     with recipe.start(options, device) as run:
         todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, options.rows, mode, device))]
-        compile_ahead([each for each, _ in todo[: 2 * len(modes) * 150]], modes, device)
+        compile_ahead([each for each, _ in todo[: 2 * len(modes) * 150]], options.rows, modes, device)
         ceilings = {mode: measure_ceilings(mode, device, quick=options.quick) for mode in dict.fromkeys(mode for _, mode in todo)}
         for done, (pattern, mode) in enumerate(todo):
             if time.monotonic() > end:

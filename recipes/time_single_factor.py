@@ -1,10 +1,11 @@
-"""Time the single-factor kernel beside bmm, einsum and dense on patterns of Gonon et al., and the factor gradient beside einsum.
+"""Time the product with one factor beside bmm, einsum and dense on patterns of Gonon et al., and the factor gradient beside einsum.
 
     python recipes/time_single_factor.py products --count 120 --out recipes/results/single_factor_h200.csv
     python recipes/time_single_factor.py gradients --out recipes/results/factor_grad_h200.csv
 
-25088 rows, batch-size-first, the median of captured calls with nothing of the inputs in the L2 cache. The kernels run in
-their default configuration; ``--candidates`` also times the next ones. The floor is the bytes of x and y at 4.24 TB/s.
+25088 rows, batch-size-first, the median of captured calls with nothing of the inputs in the L2 cache. Products and gradients run in
+their default configuration, by our kernels or, for large blocks, by PyTorch's batched product; ``--candidates`` also times
+the next ones. The floor is the bytes of x and y at 4.24 TB/s.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from single_factor_cases import DTYPES, ROWS, bmm, compile_all, grad_jobs, paper_patterns, single_jobs
+from single_factor_cases import DTYPES, ROWS, bmm, compile_all, grad_jobs, paper_patterns, product_jobs
 from torch import Tensor
 
 from flysurgery.bench import take_stamp, write_csv
 from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
+from flysurgery.ops.cuda.configured import factor_configs, factor_product
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs, grad_reason
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.single import SingleFactor, candidates, single_reason
+from flysurgery.ops.cuda.single import single_reason
 from flysurgery.patterns import Pattern
 
 BYTES_PER_US = 4.24e6
@@ -100,8 +102,8 @@ def time_product(pattern: Pattern, mode: str, count: int, flush: Tensor) -> Row:
     blocks = to_blocks(factor)
     dense = factor_to_dense(factor) if pattern.in_features * pattern.out_features <= LARGEST_DENSE else None
     ours, limit = [], shared_limit_of(0)
-    for config in candidates(pattern, mode, limit)[:count]:
-        single = SingleFactor(pattern, mode, config, shared_limit=limit)
+    for config in factor_configs(pattern, mode, ROWS, limit)[:count]:
+        single = factor_product(pattern, mode, config, limit)
         image = single.pack(factor)
         ours.append(median_us(lambda single=single, image=image: single.run(x, image), flush))
     return Row(
@@ -174,8 +176,8 @@ def main() -> None:
         jobs = {
             job
             for p, m in cases
-            for c in candidates(p, m, limit)[:count]
-            for job in single_jobs(SingleFactor(p, m, c, shared_limit=limit), arch, False)
+            for c in factor_configs(p, m, ROWS, limit)[:count]
+            for job in product_jobs(factor_product(p, m, c, limit), arch)
         }
     else:
         jobs = {
@@ -185,10 +187,10 @@ def main() -> None:
             for job in grad_jobs(FactorGrad(p, m, c, shared_limit=limit), arch, False)
         }
     compile_all(jobs)
-    torch.backends.cuda.matmul.allow_tf32 = False
     flush = torch.zeros(1 << 26, dtype=torch.int32, device="cuda")
-    rows = []
+    rows: list[Row] = []
     for pattern, mode in cases:
+        torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
         try:
             rows.append((time_product if products else time_gradient)(pattern, mode, count, flush))
             print(show(rows[-1]), flush=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.configured import SINGLE
+from flysurgery.ops.cuda.configured import SINGLE, factor_configs, factor_product
 from flysurgery.ops.cuda.cubins import SERIALIZED_WARNING
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
@@ -24,7 +24,6 @@ from flysurgery.ops.cuda.multiply import forget_products
 from flysurgery.ops.cuda.norm_linear import NORM_LINEAR, forget_norm_linears
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
-from flysurgery.ops.cuda.single import SingleFactor, candidates
 from flysurgery.ops.cuda.table import TunedCase, TunedEntry, save_entries
 from flysurgery.ops.cuda.trained import forget_trained
 
@@ -105,8 +104,8 @@ def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
     if case.kernel in (FUSED, NORM_LINEAR):
         norm = case.kernel == NORM_LINEAR
         return FusedLinear.candidates(case.architecture, case.mode, case.linears, norm=norm, device_index=device_index)
-    kernels = candidates if case.kernel == SINGLE else grad_configs
-    return kernels(case.architecture.patterns[0], case.mode, shared_limit_of(device_index))
+    pattern, limit = case.architecture.patterns[0], shared_limit_of(device_index)
+    return factor_configs(pattern, case.mode, case.rows, limit) if case.kernel == SINGLE else grad_configs(pattern, case.mode, limit)
 
 
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -119,7 +118,7 @@ def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, 
         image = fused.pack([(left, right) for left, right in linears])
         return lambda x, dy: fused.run(x, image)
     if case.kernel == SINGLE:
-        single = SingleFactor(case.architecture.patterns[0], case.mode, config, shared_limit=limit)
+        single = factor_product(case.architecture.patterns[0], case.mode, config, limit)
         image = single.pack(_random_factors(case, device_index)[0])
         return lambda x, dy: single.run(x, image)
     gradient = FactorGrad(case.architecture.patterns[0], case.mode, config, shared_limit=limit)

@@ -11,6 +11,8 @@ from torch import Tensor
 import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
 from flysurgery.ops.cuda.autograd import EagerLinear
+from flysurgery.ops.cuda.batched import BatchedConfig
+from flysurgery.ops.cuda.configured import factor_config
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of
 from flysurgery.ops.cuda.multiply import multiply
@@ -20,7 +22,7 @@ from flysurgery.patterns import Architecture
 
 
 class CudaBackend(Backend):
-    """CUDA kernels compiled for the device at hand: one launch for two factors, one a factor for others.
+    """CUDA kernels compiled for the device at hand: one launch for two factors, or factor by factor for others.
 
     ``exact`` multiplies float32 in float32 on the ordinary cores, several times slower than the tensor cores at the same
     grade of error; it has to be asked for by name.
@@ -39,13 +41,17 @@ class CudaBackend(Backend):
         return "backend 'cuda' reaches the same grade of error on tensor cores" if self.exact else None
 
     def remark(self, problem: Problem) -> str | None:
-        """How a problem that can run is run, where that is more than one launch."""
-        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
-        launches = len(problem.architecture)
-        if mode is None or launches == 1:
+        """How a problem that can run is run, where that is not by one kernel of our own."""
+        mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact), torch.cuda.current_device()
+        fused = None if mode is None else fused_obstacle(problem.architecture, mode, 1, shared_limit_of(device_index))
+        if mode is None or fused is None:
             return None
-        fused = fused_obstacle(problem.architecture, mode, 1, shared_limit_of(torch.cuda.current_device()))
-        return None if fused is None else f"in {launches} launches, one a factor, as {fused}"
+        found = [] if len(problem.architecture) == 1 else [f"factor by factor, as {fused}"]
+        rows = problem.rows or 0
+        batched = [str(p) for p in problem.architecture if isinstance(factor_config(p, mode, device_index, rows), BatchedConfig)]
+        if batched:
+            found.append(f"{' and '.join(batched)} by PyTorch's product of the blocks, the faster way at this size")
+        return "; ".join(found) or None
 
     def group_obstacle(self, problem: Problem, linears: int) -> str | None:
         """Why several linears like the problem's that share x cannot run in one launch; None when they can."""
@@ -62,7 +68,7 @@ class CudaBackend(Backend):
         return self.runner(problem_of(x, factors, bias))(x, factors, bias)
 
     def runner(self, problem: Problem) -> Runner:
-        """One launch for two factors, one a factor for others."""
+        """One launch for two factors, or factor by factor for others."""
         run = self.group_runner(problem, 1)
         return lambda x, factors, bias: run(x, factors, () if bias is None else (bias,))
 

@@ -1,26 +1,56 @@
-"""The kernels of single factors, in their autotuned configurations, else the first candidates."""
+"""The kernels of single factors, in their autotuned configurations, else the first ones."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from flysurgery.ops.cuda.batched import BatchedConfig, BatchedFactor, batched_configs, batched_pays
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
 from flysurgery.ops.cuda.grad_tiling import GradConfig
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor, candidates
 from flysurgery.ops.cuda.single_tiling import SingleConfig
-from flysurgery.ops.cuda.table import matching, tuned_config
+from flysurgery.ops.cuda.table import matching, rows_bucket, tuned_config
 from flysurgery.patterns import Architecture, Pattern
 
 SINGLE = "single_factor"
 GRADIENT = "factor_grad"
+FactorConfig = SingleConfig | BatchedConfig
+FactorProduct = SingleFactor | BatchedFactor
+
+
+def factor_configs(pattern: Pattern, mode: str, rows: int, shared_limit: int) -> tuple[FactorConfig, ...]:
+    """Ways to multiply so many rows by one factor, the one to take without a timing first, then the best of the other kind."""
+    singles, batched = candidates(pattern, mode, shared_limit), batched_configs(mode)
+    if batched_pays(pattern, mode, rows_bucket(rows)):
+        return (*batched, *singles)
+    return (*singles[:1], *batched, *singles[1:])
+
+
+def factor_config(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorConfig | None:
+    """The autotuned way for so many rows, else the first; None where there is none."""
+    fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
+    configs = factor_configs(pattern, mode, rows, shared_limit_of(device_index))
+    return matching(fields, lambda: configs) or next(iter(configs), None)
+
+
+def chosen_factor(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorProduct:
+    """The product with one factor in the faster way; the same object for the same configuration."""
+    return factor_product(pattern, mode, factor_config(pattern, mode, device_index, rows), shared_limit_of(device_index))
 
 
 def single_factor(pattern: Pattern, mode: str, device_index: int, rows: int, segments: int = 1) -> SingleFactor:
-    """The product with one factor; the same object for the same configuration. ``segments`` as in ``SingleFactor``."""
+    """The product with one factor in one launch; the same object for the same configuration. ``segments`` as in ``SingleFactor``."""
     fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
     config = matching(fields, lambda: candidates(pattern, mode, shared_limit_of(device_index)))
     return _single_factor(pattern, mode, config, shared_limit_of(device_index), segments)
+
+
+def factor_product(pattern: Pattern, mode: str, config: FactorConfig | None, shared_limit: int) -> FactorProduct:
+    """The product with one factor in one configuration. None takes the first for ``SingleFactor``."""
+    if isinstance(config, BatchedConfig):
+        return _batched_factor(pattern, mode, config)
+    return _single_factor(pattern, mode, config, shared_limit, 1)
 
 
 def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorGrad:
@@ -33,6 +63,11 @@ def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int) -> Fa
 @cache
 def _single_factor(pattern: Pattern, mode: str, config: SingleConfig | None, shared_limit: int, segments: int) -> SingleFactor:
     return SingleFactor(pattern, mode, config, shared_limit=shared_limit, segments=segments)
+
+
+@cache
+def _batched_factor(pattern: Pattern, mode: str, config: BatchedConfig) -> BatchedFactor:
+    return BatchedFactor(pattern, mode, config)
 
 
 @cache

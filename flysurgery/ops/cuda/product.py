@@ -1,4 +1,4 @@
-"""One way through the kernels for a product of factors: fused in one launch, or a launch a factor."""
+"""One way through the kernels for a product of factors: fused in one launch, or factor by factor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.configured import SINGLE, single_factor
+from flysurgery.ops.cuda.configured import SINGLE, FactorProduct, chosen_factor
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gather import Packer
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
-from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.table import TunedCase, tuned_config
 from flysurgery.ops.cuda.tiling import FusedConfig
 from flysurgery.patterns import Architecture
@@ -24,7 +23,7 @@ FUSED = "fused_linear"
 class Product:
     """The kernels of one architecture, mode, device and number of linears that share x.
 
-    Two factors go through the fused kernel where it tiles them, all others through one launch a factor, the
+    Two factors go through the fused kernel where it tiles them, all others factor by factor, the
     intermediates rounded to the dtype of x. Several linears need the fused kernel.
 
     Args:
@@ -32,11 +31,16 @@ class Product:
     """
 
     def __init__(
-        self, architecture: Architecture, mode: str, linears: int, device_index: int, kernels: FusedLinear | tuple[SingleFactor, ...]
+        self, architecture: Architecture, mode: str, linears: int, device_index: int, kernels: FusedLinear | tuple[FactorProduct, ...]
     ) -> None:
         self.architecture, self.mode, self.linears, self.device_index = architecture, mode, linears, device_index
         self.kernels = kernels
         self._packers: dict[tuple[int, bool], Packer] = {}
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether ``run`` may be given addresses for the images and biases."""
+        return isinstance(self.kernels, FusedLinear) or all(single.takes_addresses for single in self.kernels)
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a launch."""
@@ -75,7 +79,7 @@ class Product:
     def run(
         self,
         x: Tensor,  # shape: (*batch, in_features)
-        packed: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
+        packed: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses where ``takes_addresses``
         with_bias: bool,
     ) -> Tensor:  # shape: (*batch, linears * out_features)
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""
@@ -107,7 +111,7 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
         fields = tuned_config(FUSED, architecture, mode, linears, device_index, rows)
         config = FusedLinear.tuned(architecture, mode, linears, fields, device_index=device_index) if fields else None
         return _fused(architecture, mode, linears, device_index, config)
-    singles = tuple(single_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))
+    singles = tuple(chosen_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))
     return _chain(architecture, mode, device_index, singles)
 
 
@@ -118,5 +122,5 @@ def _fused(architecture: Architecture, mode: str, linears: int, device_index: in
 
 
 @cache
-def _chain(architecture: Architecture, mode: str, device_index: int, singles: tuple[SingleFactor, ...]) -> Product:
+def _chain(architecture: Architecture, mode: str, device_index: int, singles: tuple[FactorProduct, ...]) -> Product:
     return Product(architecture, mode, 1, device_index, singles)

@@ -35,6 +35,8 @@ class SingleFactor:
     memory and y written once.
     """
 
+    takes_addresses = True
+
     def __init__(self, pattern: Pattern, mode: str, config: SingleConfig | None = None, *, shared_limit: int, segments: int = 1) -> None:
         reason = single_reason(pattern, mode, shared_limit)
         if config is None and reason is not None:
@@ -45,6 +47,10 @@ class SingleFactor:
         self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
         self._out_features = pattern.out_features
         self._launches: dict[tuple[Rows, int, int], Prepared] = {}
+
+    def sources(self) -> list[tuple[str, str, dict[str, int]]]:
+        """The kernel that rows at aligned addresses need: file, name, macros."""
+        return [("single_factor.cu", "single_factor", self.tile.defines(self._vector))]
 
     def pack(
         self,

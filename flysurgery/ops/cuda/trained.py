@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class Trained:
     def __init__(self, product: Product, chain: Chain, factors: int, with_bias: bool) -> None:
         self.product, self.chain = product, chain
         self._factors, self._with_bias = factors, with_bias
+        self._by_address = product.takes_addresses
         self.packer = Packer(self._pack, product.mode)
 
     def _pack(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -45,9 +48,11 @@ class Trained:
         meet(self.chain, x)
         return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias)
 
-    def _images(self, packed: Tensor) -> list[int]:
-        assert self.packer.gather is not None, "it has packed"
-        return self.packer.gather.addresses(packed)
+    def _images(self, packed: Tensor) -> Sequence[Tensor | int]:
+        """The weights of each launch, by their addresses where the product takes these, too: that takes less time."""
+        gather = self.packer.gather
+        assert gather is not None, "it has packed"
+        return gather.addresses(packed) if self._by_address else torch.split_with_sizes(packed, gather.sizes)
 
 
 def trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: int, mode: str) -> Trained | None:

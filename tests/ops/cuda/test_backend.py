@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.ops import BACKENDS, Problem, ks_linear
 from flysurgery.ops.cuda import backend as cuda_backend
-from flysurgery.ops.cuda import device
+from flysurgery.ops.cuda import configured, device
 from flysurgery.ops.cuda.backend import CudaBackend
 from flysurgery.ops.cuda.operators import check_operands
 from flysurgery.ops.group import ks_linear_group
@@ -32,7 +32,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that a Hopper GPU is the current device, and that the CUDA backend comes first."""
     monkeypatch.setattr(cuda_backend, "device_obstacle", lambda: None)
     monkeypatch.setattr(cuda_backend, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
+    monkeypatch.setattr(configured, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     before = dict(BACKENDS)
     BACKENDS.clear()
     BACKENDS.update({"cuda": CudaBackend()} | before)
@@ -42,7 +44,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def problem(architecture: Architecture = SQUARE, dtype: torch.dtype = torch.float16, **fields: object) -> Problem:
-    return Problem(architecture, 25088, dtype, **{"device_type": "cuda", **fields})  # pyright: ignore[reportArgumentType]
+    return Problem(architecture, dtype=dtype, **{"rows": 25088, "device_type": "cuda", **fields})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -54,11 +56,21 @@ def test_runs_two_factors_and_others(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_says_how_many_launches_it_takes() -> None:
+def test_says_how_it_goes_factor_by_factor() -> None:
     assert CudaBackend().remark(problem()) is None
     assert CudaBackend().remark(problem(Architecture(SQUARE.patterns[:1]))) is None
-    assert "in 3 launches, one a factor, as the fused kernel multiplies two factors" in str(CudaBackend().remark(problem(DEEP)))
-    assert "in 2 launches" in str(CudaBackend("cuda-exact", exact=True).remark(problem(dtype=torch.float32)))
+    assert CudaBackend().remark(problem(DEEP)) == "factor by factor, as the fused kernel multiplies two factors, this architecture has 3"
+    assert "factor by factor" in str(CudaBackend("cuda-exact", exact=True).remark(problem(dtype=torch.float32)))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_says_which_blocks_pytorch_multiplies() -> None:
+    one, deep = Architecture.of((1, 1024, 1024, 4)), Architecture.of((1, 1024, 1024, 4), (1, 64, 64, 64), (2, 1024, 1024, 2))
+    by_pytorch = "by PyTorch's product of the blocks, the faster way at this size"
+    assert CudaBackend().remark(problem(one)) == f"(1,1024,1024,4) {by_pytorch}"
+    assert str(CudaBackend().remark(problem(deep))).endswith(f"; (1,1024,1024,4) and (2,1024,1024,2) {by_pytorch}")
+    assert CudaBackend().remark(problem(one, torch.float32)) is None
+    assert CudaBackend().remark(problem(one, rows=1)) is None
 
 
 @pytest.mark.usefixtures("hopper")
