@@ -90,7 +90,8 @@ def measure(case: Case, meter: EnergyMeter | None) -> list[Row]:
         dense = timm.create_model(case.model, pretrained=False)
         plain = {DENSE: dense, "converted": converted_timm(case.model, {}, case.arch)}
         plain = {name: model.cuda().to(dtype).eval().requires_grad_(False) for name, model in plain.items()}
-        x = torch.randn(case.batch, *cast(Tensor, example_input(dense)).shape[1:], device="cuda", dtype=dtype)
+        # Drawn on the CPU: a graph that could not be captured leaves CUDA's generator unusable.
+        x = torch.randn(case.batch, *cast(Tensor, example_input(dense)).shape[1:]).to("cuda", dtype)
         models = {name: copy.deepcopy(plain[twin]) for name, twin in TWINS.items()}
         fused = dict.fromkeys(models, 0)
         for name in ("dense optimized", "optimized"):
