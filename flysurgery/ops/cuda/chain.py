@@ -100,7 +100,7 @@ class Chain:
         for launch, operands in plan.launches:
             launch(stream, *operands(addresses))
         if with_bias and not self._gradients[0].sums_dy:
-            torch.sum(dy.flatten(0, -2), 0, out=found[len(self._gradients)])
+            torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[len(self._gradients)])
         return found
 
     def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool) -> _Plan:

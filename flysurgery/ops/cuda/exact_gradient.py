@@ -26,5 +26,5 @@ def exact_gradients(dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: i
             found.append(torch.einsum("ripj,riqj->ipqj", left, right).to(dtype))
             gradient = ks_einsum(gradient, factor.transpose(1, 2))
         of_input += gradient
-    biases = [dy.flatten(0, -2).sum(0, dtype=dtype)] if with_bias else []
+    biases = [dy.reshape(-1, dy.shape[-1]).sum(0, dtype=dtype)] if with_bias else []
     return [*map(torch.cat, of_factors), *biases, *([of_input.to(x.dtype)] if with_input else [])]

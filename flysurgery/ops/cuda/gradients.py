@@ -96,7 +96,7 @@ def layer_gradients(
         found = of_all(dy, x, factors, linears, mode, needs_x, any(bias_dtypes))
         return hand_out(found, factors, bias_dtypes, linears, needs_x)
     dx = of_input(dy, factors, linears, mode) if needs_x else None
-    parts = dy.flatten(0, -2).chunk(linears, dim=1)
+    parts = dy.reshape(-1, dy.shape[-1]).chunk(linears, dim=1)
     sums = [None if dtype is None else part.sum(0, dtype=dtype) for part, dtype in zip(parts, bias_dtypes, strict=False)]
     return dx, [None] * len(factors), sums
 

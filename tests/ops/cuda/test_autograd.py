@@ -69,6 +69,21 @@ def test_gradcheck(call: Call, architecture: Architecture, linears: int) -> None
     assert torch.autograd.gradcheck(layer, (x, *factors, *biases))
 
 
+@pytest.mark.parametrize("mode", ["fp32", "exact"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_row_without_leading_dimensions(trained: bool, mode: str) -> None:
+    x, factors, biases = operands(TWO, 1, rows=1)
+    factors = [factor.detach().requires_grad_(trained) for factor in factors]
+    row = x.detach()[0].requires_grad_()
+    wanted = [*biases, *(factors if trained else [])]
+    out = EagerLinear.apply(x.dtype, 1, mode, len(factors), row, *factors, *biases)
+    dx, *found = torch.autograd.grad(out.sum(), (row, *wanted))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    expected_dx, *expected = torch.autograd.grad(reference(x, factors, biases, 1).sum(), (x, *wanted))
+    assert_equal(dx, expected_dx[0])
+    for left, right in zip(found, expected, strict=True):
+        assert_equal(left, right)
+
+
 @pytest.mark.parametrize("call", [eager, registered])
 def test_only_what_needs_gradients_gets_them(call: Call) -> None:
     for frozen in ("x", "factors", "biases"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import pytest
@@ -148,10 +148,21 @@ def _gather(gather: Gather, sources: Sequence[Tensor]) -> Tensor:
     return torch.where(gather._table >= 0, places[gather._table.clamp_min(0)], 0).to(gather._dtype)
 
 
+@pytest.fixture
+def long_sums() -> Iterator[None]:
+    """PyTorch's products sum in float32 to the end, as the bounds have it; by default cuBLAS may add parts of a sum in 16 bits."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
+    settings.allow_fp16_reduced_precision_reduction = settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction = before
+
+
 GPU_PATTERNS = [LARGE, Pattern(2, 384, 512, 3), Pattern(2, 512, 384, 1)]
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("long_sums")
 @pytest.mark.parametrize("mode", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("pattern", GPU_PATTERNS, ids=str)
 def test_products_on_the_gpu(pattern: Pattern, mode: Arithmetic) -> None:
@@ -164,6 +175,7 @@ def test_products_on_the_gpu(pattern: Pattern, mode: Arithmetic) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("long_sums")
 def test_layers_of_large_blocks_train_compile_and_replay() -> None:
     pattern = Pattern(2, 512, 512, 2)
     assert batched_pays(pattern, "fp16", 3000)

@@ -78,7 +78,7 @@ def test_compiles_without_spills(size: tuple[int, int, int], dtype: torch.dtype,
 def test_transpositions_on_the_gpu(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     matrices, slow, fast = size
     features = matrices * slow * fast
-    for rows, shift in ((1, 0), (37, 0), (37, 1), (5000, 0)):
+    for rows, shift in ((1, 0), (37, 0), (37, 1), (1000, 0)):
         x = torch.randn((rows, features + 2 * shift), device="cuda").to(dtype)[:, shift : shift + features]
         out = torch.empty((rows, features + 3 * shift), device="cuda", dtype=dtype)[:, shift : shift + features]
         bias = torch.randn(features, device="cuda").to(dtype)
