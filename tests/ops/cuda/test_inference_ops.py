@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,9 +83,16 @@ def test_norm_and_projections(architecture: Architecture, dtype: torch.dtype, ro
     comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
 
 
+@pytest.fixture
+def tf32_allowed() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(384, 384)], ids=str)
-def test_norm_and_projections_with_tf32(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def test_norm_and_projections_with_tf32(architecture: Architecture, tf32_allowed: None) -> None:
     x, group = normal(1009, 384, dtype=torch.float32, mean=100.0), [layer(architecture, torch.float32) for _ in range(3)]
     norm = Norm(normal(384, dtype=torch.float32, mean=1.0, deviation=0.2), normal(384, dtype=torch.float32, deviation=0.2), 1e-6)
     exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)  # type: ignore[union-attr]
