@@ -61,11 +61,12 @@ def wide(part: Linear) -> Linear:
     return FusedFactors(tuple(f.double() for f in part.factors), bias)
 
 
-def comparable(out: Tensor, yardstick: Tensor, truth: Tensor) -> None:
+def comparable(out: Tensor, yardstick: Tensor, truth: Tensor, loss: float = 1.0) -> None:
+    """Level 2; ``loss`` is the factor that the kernel says it may lose."""
     assert out.dtype == yardstick.dtype and out.shape == yardstick.shape
     assert bool(out.isfinite().all())
     error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, yardstick))
-    assert error <= (K_FP32 if out.dtype == torch.float32 else K) * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
+    assert error <= loss * (K_FP32 if out.dtype == torch.float32 else K) * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,12 +103,13 @@ def test_norm_and_projections_with_tf32(architecture: Architecture, tf32_allowed
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_whose_first_values_stand_apart(dtype: torch.dtype) -> None:
-    """The row's sums are taken of what differs from the mean of its first values."""
+    """The row's sums are taken of what differs from the mean of its first values: halves, being rounded more, show no loss."""
     x, group = normal(331, 384, dtype=dtype), [layer(gonon(384, 384), dtype) for _ in range(3)]
     x[:, :16] += 200
     norm = Norm(None, None, 1e-6)
     truth = composed.norm_linear(x.double(), norm, [wide(member) for member in group])
-    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+    loss = 384 / 16 if dtype == torch.float32 else 1.0
+    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth, loss)
 
 
 def test_projections_that_differ_follow_the_norm() -> None:
