@@ -221,7 +221,7 @@ def pack_dense(
     shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float() * factor
     if tile.element_bytes == 4:
         largest = torch.where(wide.isfinite(), wide.abs(), 0.0).amax(dim=1, keepdim=True)
-        exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-115, 123)  # brings it to [2^11, 2^12)
+        exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)  # brings it to [2^11, 2^12), or near
         wide = torch.ldexp(wide, exponent)
         factor = torch.ldexp(factor, _WEIGHT_SHIFT - exponent[:, 0])
     # 8 * run columns are (lane, tile, 2) in y and (tile, lane, 2) here; 16 floats are (lane, half, 2) in x and (half, lane, 2) here

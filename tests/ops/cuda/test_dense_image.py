@@ -54,6 +54,16 @@ def test_halves_of_a_pair_add_up() -> None:
         np.testing.assert_allclose(found, weight[:, index].double().numpy(), rtol=2.0**-21, atol=0)
 
 
+@pytest.mark.parametrize("mode", ["tf32", "fp32"])
+def test_the_largest_weights_stay_finite(mode: str) -> None:
+    tile = dense_tiling(64, 32, mode, SHARED_BYTES, wgmma=False)
+    assert isinstance(tile, DenseTiling), tile
+    weight = 2.0 ** torch.arange(96, 128).float()[:, None].expand(32, 64)
+    image, columns = pack_dense(tile, weight, None, None)
+    found = result(np.eye(64)[0], tile, image.view(torch.float16).double().numpy(), columns.double().numpy())
+    np.testing.assert_array_equal(found, weight[:, 0].double().numpy())
+
+
 def test_sizes_without_a_tile_are_named() -> None:
     assert "multiples of 64 inputs and 32 outputs, got 100 and 384" in str(dense_tiling(100, 384, "fp16", SHARED_BYTES, wgmma=False))
     assert "exceed" in str(dense_tiling(65536, 384, "fp32", SHARED_BYTES, wgmma=False))
