@@ -26,13 +26,14 @@ from flysurgery.bench.timing import time_interleaved
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.fused_configs import fits
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.table import tuned_config
-from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, fits, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture, gonon, monarch
 
 LAYERS = {

@@ -13,13 +13,14 @@ import torch
 from flysurgery.ops.cuda.dense import run_dense
 from flysurgery.ops.cuda.factor_grad import FactorGrad
 from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.gather import Packer
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import product_of
 from flysurgery.ops.cuda.single import SingleFactor
-from flysurgery.ops.cuda.tiling import Tiling, configs, tiling
+from flysurgery.ops.cuda.tiling import Tiling, tiling
 from flysurgery.ops.cuda.transposition import Transposition
 from flysurgery.patterns import Architecture, Pattern
 

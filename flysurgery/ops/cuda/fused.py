@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.fused_configs import configs, every_config, fits
 from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
-from flysurgery.ops.cuda.tiling import FusedConfig, configs, every_config, fits, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, tiling
 from flysurgery.patterns import Architecture
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")

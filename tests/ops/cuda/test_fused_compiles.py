@@ -9,11 +9,12 @@ import pytest
 from flysurgery.ops.cuda import table
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.fused import fused_reason
+from flysurgery.ops.cuda.fused_configs import configs, fits
 from flysurgery.ops.cuda.norm_linear import NORM_LINEAR
 from flysurgery.ops.cuda.obstacles import product_obstacle
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.table import TunedCase
-from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, configs, fits, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture, gonon, monarch
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}

@@ -11,9 +11,10 @@ from torch.nn.functional import gelu, silu
 
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.fused_configs import every_config
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, every_config, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 from tests.support.oracle import product
 from tests.support.problems import make_factors, make_input, make_vector

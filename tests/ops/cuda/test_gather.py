@@ -9,11 +9,12 @@ from torch import Tensor
 from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.gather import can_gather, make_tables
 from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.product import _split, product_of
 from flysurgery.ops.cuda.single import SingleFactor
-from flysurgery.ops.cuda.tiling import Tiling, configs, tiling
+from flysurgery.ops.cuda.tiling import Tiling, tiling
 from flysurgery.ops.cuda.trained import Trained
 from flysurgery.patterns import Architecture, gonon
 from tests.support.problems import make_factors, make_vector

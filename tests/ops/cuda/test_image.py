@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from flysurgery.ops.cuda.fused_configs import every_config
 from flysurgery.ops.cuda.image import panel_indices
-from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, every_config, tiling
+from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture, gonon, monarch
 from tests.support.oracle import dense
 
