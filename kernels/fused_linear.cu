@@ -20,12 +20,13 @@
 // The scale of a row follows its blocks: it starts at the first chunk's maximum and drops when a later chunk would
 // overflow, so rows from about 2^-120 to the largest finite float keep their relative precision.
 //
-// Measured on an H200 at 25088 rows: 44 to 76 % of the roofline, by layer and mode in recipes/results/fused_linear_h200.csv.
+// Measured on an H200 at 25088 rows: 43 to 80 % of the roofline, by layer and mode in recipes/results/fused_linear_h200.csv.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a; four warps share each read of a panel), mma.sync elsewhere (sm_80 and later).
 //
 // Limits: sm_80 or newer; row strides of x, y and residual in multiples of 16 bytes; C2 % 4 == 0.
 
+#include "exact_activation.cuh"
 #include "fused_norm.cuh"
 #include "fused_products.cuh"
 #include "fused_ring.cuh"
@@ -35,13 +36,6 @@
 #include "scale.cuh"
 
 // ---- epilogue -----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float activate(float v) {
-    if constexpr (ACTIVATION == 1) return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
-    if constexpr (ACTIVATION == 2) return 0.5f * v * (1.0f + tanhf(0.79788456080286536f * (v + 0.044715f * v * v * v)));
-    if constexpr (ACTIVATION == 3) return v / (1.0f + __expf(-v));
-    return v;
-}
 
 __device__ __forceinline__ void widen_vector(float* out, const Vector<kStore>& v) {
 #pragma unroll
@@ -418,7 +412,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                         for (int e = 0; e < kPer; ++e) {
                             const int p = (place * kPer + e) / D1, j = (place * kPer + e) % D1;
                             out[e] = acc[j][mh / 2][run * RUN + p / 2][2 * (mh % 2) + p % 2];
-                            out[e] = activate(kFloat ? fmaf(out[e] * down[mh][0], down[mh][1], b[e]) : out[e] + b[e]);
+                            out[e] = activate<ACTIVATION>(kFloat ? fmaf(out[e] * down[mh][0], down[mh][1], b[e]) : out[e] + b[e]);
                         }
                         if (RESIDUAL && left > mh * 8) {
                             float r[kPer];

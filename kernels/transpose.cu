@@ -10,8 +10,7 @@
 // of their own, so that neighbouring threads, a vector apart, read neighbouring lines, at a pitch that spreads them over all
 // banks.
 //
-// Memory-bound. Measured on an H200 in fp16, both directions for nine patterns: 0.93 to 1.05 of the rate of a copy for most, 0.66 for
-// one direction at d = 6 and one at d = 8, 0.51 and 0.79 at d = 3, whose vectors are one element on that side.
+// Memory-bound: at the rate of a copy where both vectors are wide. At d = 2, 3 and 6 those on one side are an element or two, which costs time.
 //
 // Defines: TYPE (0 float32, 1 float16, 2 bfloat16), MATRICES, SLOW, FAST, TILE_SLOW, TILE_FAST, TOGETHER, IN_VECTOR, OUT_VECTOR.
 // Limits: sm_80 or newer. IN_VECTOR divides FAST and TILE_FAST, OUT_VECTOR divides SLOW and TILE_SLOW; either takes at most 16 bytes.

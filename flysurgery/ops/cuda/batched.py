@@ -13,7 +13,7 @@ from flysurgery.ops.cuda.transposition import Transposition
 from flysurgery.patterns import Pattern
 
 _LEAST_WEIGHT = {"fp16": 300, "bf16": 300, "tf32": 400}
-"""See ``batched_pays``. In float32 the pairs of fp16 were faster than PyTorch's product on all patterns, so it has no entry."""
+"""See ``batched_pays``. The fp32 grade has no entry: PyTorch's float32 product runs on the ordinary cores."""
 _LEAST_DENSE = {"fp16": 0, "bf16": 0, "tf32": 100}
 _FEWEST_ROWS = 192
 _MOST_RESIDUES = 64
@@ -38,8 +38,7 @@ def batched_pays(pattern: Pattern, mode: str, rows: int) -> bool:
 
     The operations for each element of x and y grow with bc / (b + c), and the kernel is the slower at them the larger d is,
     roughly as its root. So a pattern weighs bc / (b + c) * sqrt(d), and a plain dense product, a = d = 1, is
-    held to a lower bound. The bounds are the best for the times of both on an H200: of 120 patterns in fp16, with 25088 rows,
-    they choose the slower one by more than a tenth on two. Fewer than 197 rows have not been timed.
+    held to a lower bound. The bounds were set by the times of both on an H200 at 25088 rows; fewer than 197 rows have not been timed.
     """
     if mode not in _LEAST_WEIGHT or rows <= _FEWEST_ROWS:
         return False
