@@ -23,6 +23,7 @@ SPILL_BYTES = 2048
 
 SQUARE, UP, DOWN = gonon(384, 384), gonon(1536, 384), gonon(384, 1536)
 MONARCH = monarch(384, 384, 4)
+NARROW, UNCHAINED = Architecture.of((1, 24, 16, 1), (1, 16, 40, 1)), Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
 FIRST = [
     (SQUARE, "fp16", 3, "sm_80"),
     (SQUARE, "fp32", 1, "sm_80"),
@@ -39,6 +40,8 @@ FIRST = [
     (SQUARE, "bf16", 1, "sm_100"),
     (UP, "fp32", 1, "sm_100"),
     (monarch(384, 1536, 4), "fp16", 1, "sm_100"),
+    (NARROW, "tf32", 1, "sm_90a"),
+    (UNCHAINED, "fp16", 1, "sm_80"),
 ]
 """What runs on GPUs for which nothing was tuned."""
 BEHIND_A_NORM = [
