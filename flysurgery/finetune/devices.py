@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,9 +41,14 @@ def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
 
     logger = "tensorboard" if settings.tensorboard and folder is not None else None
     try:
-        return Accelerator(cpu=settings.cpu, mixed_precision=settings.precision, log_with=logger, project_dir=folder)
+        accelerator = Accelerator(cpu=settings.cpu, mixed_precision=settings.precision, log_with=logger, project_dir=folder)
     except ValueError as error:
         raise OptionError(f"accelerate cannot run with these options: {str(error).splitlines()[0].rstrip('.')}") from error
+    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None:
+        # Each process has the weights already, and accelerate 1.15 cannot send those of no submodule, such as a class token.
+        fsdp.cpu_ram_efficient_loading = False
+    return accelerator
 
 
 def leave_processes() -> None:

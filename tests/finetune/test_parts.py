@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError, TrainingError
 from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Place
+from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.groups import parameter_groups
 from flysurgery.finetune.losses import blocks_loss, logits_loss
 from flysurgery.finetune.teacher import Teacher, blocks_of
@@ -24,6 +26,13 @@ from tests.finetune.conftest import ARGUMENTS, BASE
 
 Make = Callable[[], nn.Module]
 HERE = Place(torch.device("cpu"), 0, 1)
+
+
+def test_weights_are_not_sent_to_processes_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    accelerator_for(Settings(cpu=True), None)
+    assert plugin.cpu_ram_efficient_loading is False
 
 
 def test_logits_loss_is_the_divergence_of_softened_scores() -> None:
