@@ -42,17 +42,29 @@ def write_csv(path: Path, rows: Sequence[DataclassInstance], stamp: Stamp) -> No
 
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write records of the same columns; an existing file is replaced whole or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: cell(value) for key, value in record.items()} for record in records)
+    text = _as_text(records, header=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text.getvalue(), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def append_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add records to a file of the same columns that ``write_records`` has written."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_as_text(records, header=False))
+
+
+def _as_text(records: Sequence[Mapping[str, Any]], *, header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows({key: cell(value) for key, value in record.items()} for record in records)
+    return text.getvalue()
 
 
 def read_records(path: Path) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flysurgery.bench.rows import Record, cell, read_records, records_of, write_records
+from flysurgery.bench.rows import Record, append_records, cell, read_records, records_of, write_records
 from flysurgery.bench.stamp import Stamp, take_stamp
 from flysurgery.errors import OptionError
 
@@ -20,7 +20,7 @@ SETTING = ("device", "driver", "threads", "torch", "flysurgery", "commit")
 
 
 class Sheet:
-    """Rows as texts, in a CSV file where one is named, written anew after each addition.
+    """Rows as texts, in a CSV file where one is named, which the first addition writes anew and later ones append to.
 
     Rows of an earlier run are kept where device, driver, threads and all versions are those of this run. Sources that
     differ from their commit count as one commit, ``uncommitted``: after a change to them start anew.
@@ -34,6 +34,8 @@ class Sheet:
         self.device = device
         self.records: list[Record] = []
         self.dropped = 0
+        self._written = False
+        self._found: dict[tuple[str, ...], set[tuple[str | None, ...]]] = {}
         stamp = take_stamp(device)
         self._setting = {name: cell(getattr(stamp, name)) for name in SETTING}
         if path is not None and not fresh:
@@ -49,7 +51,10 @@ class Sheet:
     def has(self, key: Mapping[str, object]) -> bool:
         """Whether there is a row with these values."""
         wanted = {name: cell(value) for name, value in key.items()}
-        return any(all(record.get(name) == value for name, value in wanted.items()) for record in self.records)
+        names = tuple(wanted)
+        if names not in self._found:
+            self._found[names] = {tuple(record.get(name) for name in names) for record in self.records}
+        return tuple(wanted.values()) in self._found[names]
 
     def add(self, rows: Sequence[DataclassInstance]) -> list[Record]:
         """Append rows with a stamp of now, write the file, and give the rows as texts."""
@@ -58,8 +63,12 @@ class Sheet:
         stamp: Stamp = take_stamp(self.device)
         new = records_of(rows, stamp)
         if self.records and list(self.records[0]) != list(new[0]):  # of another version, or another table
-            self.dropped, self.records = self.dropped + len(self.records), []
+            self.dropped, self.records, self._written = self.dropped + len(self.records), [], False
         self.records += new
-        if self.path is not None:
+        self._found.clear()
+        if self.path is not None and self._written:
+            append_records(self.path, new)
+        elif self.path is not None:
             write_records(self.path, self.records)
+            self._written = True
         return new

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ def take_stamp(device: torch.device) -> Stamp:
     return Stamp(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         device=torch.cuda.get_device_name(device) if cuda else _cpu_name(),
-        driver=_first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else None,
+        driver=_driver() if cuda else None,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         flysurgery=flysurgery.__version__,
@@ -55,8 +56,16 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
+def _driver() -> str | None:
+    return _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+
+
+@cache
 def _commit() -> str:
-    """The commit of the sources in use, ``uncommitted`` where they differ from it or there is none, ``installed`` outside git."""
+    """The commit of the sources that this process found at its first stamp, ``uncommitted`` where they differ from it or there is none,
+    ``installed`` outside git.
+    """
     sources = Path(flysurgery.__file__).parent
     if _first_line(["git", "-C", str(sources), "rev-parse", "--is-inside-work-tree"]) != "true":
         return "installed"

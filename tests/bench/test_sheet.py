@@ -23,7 +23,10 @@ class Row:
 def test_rows_of_the_same_setting_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     first = Sheet(path, CPU)
-    first.add([Row("a", 1.25), Row("b", None)])
+    first.add([Row("a", 1.25)])
+    assert first.has({"name": "a"}) and not first.has({"name": "b"})
+    first.add([Row("b", None)])
+    assert first.has({"name": "b"})
     second = Sheet(path, CPU)
     assert second.has({"name": "a"}) and second.has({"name": "b", "ms": None}) and not second.has({"name": "c"})
     second.add([Row("c", 3.0)])
