@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flysurgery.inference.clock import between_events, no_waiting
 
 Run = Callable[[Tensor], Any]
 Sample = Callable[[], float]
@@ -56,12 +57,12 @@ def eager_sampler(run: Run, inputs: list[Tensor]) -> Sample:
 
     for _ in range(3):
         run(inputs[0])
-    return _between_events(calls, len(inputs))
+    return between_events(calls, len(inputs))
 
 
 def graph_sampler(run: Run, inputs: list[Tensor], pool: Any) -> Sample:
     """Milliseconds of one call within a captured graph that holds one call an input; raises as ``captured`` does."""
-    sample = _between_events(captured(run, inputs, pool).replay, len(inputs))
+    sample = between_events(captured(run, inputs, pool).replay, len(inputs))
     sample()
     return sample
 
@@ -80,7 +81,7 @@ def captured(run: Run, inputs: list[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
     stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
     with torch.cuda.stream(stream):
         run(inputs[0])
-        with _no_waiting():
+        with no_waiting():
             run(inputs[0])
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -88,27 +89,3 @@ def captured(run: Run, inputs: list[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
         outputs = [run(x) for x in inputs]
     del outputs
     return graph
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Let operations that wait for the device raise."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _between_events(work: Callable[[], None], calls: int) -> Sample:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def sample() -> float:
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / calls
-
-    return sample

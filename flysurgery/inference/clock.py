@@ -65,7 +65,7 @@ def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: i
     stream.synchronize()
     pool = torch.cuda.graph_pool_handle()
     works = [_eager(way, copies) if waiting else _captured(way, copies, stream, pool) for way in ways]
-    samplers = [_between_events(work, len(copies)) for work in works]
+    samplers = [between_events(work, len(copies)) for work in works]
     for sample in samplers:
         sample()
     return samplers
@@ -73,7 +73,7 @@ def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: i
 
 def _waits(way: Way, inputs: Sequence[Tensor]) -> bool:
     """Whether a call waits for the device, which no graph holds; to be known before a capture, as one that fails leaves damage behind."""
-    with _no_waiting():
+    with no_waiting():
         try:
             way(*inputs)
         except RuntimeError:
@@ -82,7 +82,7 @@ def _waits(way: Way, inputs: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """Let operations that wait for the device raise."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -111,7 +111,8 @@ def _captured(way: Way, copies: Sequence[tuple[Tensor, ...]], stream: torch.cuda
     return graph.replay
 
 
-def _between_events(work: Callable[[], None], calls: int) -> Callable[[], float]:
+def between_events(work: Callable[[], None], calls: int) -> Callable[[], float]:
+    """Milliseconds of one call, where ``work`` is a number of calls on CUDA's current stream."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def sample() -> float:
