@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda v: v,
+    "gelu": gelu,
+    "gelu_tanh": lambda v: gelu(v, approximate="tanh"),
+    "silu": silu,
+}
+"""What the epilogues of the kernels apply, by name."""
 
 
 def product(

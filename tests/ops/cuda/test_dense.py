@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda import dense
@@ -16,13 +15,10 @@ from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.patterns import Architecture, Pattern, gonon
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
-from tests.support.oracle import product
+from tests.support.oracle import ACTIVATIONS, product
 from tests.support.problems import INPUTS, make_factor, make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import (
-    BF16,
-    FP16,
-    FP32_BY_FP16_PAIRS,
-    TF32,
+    MODES,
     assert_epilogue_bounded,
     assert_epilogue_comparable,
     assert_equal,
@@ -30,14 +26,7 @@ from tests.support.tolerance import (
 
 pytestmark = pytest.mark.gpu
 
-MODES = {"fp16": FP16, "bf16": BF16, "tf32": TF32, "fp32": FP32_BY_FP16_PAIRS}
 SQUARE, WIDE, DEEP = Pattern(1, 384, 384, 1), Pattern(1, 576, 192, 1), Pattern(1, 96, 768, 1)
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda v: v,
-    "gelu": gelu,
-    "gelu_tanh": lambda v: gelu(v, approximate="tanh"),
-    "silu": silu,
-}
 
 
 @pytest.fixture(params=[True, False], ids=["wgmma", "mma.sync"], autouse=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda.fused import FusedLinear
@@ -16,26 +14,16 @@ from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
-from tests.support.oracle import product
+from tests.support.oracle import ACTIVATIONS, product
 from tests.support.problems import make_factors, make_input, make_vector
 from tests.support.tolerance import (
-    BF16,
-    FP16,
-    FP32_BY_FP16_PAIRS,
-    TF32,
+    MODES,
     assert_epilogue_bounded,
     assert_epilogue_comparable,
 )
 
 pytestmark = pytest.mark.gpu
 
-MODES = {"fp16": FP16, "bf16": BF16, "tf32": TF32, "fp32": FP32_BY_FP16_PAIRS}
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda v: v,
-    "gelu": gelu,
-    "gelu_tanh": lambda v: gelu(v, approximate="tanh"),
-    "silu": silu,
-}
 LAYERS = (
     Architecture.of((1, 192, 48, 2), (2, 48, 192, 1)),
     Architecture.of((1, 48, 48, 3), (6, 24, 32, 1)),  # not chainable: classes of uneven size share tiles
