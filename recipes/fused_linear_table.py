@@ -18,9 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench.rows import write_csv
-from flysurgery.bench.stamp import take_stamp
-from flysurgery.bench.timing import Timing, time_interleaved
+from flysurgery.bench import MODES, Timing, in_mode, take_stamp, time_interleaved, write_csv
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
@@ -35,7 +33,6 @@ LAYERS: dict[str, tuple[Architecture, int]] = {
     "monarch up": (monarch(1536, 384), 1),
     "monarch down": (monarch(384, 1536), 1),
 }
-MODES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 RIVALS = ("bmm", "einsum")
 
 
@@ -56,11 +53,6 @@ class Row:
     ratio_to_dense: float
     bound_us: float | None
     share_of_bound: float | None
-
-
-def set_mode(mode: str) -> None:
-    """Let float32 products use TF32 in mode ``tf32`` only."""
-    torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
 
 
 def ceilings(mode: str) -> tuple[float, float]:
@@ -101,7 +93,6 @@ def measure(name: str, mode: str, rows: int, bandwidth: float, rate: float) -> I
     """Check and time one layer in one mode."""
     architecture, linears = LAYERS[name]
     dtype = MODES[mode]
-    set_mode(mode)
     torch.manual_seed(0)
     layer, dense = build(architecture, linears, dtype)
     with torch.inference_mode():
@@ -147,10 +138,11 @@ def main() -> None:
         raise SystemExit("this table needs a CUDA device, and PyTorch finds none")
     found: list[Row] = []
     for mode in options.modes.split(","):
-        set_mode(mode)
-        limits = ceilings(mode)
+        with in_mode(mode):
+            limits = ceilings(mode)
         for name in LAYERS:
-            rows = list(measure(name, mode, options.rows, *limits))
+            with in_mode(mode):
+                rows = list(measure(name, mode, options.rows, *limits))
             found += rows
             by_name = {row.candidate: row for row in rows}
             own, dense = by_name["layer"], by_name["dense"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import take_stamp, time_interleaved, write_csv
+from flysurgery.bench import MODES, in_mode, take_stamp, time_interleaved, write_csv
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ks_linear_group, norm_linear
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -25,7 +25,6 @@ from flysurgery.patterns import Architecture, gonon, monarch
 WIDTH = 384
 LINEARS = 3
 ARCHITECTURES = {"gonon": gonon(WIDTH, WIDTH), "monarch": monarch(WIDTH, WIDTH)}
-MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def build(architecture: Architecture, dtype: torch.dtype) -> tuple[Norm, list[Fu
 
 def measure(name: str, mode: str, rows: int) -> list[Row]:
     """Check and time one architecture in one mode."""
-    torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
     torch.manual_seed(0)
     norm, group, dense = build(ARCHITECTURES[name], MODES[mode])
     x = torch.randn(rows, WIDTH, device="cuda", dtype=MODES[mode])
@@ -111,7 +109,8 @@ def main() -> None:
     found: list[Row] = []
     for mode in options.modes.split(","):
         for name in ARCHITECTURES:
-            rows = measure(name, mode, options.rows)
+            with in_mode(mode):
+                rows = measure(name, mode, options.rows)
             found += rows
             times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
             print(f"{mode} {name}: {times} us; fused / compiled dense {rows[0].ratio_to_compiled:.3f}", flush=True)

@@ -24,11 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import EnergyMeter, in_mode
+from flysurgery.bench import EnergyMeter, Timing, in_mode, take_stamp, time_interleaved, write_csv
 from flysurgery.bench.compiled import compiled
-from flysurgery.bench.rows import write_csv
-from flysurgery.bench.stamp import take_stamp
-from flysurgery.bench.timing import Timing, time_interleaved
 from flysurgery.bench.units import converted_timm
 from flysurgery.errors import OptionError
 from flysurgery.walker import example_input

@@ -21,13 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench.rows import write_csv
-from flysurgery.bench.stamp import take_stamp
-from flysurgery.bench.timing import time_interleaved
+from flysurgery.bench import MODES, in_mode, take_stamp, time_interleaved, write_csv
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import Problem, explain
-
-MODES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ class Row:
 def inference(dense: nn.Module, converted: nn.Module, mode: str, batch: int, arch: str) -> Row:
     """Time one forward pass of each model in a CUDA graph, and hold both against float64."""
     dtype = MODES[mode]
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = mode == "tf32"
     x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype)
     models = {name: copy.deepcopy(model).eval().requires_grad_(False).to(dtype) for name, model in (("d", dense), ("c", converted))}
     with torch.inference_mode():
@@ -131,7 +126,10 @@ def main() -> None:
     converted = copy.deepcopy(dense)
     flysurgery.convert(converted, arch=options.arch)
     compiles_and_exports(converted)
-    found = [inference(dense, converted, mode, options.batch, options.arch) for mode in MODES]
+    found: list[Row] = []
+    for mode in MODES:
+        with in_mode(mode):
+            found.append(inference(dense, converted, mode, options.batch, options.arch))
     found.append(training(dense, converted, options.batch, options.arch))
     for row in found:
         print(row)
