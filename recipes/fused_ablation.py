@@ -9,20 +9,17 @@ change that the kernel does not offer there, as it would not fit or is what stan
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 
+import recipe
 import torch
 from torch import Tensor
 
-from flysurgery.bench.rows import write_csv
-from flysurgery.bench.stamp import take_stamp
-from flysurgery.bench.timing import time_interleaved
+from flysurgery.bench import time_interleaved
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.fused import FusedLinear
@@ -126,12 +123,8 @@ def measure(name: str, mode: str, rows: int, found: dict[str, FusedConfig]) -> l
 
 def main() -> None:
     """Compile, measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=25088, help="rows of x: 128 images of 196 tokens by default")
-    parser.add_argument("--modes", default="fp16,fp32")
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    if not torch.cuda.is_available() or device_arch(0) != "sm_90a":
+    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=("fp16", "fp32")))
+    if device_arch(0) != "sm_90a":
         raise SystemExit("this table takes the kernel of sm_90a apart, and there is no such device")
     torch.backends.cuda.matmul.allow_tf32 = False
     limit, cells = shared_limit_of(0), {}
@@ -153,8 +146,7 @@ def main() -> None:
                 f"{name:15s} {mode} {row.change:40s} {row.median_us:7.1f} us, {row.times_tuned:.2f} times tuned, error {row.error:.1e}",
                 flush=True,
             )
-        if options.out is not None:
-            write_csv(options.out, rows, take_stamp(torch.device("cuda")))
+        recipe.keep(options, rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ its graphs itself.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import take_stamp, time_interleaved, write_csv
+from flysurgery.bench import time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ffn
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -127,15 +126,11 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=25216, help="rows of x: 128 images of 197 tokens by default")
+    parser = recipe.table_arguments(__doc__, rows=25216)
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="widths of the model")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="out of " + ", ".join(DTYPES))
     parser.add_argument("--activations", default="gelu,gelu_tanh", help="out of gelu, gelu_tanh")
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this table needs a CUDA device, and PyTorch finds none")
+    options = recipe.on_cuda(parser)
     found: list[Row] = []
     for width in map(int, options.widths.split(",")):
         for dtype in options.dtypes.split(","):
@@ -149,8 +144,7 @@ def main() -> None:
                         f"{width} {dtype} {name} {activation}: {times} us; {own.ratio_to_dense:.3f}, {own.ratio_to_compiled:.3f}",
                         flush=True,
                     )
-                    if options.out is not None:
-                        write_csv(options.out, found, take_stamp(torch.device("cuda")))
+                    recipe.keep(options, found)
 
 
 if __name__ == "__main__":

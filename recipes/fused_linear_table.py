@@ -10,15 +10,14 @@ bandwidth of that copy's ceiling and the operations over the rate of a large mat
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import MODES, Timing, in_mode, take_stamp, time_interleaved, write_csv
+from flysurgery.bench import MODES, Timing, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
@@ -129,13 +128,7 @@ def _row(name: str, mode: str, rows: int, key: str, backend: str | None, error: 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=25088, help="rows of x: 128 images of 196 tokens by default")
-    parser.add_argument("--modes", default=",".join(MODES), help="out of " + ", ".join(MODES))
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this table needs a CUDA device, and PyTorch finds none")
+    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=tuple(MODES)))
     found: list[Row] = []
     for mode in options.modes.split(","):
         with in_mode(mode):
@@ -152,8 +145,7 @@ def main() -> None:
                 f"bound {own.bound_us:.1f} ({own.share_of_bound:.0%}), error {own.error:.1e} (dense {dense.error:.1e}); {rivals}",
                 flush=True,
             )
-            if options.out is not None:
-                write_csv(options.out, found, take_stamp(torch.device("cuda")))
+            recipe.keep(options, found)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ against ``torch.compile`` of the dense pair. ``copy`` moves the same bytes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import MODES, in_mode, take_stamp, time_interleaved, write_csv
+from flysurgery.bench import MODES, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ks_linear_group, norm_linear
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -99,13 +98,7 @@ def measure(name: str, mode: str, rows: int) -> list[Row]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=25216, help="rows of x: 128 images of 197 tokens by default")
-    parser.add_argument("--modes", default=",".join(MODES), help="out of " + ", ".join(MODES))
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this table needs a CUDA device, and PyTorch finds none")
+    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216, modes=tuple(MODES)))
     found: list[Row] = []
     for mode in options.modes.split(","):
         for name in ARCHITECTURES:
@@ -114,8 +107,7 @@ def main() -> None:
             found += rows
             times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
             print(f"{mode} {name}: {times} us; fused / compiled dense {rows[0].ratio_to_compiled:.3f}", flush=True)
-            if options.out is not None:
-                write_csv(options.out, found, take_stamp(torch.device("cuda")))
+            recipe.keep(options, found)
 
 
 if __name__ == "__main__":

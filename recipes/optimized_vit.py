@@ -12,19 +12,18 @@ float64, relative, in the Frobenius norm. Joules are those of a batch, from NVML
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
+import recipe
 import timm
 import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import EnergyMeter, Timing, in_mode, take_stamp, time_interleaved, write_csv
+from flysurgery.bench import EnergyMeter, Timing, in_mode, time_interleaved
 from flysurgery.bench.compiled import compiled
 from flysurgery.bench.units import converted_timm
 from flysurgery.errors import OptionError
@@ -151,7 +150,7 @@ def _meter() -> EnergyMeter | None:
 
 def main() -> None:
     """Measure, print and write after every case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.table_arguments(__doc__)
     parser.add_argument("--headline", action="store_true", help="ViT-S/16 at batch 128, with joules, and 1, and ViT-B/16; fp16")
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--arch", nargs="*", default=["gonon", "monarch"])
@@ -159,10 +158,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[128, 1])
     parser.add_argument("--max-autotune", action="store_true")
     parser.add_argument("--energy", action="store_true", help="joules of a batch too")
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a CUDA device, and PyTorch finds none")
+    options = recipe.on_cuda(parser)
     cases = [
         Case(options.model, arch, mode, batch, max_autotune=options.max_autotune, energy=options.energy)
         for batch in options.batches
@@ -177,8 +173,7 @@ def main() -> None:
         for row in found:
             print(row, flush=True)
         rows += found
-        if options.out is not None:
-            write_csv(options.out, rows, take_stamp(torch.device("cuda")))
+        recipe.keep(options, rows)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""What the recipes that measure share: their options, and printing and drawing their rows."""
+"""What the recipes that measure share: their options, and printing, drawing and keeping their rows."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from flysurgery.bench import modes_of
+from flysurgery.bench import MODES, modes_of, take_stamp, write_csv
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
 from flysurgery.cli.options import device_of
 from flysurgery.errors import FlysurgeryError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def arguments(description: str | None, *, modes: str | None = None) -> argparse.ArgumentParser:
@@ -28,6 +32,31 @@ def arguments(description: str | None, *, modes: str | None = None) -> argparse.
     if modes is not None:
         parser.add_argument("--modes", default=modes, help="out of fp32, tf32 (CUDA), fp16, bf16, or all")
     return parser
+
+
+def table_arguments(description: str | None, *, rows: int | None = None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser for a table of one CUDA device: ``--out``, and ``--rows`` and ``--modes`` where there is a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    if rows is not None:
+        parser.add_argument("--rows", type=int, default=rows, help=f"rows of x: 128 images of {rows // 128} tokens by default")
+    if modes:
+        parser.add_argument("--modes", default=",".join(modes), help="out of " + ", ".join(MODES))
+    return parser
+
+
+def on_cuda(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, on a machine that can make the table."""
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device, and PyTorch finds none")
+    return options
+
+
+def keep(options: argparse.Namespace, rows: Sequence[DataclassInstance]) -> None:
+    """Write all rows so far, with a stamp of now, where ``--out`` names a file."""
+    if options.out is not None:
+        write_csv(options.out, rows, take_stamp(torch.device("cuda")))
 
 
 def device_and_modes(options: argparse.Namespace) -> tuple[torch.device, tuple[str, ...]]:

@@ -9,19 +9,18 @@ features against the same model in float64.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import recipe
 import timm
 import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import MODES, in_mode, take_stamp, time_interleaved, write_csv
+from flysurgery.bench import MODES, in_mode, time_interleaved
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import Problem, explain
 
@@ -114,13 +113,10 @@ def compiles_and_exports(converted: nn.Module) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.table_arguments(__doc__)
     parser.add_argument("--arch", default="gonon", help="monarch or gonon")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a CUDA device, and PyTorch finds none")
+    options = recipe.on_cuda(parser)
     torch.manual_seed(0)
     dense = timm.create_model("vit_small_patch16_224", pretrained=False).cuda()
     converted = copy.deepcopy(dense)
@@ -133,8 +129,7 @@ def main() -> None:
     found.append(training(dense, converted, options.batch, options.arch))
     for row in found:
         print(row)
-    if options.out is not None:
-        write_csv(options.out, found, take_stamp(torch.device("cuda")))
+    recipe.keep(options, found)
 
 
 if __name__ == "__main__":
