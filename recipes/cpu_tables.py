@@ -21,7 +21,7 @@ COLUMNS = ("protocol", "unit", "mode", "compiled", "candidate", "backend", *TIME
 
 def main() -> None:
     """Measure, print, draw."""
-    parser = recipe.arguments(__doc__, modes="fp32,bf16")
+    parser = recipe.arguments(__doc__, modes="fp32,bf16", seconds=3.0)
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--model-args", action="append", metavar="KEY=VALUE")
     parser.add_argument("--archs", default="gonon,monarch", help="families of architectures")
@@ -31,6 +31,7 @@ def main() -> None:
     parser.set_defaults(device="cpu", threads=2)
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
+    protocol = recipe.protocol(options, 15)
     with recipe.start(options, device) as run:
         for arch in names(options.archs, "--archs"):
             settings = LayerSettings(
@@ -42,8 +43,8 @@ def main() -> None:
                 launches=("eager",) if options.quick else names(options.launches, "--launches"),
                 candidates=CANDIDATES,
                 batch=options.batch,
-                rounds=5 if options.quick else 15,
-                seconds=0.02 if options.quick else 3.0,
+                rounds=protocol.rounds,
+                seconds=protocol.seconds,
                 seed=options.seed,
                 quick=options.quick,
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flysurgery.bench import MODES, modes_of, take_stamp, write_csv
+from flysurgery.bench import MODES, Protocol, modes_of, take_stamp, write_csv
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
 from flysurgery.cli.options import device_of
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def arguments(description: str | None, *, modes: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options that every measuring recipe has; ``modes`` is the default of ``--modes``, None leaves it out."""
+def arguments(description: str | None, *, modes: str | None = None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that every measuring recipe has; ``--modes`` and ``--seconds`` where there is a default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cases and samples: an answer within two minutes")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
@@ -31,7 +31,16 @@ def arguments(description: str | None, *, modes: str | None = None) -> argparse.
     parser.add_argument("--seed", type=int, default=0)
     if modes is not None:
         parser.add_argument("--modes", default=modes, help="out of fp32, tf32 (CUDA), fp16, bf16, or all")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="time for the samples of one candidate")
     return parser
+
+
+def protocol(options: argparse.Namespace, rounds: int) -> Protocol:
+    """Up to ``rounds`` samples of a candidate within ``--seconds``; with ``--quick`` a few, in a tenth of that."""
+    if options.quick:
+        return Protocol("graph", 5, options.seconds / 10, options.seed)
+    return Protocol("graph", rounds, options.seconds, options.seed)
 
 
 def table_arguments(description: str | None, *, rows: int | None = None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import recipe
 
-from flysurgery.bench import Protocol, bench_rivals, draw_ratios, layer_sizes, measure_ceilings
+from flysurgery.bench import bench_rivals, draw_ratios, layer_sizes, measure_ceilings
 from flysurgery.cli.bench_show import TIMES
 
 COLUMNS = ("layer", "mode", "candidate", "density", "launch", *TIMES)
@@ -20,13 +20,13 @@ COLUMNS = ("layer", "mode", "candidate", "density", "launch", *TIMES)
 
 def main() -> None:
     """Measure, print, draw."""
-    parser = recipe.arguments(__doc__, modes="all")
+    parser = recipe.arguments(__doc__, modes="all", seconds=0.5)
     parser.add_argument("--arch", default="gonon")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rows", type=int, default=25088)
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
-    protocol = Protocol("graph", 7 if options.quick else 30, 0.05 if options.quick else 0.5, options.seed)
+    protocol = recipe.protocol(options, 30)
     with recipe.start(options, device) as run:
         for mode in modes:
             ceilings = None

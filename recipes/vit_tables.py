@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import recipe
 
-from flysurgery.bench import LAUNCHES, PROTOCOLS, LayerSettings, bench_layers, bench_training, draw_ratios
+from flysurgery.bench import CANDIDATES, LAUNCHES, PROTOCOLS, LayerSettings, bench_layers, bench_training, draw_ratios
+from flysurgery.bench.compiled import COMPILED
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
 
@@ -40,12 +41,13 @@ COLUMNS = ("protocol", "unit", "batch", "mode", "launch", "compiled", "candidate
 
 def arguments(description: str | None, *, launches: str) -> argparse.ArgumentParser:
     """The options of both recipes."""
-    parser = recipe.arguments(description, modes="all")
+    parser = recipe.arguments(description, modes="all", seconds=0.5)
     parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT of timm: vit_base_patch16_224, vit_large_patch16_224, ...")
     parser.add_argument("--model-args", action="append", metavar="KEY=VALUE", help="arguments of its constructor; repeatable")
     parser.add_argument("--arch", default="gonon", help="gonon (widths that are multiples of 24), monarch or lowrank")
     parser.add_argument("--batches", default="128", help="images a forward, such as 1,8,128")
     parser.add_argument("--protocols", default="paper,today", help="paper, today or both")
+    parser.add_argument("--candidates", default=",".join(CANDIDATES), help="out of these")
     parser.add_argument("--launches", default=launches, help=f"out of {', '.join(LAUNCHES)}; the compiler's for today's protocol only")
     return parser
 
@@ -53,7 +55,7 @@ def arguments(description: str | None, *, launches: str) -> argparse.ArgumentPar
 def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: bool = False) -> None:
     """Measure, print and draw the parts whose names match one of ``parts``, such as ``linear*``; None takes all."""
     device, modes = recipe.device_and_modes(options)
-    quick = options.quick
+    quick, protocol = options.quick, recipe.protocol(options, 30)
     with recipe.start(options, device) as bench:
         for batch in (int(each) for each in options.batches.split(",")):
             settings = LayerSettings(
@@ -62,11 +64,12 @@ def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: b
                 arch=options.arch,
                 protocols=PROTOCOLS if options.protocols == "both" else names(options.protocols, "--protocols"),
                 modes=modes[::2] if quick else modes,
-                launches=[each for each in names(options.launches, "--launches") if not quick or each in ("graph", "eager")],
+                launches=[each for each in names(options.launches, "--launches") if not (quick and each in COMPILED)],
                 names=parts,
                 batch=batch,
-                rounds=7 if quick else 30,
-                seconds=0.05 if quick else 0.5,
+                candidates=names(options.candidates, "--candidates"),
+                rounds=protocol.rounds,
+                seconds=protocol.seconds,
                 seed=options.seed,
                 quick=quick,
             )

@@ -18,7 +18,7 @@ from flysurgery.bench.modes import in_mode
 from flysurgery.bench.units import Unit, fits, units, vit_sizes
 from flysurgery.bench.variants import INT8, INT8_ERROR, VARIANTS, by_definition, chosen_backends, obstacle
 from flysurgery.bench.work import work_of
-from flysurgery.errors import PatternError
+from flysurgery.errors import OptionError, PatternError
 
 FUSED = "fused modules"
 """The variant in which whole modules are replaced for inference, not only their linears."""
@@ -81,6 +81,10 @@ def bench_layers(
         PatternError: the architecture does not exist at the model's width.
         OptionError: a name that is not known.
     """
+    for kind, wanted, known in (("candidate", settings.candidates, (*CANDIDATES, INT8)), ("launch", settings.launches, LAUNCHES)):
+        for name in wanted:
+            if name not in known:
+                raise OptionError(f"there is no {kind} '{name}'; choose from {', '.join(known)}")
     width = vit_sizes(settings.model, settings.model_args).width
     reason = fits(settings.arch, width)
     if reason is not None:

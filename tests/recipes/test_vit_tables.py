@@ -42,6 +42,14 @@ def test_table_6_has_the_linears_with_and_without_bias(run_recipe: RunRecipe) ->
     assert again == rows  # nothing was measured twice
 
 
-def test_an_unknown_mode_is_one_sentence(run_recipe: RunRecipe) -> None:
-    with pytest.raises(SystemExit, match="there is no mode 'tf32' on cpu"):
-        run_recipe("vit_s16_table6.py", "--modes", "tf32")
+@pytest.mark.parametrize(
+    ("option", "name", "sentence"),
+    [
+        ("--modes", "tf32", "there is no mode 'tf32' on cpu"),
+        ("--candidates", "dense,bsm", "there is no candidate 'bsm'; choose from dense, layer"),
+        ("--launches", "grph", "there is no launch 'grph'; choose from graph, eager"),
+    ],
+)
+def test_an_unknown_name_is_one_sentence(run_recipe: RunRecipe, option: str, name: str, sentence: str) -> None:
+    with pytest.raises(SystemExit, match=sentence):
+        run_recipe("vit_s16_table6.py", option, name)
