@@ -17,7 +17,7 @@ from pathlib import Path
 import recipe
 import torch
 
-from flysurgery.bench import Record, bench_factor, compile_ahead, draw_boxes, factor_head, measure_ceilings, panels, wins_table
+from flysurgery.bench import Record, bench_factor, compiled_ahead, draw_boxes, factor_head, measure_ceilings, panels, wins_table
 from flysurgery.bench.paper_patterns import ROWS, shuffled, time_patterns
 from flysurgery.cli.bench_show import TIMES, print_records
 from flysurgery.cli.tables import print_table
@@ -27,7 +27,7 @@ COLUMNS = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES)
 
 def main() -> None:
     """Measure for as long as told, print shares of wins and median factors, draw."""
-    parser = recipe.arguments(__doc__, modes="fp32,fp16", seconds=0.15)
+    parser = recipe.arguments(__doc__, modes="fp32,fp16", seconds=0.05)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--count", type=int, help="how many patterns in all; all 627 by default, 6 with --quick")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
@@ -42,12 +42,13 @@ def main() -> None:
     protocol = recipe.protocol(options, 15)
     with recipe.start(options, device) as run:
         todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, options.rows, mode, device))]
-        compile_ahead([each for each, _ in todo[: 2 * len(modes) * 150]], options.rows, modes, device)
-        ceilings = {mode: measure_ceilings(mode, device, quick=options.quick) for mode in dict.fromkeys(mode for _, mode in todo)}
-        for done, (pattern, mode) in enumerate(todo):
+        ceilings = {}
+        for done, (pattern, mode) in enumerate(compiled_ahead(todo, options.rows, device)):
             if time.monotonic() > end:
                 print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
                 break
+            if mode not in ceilings:
+                ceilings[mode] = measure_ceilings(mode, device, quick=options.quick)
             try:
                 run.add(bench_factor(pattern, options.rows, mode, device, ceilings[mode], protocol), f"{pattern} {mode}")
             except torch.OutOfMemoryError:

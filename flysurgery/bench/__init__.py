@@ -1,6 +1,6 @@
 """Timing in one run, each candidate against dense: stamped, interleaved, and checked before it is timed."""
 
-from flysurgery.bench.ahead import compile_ahead as compile_ahead
+from flysurgery.bench.ahead import compiled_ahead as compiled_ahead
 from flysurgery.bench.ceilings import Ceilings as Ceilings
 from flysurgery.bench.ceilings import Work as Work
 from flysurgery.bench.ceilings import measure_ceilings as measure_ceilings

@@ -1,44 +1,57 @@
-"""Kernels compiled before they are timed, on all cores: a run of many patterns would else wait for each."""
+"""Kernels searched for and compiled while others are timed: a run of many patterns would else wait for each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 import torch
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.configured import chosen_factor
+from flysurgery.ops.cuda.configured import factor_configs, factor_product
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.single import single_reason
+from flysurgery.ops.cuda.single_choice import candidates, remember
+from flysurgery.ops.cuda.single_tiling import SingleConfig
 from flysurgery.patterns import Pattern
 
-Job = tuple[str, str, tuple[tuple[str, int], ...], str]
+Case = tuple[Pattern, str]
+"""A pattern and a mode."""
+
+_PROCESSES = 8
+"""At most: they prepare cases faster than these are timed, and leave cores to the timing."""
 
 
-def compile_ahead(patterns: Sequence[Pattern], rows: int, modes: Sequence[str], device: torch.device) -> int:
-    """Compile what the patterns need and the cache folder lacks; gives how many kernels that are. Nothing to do without CUDA."""
+def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> Iterator[Case]:
+    """The cases in their order, each when its kernels lie in the cache folder; at once without CUDA."""
     if device.type != "cuda":
-        return 0
-    index = device.index or 0
-    limit, arch = shared_limit_of(index), device_arch(index)
-    jobs: set[Job] = set()
-    for pattern in patterns:
-        for mode in modes:
-            if single_reason(pattern, mode, limit) is None:
-                sources = chosen_factor(pattern, mode, index, rows).sources()
-                jobs.update((source, name, tuple(defines.items()), arch) for source, name, defines in sources)
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile, sorted(jobs), chunksize=4))
-    return len(jobs)
-
-
-def _compile(job: Job) -> None:
-    source, name, defines, arch = job
-    try:
-        find_cubin(source, dict(defines), arch=arch, name=name)
-    except BackendError:  # the row of that pattern will say so
+        yield from cases
         return
+    index = device.index or 0
+    limit = shared_limit_of(index)
+    prepare = partial(prepared, rows=rows, shared_limit=limit, arch=device_arch(index))
+    pool = ProcessPoolExecutor(min(_PROCESSES, os.cpu_count() or 1), mp_context=get_context("spawn"))
+    try:
+        for (pattern, mode), found in zip(cases, pool.map(prepare, cases), strict=True):
+            remember(pattern, mode, limit, found)
+            yield pattern, mode
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def prepared(case: Case, *, rows: int, shared_limit: int, arch: str) -> tuple[SingleConfig, ...]:
+    """Compile what the product takes without a tuned table; gives the configurations that were found for it."""
+    pattern, mode = case
+    found = candidates(pattern, mode, shared_limit)
+    if found:
+        product = factor_product(pattern, mode, factor_configs(pattern, mode, rows, shared_limit)[0], shared_limit)
+        for source, name, defines in product.sources():
+            try:
+                find_cubin(source, defines, arch=arch, name=name)
+            except BackendError:  # the row of that pattern will say so
+                break
+    return found

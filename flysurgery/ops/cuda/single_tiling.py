@@ -148,11 +148,16 @@ class SingleTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
+        fixed, stage = self.shared_parts(self.config.resident)
+        return fixed + self.config.stages * stage
+
+    def shared_parts(self, resident: bool) -> tuple[int, int]:
+        """Bytes of shared memory beside the stages, resident weights among them, and of one stage."""
         config = self.config
-        stage = config.block_rows * self.x_pitch + (0 if config.resident else self.weight_chunk_bytes)
-        weights = self.counts[2] * self.weight_chunk_bytes if config.resident else 0
+        weights = self.weight_chunk_bytes
         bias = ceil(config.block_outputs * config.block_residues * 4 / 16) * 16
-        return weights + config.stages * stage + bias + config.row_warps * 8 * self.y_pitch
+        fixed = bias + config.row_warps * 8 * self.y_pitch + (self.counts[2] * weights if resident else 0)
+        return fixed, config.block_rows * self.x_pitch + (0 if resident else weights)
 
     @property
     def registers(self) -> int:
