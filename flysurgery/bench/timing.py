@@ -20,7 +20,7 @@ STEADY = 0.01
 """Two rounds in a row whose sum of samples differs by less: the clocks are steady."""
 
 WARM_UP_SECONDS = 1.0
-"""Longest warm-up."""
+"""Longest warm-up; where the samples have less time, it has no more than they."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def time_interleaved(
     inputs = dict(x) if isinstance(x, Mapping) else dict.fromkeys(candidates, x)
     samplers, launches = _samplers(candidates, inputs, launch)
     if any(each.is_cuda for each in inputs.values()):
-        _warm_up(list(samplers.values()))
+        _warm_up(list(samplers.values()), WARM_UP_SECONDS if seconds is None else min(WARM_UP_SECONDS, seconds * len(samplers)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     spent = dict.fromkeys(candidates, 0.0)
     order, shuffle = list(candidates), random.Random(seed).shuffle
@@ -98,9 +98,9 @@ def _samplers(candidates: Mapping[str, Run], inputs: Mapping[str, Tensor], launc
     return samplers, launches
 
 
-def _warm_up(samplers: Sequence[Sample]) -> None:
-    """Run all until two rounds in a row take the same time, or ``WARM_UP_SECONDS`` are over."""
-    end, before = time.perf_counter() + WARM_UP_SECONDS, 0.0
+def _warm_up(samplers: Sequence[Sample], seconds: float) -> None:
+    """Run all until two rounds in a row take the same time, or the seconds are over."""
+    end, before = time.perf_counter() + seconds, 0.0
     while time.perf_counter() < end:
         now = sum(sample() for sample in samplers)
         if abs(now - before) <= STEADY * now:
