@@ -121,7 +121,8 @@ def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Rival:
     try:
         quantization = importlib.import_module("torchao.quantization")
         model = nn.Sequential(copy.deepcopy(dense))
-        quantization.quantize_(model, getattr(quantization, config)())
+        # Its settings of the compiler would let float32 products of the whole process use TF32.
+        quantization.quantize_(model, getattr(quantization, config)(set_inductor_config=False))
         compiled = torch.compile(model)
         compiled(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
     except Exception as error:  # whatever an optional package of another version raises
