@@ -1,4 +1,4 @@
-"""What the recipes on single factors share: patterns, inputs, the product by batched matrices, compiling ahead in parallel."""
+"""What the recipes on single factors share: small patterns, inputs, the product by batched matrices, compiling ahead in parallel."""
 
 from __future__ import annotations
 
@@ -19,20 +19,7 @@ from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.patterns import Pattern
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32, "exact": torch.float32}
-ROWS = 25088
 Job = tuple[str, tuple[tuple[str, int], ...], str, str]
-
-
-def paper_patterns() -> list[Pattern]:
-    """The patterns that Gonon et al. 2024 time (arXiv:2405.15013, Appendix B.1): sides of at most 2^31 entries at 25088 rows."""
-    repeats = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-    sizes = (48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-    skipped = {(1024, 256), (512, 128), (256, 64)}
-    blocks = [(b, c) for b, c in itertools.product(sizes, sizes) if b == c or b == 4 * c or c == 4 * b]
-    found = [(1, b, c, d) for (b, c), d in itertools.product(blocks, repeats)]
-    found += [(a, b, c, d) for a, (b, c), d in itertools.product(repeats[1:], blocks, (4, 16, 64)) if (max(b, c), min(b, c)) not in skipped]
-    limit = 2**31 - 1
-    return [Pattern(*p) for p in found if ROWS * p[0] * max(p[1], p[2]) * p[3] <= limit and p[0] * p[1] * p[2] * p[3] <= limit]
 
 
 def grid_patterns() -> Iterator[Pattern]:

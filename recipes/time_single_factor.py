@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from single_factor_cases import DTYPES, ROWS, bmm, compile_all, grad_jobs, paper_patterns, product_jobs
+from single_factor_cases import DTYPES, bmm, compile_all, grad_jobs, product_jobs
 from torch import Tensor
 
 from flysurgery.bench import take_stamp, write_csv
+from flysurgery.bench.paper_patterns import ROWS, time_patterns
 from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.ops.cuda.configured import factor_configs, factor_product
@@ -169,7 +170,7 @@ def main() -> None:
     arch, limit, count = device_arch(0), shared_limit_of(0), options.candidates
     products = options.what == "products"
     modes = (options.modes or ("fp16,fp32" if products else "bf16,fp32")).split(",")
-    drawn = random.Random(options.seed).sample(paper_patterns(), options.count) if products else [Pattern(*p) for p in GRADIENT_PATTERNS]
+    drawn = random.Random(options.seed).sample(time_patterns(), options.count) if products else [Pattern(*p) for p in GRADIENT_PATTERNS]
     reason = single_reason if products else grad_reason
     cases = [(p, mode) for p in drawn for mode in modes if reason(p, mode, limit) is None]
     if products:
