@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.grid import Grid
-from flysurgery.projection.truncated_svd import truncated_svd
+from flysurgery.projection.truncated_svd import truncated_product
 from flysurgery.projection.two_factor import two_factor
 
 SWEEPS = 10
+ENOUGH = 1e-3
 ROUNDING = 1e-9
 """By so much, relative to ``tr(W G Wᵀ)``, may an error seem to rise in float64."""
 RIDGE = 1e-13
 """Added to a singular system of the left factor, relative to its trace; the step is not taken where it does not help."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One product.
+
+    Attributes:
+        product: ``K_1 K_2``, shape (out_features, in_features), float64.
+        errors: relative errors, first that of the start and then one a sweep, never rising.
+    """
+
+    product: Tensor
+    errors: tuple[float, ...]
 
 
 def block_cycling(
@@ -26,115 +41,163 @@ def block_cycling(
     gram: Tensor,  # shape: (in_features, in_features), float64, positive definite
     *,
     sweeps: int = SWEEPS,
-    enough: float = 1e-3,
+    enough: float = ENOUGH,
 ) -> tuple[tuple[Tensor, Tensor], tuple[float, ...]]:  # factors of shapes (a1, b1, c1, d1), (a2, b2, c2, d2)
-    """Find ``K_1 K_2`` with a small ``tr(D G Dᵀ)`` for ``D = W - K_1 K_2``, and give the relative errors, first that of the start.
+    """The factors that ``cycle_together`` finds for one matrix, and the errors."""
+    (fitted,) = cycle_together([matrix], architecture, [gram], sweeps=sweeps, enough=enough)
+    return two_factor(fitted.product, architecture), fitted.errors
 
-    A relative error is ``sqrt(tr(D G Dᵀ) / tr(W G Wᵀ))``. The rows of different row classes don't meet, so all row classes are worked on
-    at once. With all column classes but one fixed, the best block of that one is a reduced-rank regression: for ``G_ii = L Lᵀ`` and the
-    residual R of the others, the truncated SVD of ``R G[:, i] L⁻ᵀ``, times ``L⁻¹``. A sweep first solves for the whole left factor, the
-    right one fixed, and then goes through the column classes; each step is a minimum in what it moves, so the error never rises. It
-    starts from the better of the plain projection and the one that leaves out what G says between column classes. It stops after
-    ``sweeps`` sweeps, or when a sweep lowers the error by less than the share ``enough``. The result is no global minimum.
 
-    Costs ``8*m*n²`` flops a sweep and one eigenproblem of size ``min(b1, c2)`` a block.
+def cycle_together(
+    matrices: Sequence[Tensor],  # each of shape (out_features, in_features), float64
+    architecture: Architecture,
+    grams: Sequence[Tensor],  # one a matrix, shape (in_features, in_features), float64, positive definite
+    *,
+    sweeps: int = SWEEPS,
+    enough: float = ENOUGH,
+) -> list[Fitted]:
+    """Find for each matrix W with its G a product ``K_1 K_2`` that makes ``tr(D G Dᵀ)`` small, with ``D = W - K_1 K_2``.
+
+    A relative error is ``sqrt(tr(D G Dᵀ) / tr(W G Wᵀ))``. The matrices have nothing to do with each other but that all are worked on at
+    once; so are the row classes of each, which don't meet. With all column classes but one fixed, the best block of that one is a
+    reduced-rank regression: for ``G_ii = L Lᵀ`` and the residual R of the others, the truncated SVD of ``R G[:, i] L⁻ᵀ``, times ``L⁻¹``. A
+    sweep first solves for the whole left factor, the right one fixed, and then goes through the column classes; each step is a minimum in
+    what it moves, so the error never rises. It starts from the better of the plain projection and the one that leaves out what G says
+    between column classes; where there is one column class, that is the minimum, and there are no sweeps. A matrix is done after
+    ``sweeps`` sweeps, or when a sweep lowers its error by less than the share ``enough``. The result is no global minimum.
+
+    With k inner indices for each pair of one of R row and one of C column classes a sweep costs about ``10*k*C*m*n + 2*k*R*n²`` flops, and
+    an eigenproblem of size ``min(b1, c2)`` a block. It waits for the device once. Holds two or three times what the grams hold.
 
     Source: Izenman 1975, "Reduced-rank regression for the multivariate linear model", for one block.
     """
-    cycle = _Cycle(matrix, architecture, gram)
-    errors = [cycle.error()]
-    for _ in range(sweeps):
-        cycle.solve_left_factor()
-        cycle.visit_column_classes()
-        errors.append(cycle.error())
-        assert errors[-1] ** 2 <= errors[-2] ** 2 + ROUNDING, f"a sweep raised the error from {errors[-2]} to {errors[-1]}"
-        if errors[-1] >= (1 - enough) * errors[-2]:
+    cycle = _Cycle(architecture)
+    problems = cycle.problems(matrices, grams)
+    state = cycle.start(problems)
+    errors = [[error] for error in state.errors()]
+    products: dict[int, Tensor] = {}
+    going = list(range(len(errors)))
+    for sweep in range(sweeps + 1):
+        is_last = sweep == sweeps or cycle.grid.column_classes == 1
+        done = [at for at, number in enumerate(going) if is_last or _has_come_to_rest(errors[number], enough)]
+        products |= {going[at]: cycle.grid.scatter(state.left[at] @ state.right[at]) for at in done}
+        if len(done) == len(going):
             break
-    return two_factor(cycle.grid.scatter(cycle.state.product), architecture), tuple(errors)
+        if done:
+            rest = [at for at in range(len(going)) if at not in done]
+            going, problems, state = [going[at] for at in rest], _Problems(*_each(problems, rest)), _State(*_each(state, rest))
+        state = cycle.visit_column_classes(problems, cycle.solve_left_factor(problems, state))
+        for number, error in zip(going, state.errors(), strict=True):
+            before = errors[number][-1]
+            assert error**2 <= before**2 + ROUNDING, f"a sweep raised the error from {before} to {error}"
+            errors[number].append(error)
+    return [Fitted(products[number], tuple(of_one)) for number, of_one in enumerate(errors)]
+
+
+def _has_come_to_rest(errors: Sequence[float], enough: float) -> bool:
+    return len(errors) > 1 and errors[-1] >= (1 - enough) * errors[-2]
+
+
+@dataclass(frozen=True)
+class _Problems:
+    """What does not change; rows and columns sorted by their class, and all in float64."""
+
+    weight: Tensor  # shape: (problems, row classes, b1, n)
+    gram: Tensor  # shape: (problems, n, n)
+    pull: Tensor  # W G, shape: (problems, row classes, b1, n)
+    roots: Tensor  # of the diagonal blocks of G, shape: (problems, column classes, c2, c2)
+    whole: Tensor  # tr(W G Wᵀ), shape: (problems,)
 
 
 @dataclass(frozen=True)
 class _State:
-    """``right`` holds the rows of K_2 that each row class meets, zeros where a class has fewer; ``product`` is K_1 K_2."""
+    """The factors as each row class meets them, with zeros where it has fewer inner indices than the largest; ``inner`` is the number of
+    column classes times the largest rank."""
 
-    product: Tensor  # shape: (row classes, b1, n)
-    right: Tensor  # shape: (row classes, column classes * largest rank, n)
+    left: Tensor  # shape: (problems, row classes, b1, inner)
+    right: Tensor  # shape: (problems, row classes, inner, n)
+    spread: Tensor  # right G, shape: (problems, row classes, inner, n)
+    squared: Tensor  # the square of the relative error, shape: (problems,)
+
+    def errors(self) -> list[float]:
+        return self.squared.sqrt().tolist()
+
+    def or_else(self, other: _State) -> _State:
+        """Of each problem the better state; ``other`` may hold NaN."""
+        is_better = other.squared <= self.squared
+        mine, others = _each(self, ...), _each(other, ...)
+        return _State(*(new.where(is_better.reshape(-1, *[1] * (old.dim() - 1)), old) for old, new in zip(mine, others, strict=True)))
+
+
+def _each(of: _Problems | _State, index: list[int] | EllipsisType) -> list[Tensor]:
+    return [getattr(of, field.name)[index] for field in fields(of)]
 
 
 class _Cycle:
-    """Everything with the columns sorted by their class."""
+    """The steps, for many problems of one architecture."""
 
-    def __init__(self, matrix: Tensor, architecture: Architecture, gram: Tensor) -> None:
+    def __init__(self, architecture: Architecture) -> None:
         self.grid = Grid(architecture)
-        self.weight = self.grid.gather(matrix)
-        columns = self.grid.columns().to(gram.device)
-        self.gram = gram[columns][:, columns]
         self.size = architecture.patterns[1].c
-        ranks = self.grid.ranks().to(gram.device)
-        self.largest_rank = int(ranks.max())
-        self.is_kept = torch.arange(self.largest_rank, device=gram.device) < ranks[..., None]  # (row classes, column classes, rank)
-        blocks = torch.stack([self.gram[part, part] for part in self._parts()])
-        self.roots = torch.linalg.cholesky(blocks)
-        self.whole = float((self.weight @ self.gram * self.weight).sum())
-        self.state = self._start(matrix, architecture)
+        self.rank = int(self.grid.ranks().max())
+        self.is_kept = torch.arange(self.rank) < self.grid.ranks().mT[..., None]  # (column classes, row classes, rank)
+        self.parts = [slice(start, start + self.size) for start in range(0, self.size * self.grid.column_classes, self.size)]
 
-    def error(self) -> float:
-        return self._squared(self._residual(self.state.product)) ** 0.5
+    def problems(self, matrices: Sequence[Tensor], grams: Sequence[Tensor]) -> _Problems:
+        weight = torch.stack([self.grid.gather(matrix) for matrix in matrices])
+        columns = self.grid.columns().to(weight.device)
+        gram = torch.stack([gram[columns][:, columns] for gram in grams])
+        pull = weight @ gram[:, None]
+        roots = torch.linalg.cholesky(torch.stack([gram[:, part, part] for part in self.parts], dim=1))
+        whole = (weight * pull).sum((1, 2, 3))
+        return _Problems(weight, gram, pull, roots, whole.where(whole > 0, 1.0))
 
-    def solve_left_factor(self) -> None:
-        right = self.state.right
-        weighted = right @ self.gram
-        system = weighted @ right.mT
-        diagonal = system.diagonal(dim1=1, dim2=2)
-        ridge = RIDGE * diagonal.mean(dim=1, keepdim=True) + (diagonal == 0)
-        factor, failed = torch.linalg.cholesky_ex(system + torch.diag_embed(ridge))
-        if failed.any():
-            return
-        left = torch.cholesky_solve(weighted @ self.weight.mT, factor).mT
-        product = left @ right
-        if self._squared(self._residual(product)) <= self._squared(self._residual(self.state.product)):
-            self.state = _State(product, right)
+    def start(self, problems: _Problems) -> _State:
+        blocks = problems.weight.unflatten(3, (-1, self.size)).permute(0, 3, 1, 2, 4)  # (problems, column classes, row classes, b1, c2)
+        plain = self._truncated(blocks, self.is_kept)
+        roots = problems.roots[:, :, None]
+        left, whitened = self._truncated(blocks @ roots, self.is_kept)
+        in_metric = left, torch.linalg.solve_triangular(roots, whitened, upper=False, left=False)
+        return self._from_blocks(problems, *plain).or_else(self._from_blocks(problems, *in_metric))
 
-    def visit_column_classes(self) -> None:
-        product, right = self.state.product.clone(), self.state.right.clone()
-        pull = self._residual(product) @ self.gram  # shape: (row classes, b1, n)
-        for index, part in enumerate(self._parts()):
-            before = product[:, :, part]
-            wanted = pull[:, :, part] + before @ self.gram[part, part]
-            after, rows = self._best_block(torch.linalg.solve_triangular(self.roots[index].mT, wanted, upper=True, left=False), index)
-            pull -= (after - before) @ self.gram[part]
-            product[:, :, part] = after
-            right[:, self._inner(index), part] = rows
-        self.state = _State(product, right)
+    def solve_left_factor(self, problems: _Problems, state: _State) -> _State:
+        system = state.spread @ state.right.mT
+        diagonal = system.diagonal(dim1=-2, dim2=-1)
+        ridge = RIDGE * diagonal.mean(dim=-1, keepdim=True) + (diagonal == 0)
+        factor, _ = torch.linalg.cholesky_ex(system + torch.diag_embed(ridge))
+        left = torch.cholesky_solve(state.spread @ problems.weight.mT, factor).mT
+        return state.or_else(self._state(problems, left, state.right, state.spread))
 
-    def _start(self, matrix: Tensor, architecture: Architecture) -> _State:
-        plain = self.grid.gather(factors_to_dense(two_factor(matrix, architecture)))
-        candidates = (self._from_blocks(self.weight), self._from_blocks(plain))
-        return min(candidates, key=lambda state: self._squared(self._residual(state.product)))
+    def visit_column_classes(self, problems: _Problems, state: _State) -> _State:
+        left, right, spread = state.left.clone(), state.right.clone(), state.spread.clone()
+        row_classes, b1 = left.shape[1:3]
+        for index, part in enumerate(self.parts):
+            inner, roots = self._inner(index), problems.roots[:, index]
+            left[..., inner] = 0
+            wanted = (problems.pull[..., part] - left @ spread[..., part]).flatten(1, 2)
+            whitened = torch.linalg.solve_triangular(roots.mT, wanted, upper=True, left=False)
+            left[..., inner], rows = self._truncated(whitened.unflatten(1, (row_classes, b1)), self.is_kept[index])
+            rows = torch.linalg.solve_triangular(roots, rows.flatten(1, 2), upper=False, left=False)
+            right[:, :, inner, part] = rows.unflatten(1, (row_classes, -1))
+            spread[:, :, inner] = (rows @ problems.gram[:, part]).unflatten(1, (row_classes, -1))
+        return self._state(problems, left, right, spread)
 
-    def _from_blocks(self, matrix: Tensor) -> _State:
-        """Each block of ``matrix`` for itself, in its own part of the metric."""
-        product = torch.zeros_like(matrix)
-        right = matrix.new_zeros(len(matrix), self.grid.column_classes * self.largest_rank, matrix.shape[-1])
-        for index, part in enumerate(self._parts()):
-            product[:, :, part], right[:, self._inner(index), part] = self._best_block(matrix[:, :, part] @ self.roots[index], index)
-        return _State(product, right)
+    def _truncated(self, blocks: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
+        """The best products of the ranks that the grid allows; the rows of the right factors are orthonormal, or zero."""
+        left, right = truncated_product(blocks.flatten(0, -3), self.rank)
+        right = right.unflatten(0, blocks.shape[:-2]) * is_kept.to(right)[..., None]
+        return left.unflatten(0, blocks.shape[:-2]), right
 
-    def _best_block(self, whitened: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """The nearest block of its rank to ``whitened L⁻¹``, and its rows of K_2."""
-        U, S, Vh = truncated_svd(whitened, self.largest_rank)
-        kept = self.is_kept[:, index].to(whitened)
-        rows = torch.linalg.solve_triangular(self.roots[index], Vh * kept[..., None], upper=False, left=False)
-        return (U * (S * kept)[:, None]) @ rows, rows
+    def _from_blocks(self, problems: _Problems, left: Tensor, right: Tensor) -> _State:
+        """Put together what is given for each (problem, column class, row class)."""
+        whole = right.new_zeros(*problems.weight.shape[:2], len(self.parts) * self.rank, problems.gram.shape[-1])
+        for index, part in enumerate(self.parts):
+            whole[:, :, self._inner(index), part] = right[:, index]
+        return self._state(problems, left.permute(0, 2, 3, 1, 4).flatten(3), whole, whole @ problems.gram[:, None])
 
-    def _residual(self, product: Tensor) -> Tensor:
-        return self.weight - product
-
-    def _squared(self, residual: Tensor) -> float:
-        return max(float((residual @ self.gram * residual).sum()), 0.0) / (self.whole or 1.0)
-
-    def _parts(self) -> list[slice]:
-        return [slice(start, start + self.size) for start in range(0, len(self.gram), self.size)]
+    def _state(self, problems: _Problems, left: Tensor, right: Tensor, spread: Tensor) -> _State:
+        lost = ((problems.weight - left @ right) * (problems.pull - left @ spread)).sum((1, 2, 3))
+        return _State(left, right, spread, lost.clamp_min(0) / problems.whole)
 
     def _inner(self, index: int) -> slice:
-        return slice(index * self.largest_rank, (index + 1) * self.largest_rank)
+        return slice(index * self.rank, (index + 1) * self.rank)
