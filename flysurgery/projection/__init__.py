@@ -1,6 +1,8 @@
 """Dense matrices to the nearest products of Kronecker-sparse factors."""
 
+from flysurgery.projection.block_cycling import Fitted as Fitted
 from flysurgery.projection.calibrated import CalibratedProjection as CalibratedProjection
+from flysurgery.projection.calibrated import calibrated_projection as calibrated_projection
 from flysurgery.projection.calibrated import project_calibrated as project_calibrated
 from flysurgery.projection.metric import Metric as Metric
 from flysurgery.projection.metric import OutputError as OutputError
@@ -13,3 +15,6 @@ from flysurgery.projection.permutation import Side as Side
 from flysurgery.projection.permutation import choose_orders as choose_orders
 from flysurgery.projection.project import project as project
 from flysurgery.projection.report import Projection as Projection
+from flysurgery.projection.side_by_side import Problem as Problem
+from flysurgery.projection.side_by_side import fit_side_by_side as fit_side_by_side
+from flysurgery.projection.workers import workers as workers

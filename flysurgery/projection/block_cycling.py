@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from time import perf_counter
 from types import EllipsisType
 
 import torch
@@ -29,10 +30,12 @@ class Fitted:
     Attributes:
         product: ``K_1 K_2``, shape (out_features, in_features), float64.
         errors: relative errors, first that of the start and then one a sweep, never rising.
+        seconds: wall time; of matrices that were worked on together an equal share.
     """
 
     product: Tensor
     errors: tuple[float, ...]
+    seconds: float
 
 
 def block_cycling(
@@ -71,6 +74,7 @@ def cycle_together(
 
     Source: Izenman 1975, "Reduced-rank regression for the multivariate linear model", for one block.
     """
+    started = perf_counter()
     cycle = _Cycle(architecture)
     problems = cycle.problems(matrices, grams)
     state = cycle.start(problems)
@@ -91,7 +95,8 @@ def cycle_together(
             before = errors[number][-1]
             assert error**2 <= before**2 + ROUNDING, f"a sweep raised the error from {before} to {error}"
             errors[number].append(error)
-    return [Fitted(products[number], tuple(of_one)) for number, of_one in enumerate(errors)]
+    seconds = (perf_counter() - started) / len(errors)
+    return [Fitted(products[number], tuple(of_one), seconds) for number, of_one in enumerate(errors)]
 
 
 def _has_come_to_rest(errors: Sequence[float], enough: float) -> bool:
@@ -178,8 +183,7 @@ class _Cycle:
             whitened = torch.linalg.solve_triangular(roots.mT, wanted, upper=True, left=False)
             left[..., inner], rows = self._truncated(whitened.unflatten(1, (row_classes, b1)), self.is_kept[index])
             rows = torch.linalg.solve_triangular(roots, rows.flatten(1, 2), upper=False, left=False)
-            right[:, :, inner, part] = rows.unflatten(1, (row_classes, -1))
-            spread[:, :, inner] = (rows @ problems.gram[:, part]).unflatten(1, (row_classes, -1))
+            self._put(right, spread, problems, index, rows.unflatten(1, (row_classes, -1)))
         return self._state(problems, left, right, spread)
 
     def _truncated(self, blocks: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,10 +194,17 @@ class _Cycle:
 
     def _from_blocks(self, problems: _Problems, left: Tensor, right: Tensor) -> _State:
         """Put together what is given for each (problem, column class, row class)."""
-        whole = right.new_zeros(*problems.weight.shape[:2], len(self.parts) * self.rank, problems.gram.shape[-1])
-        for index, part in enumerate(self.parts):
-            whole[:, :, self._inner(index), part] = right[:, index]
-        return self._state(problems, left.permute(0, 2, 3, 1, 4).flatten(3), whole, whole @ problems.gram[:, None])
+        of_rows = right.new_zeros(*problems.weight.shape[:2], len(self.parts) * self.rank, problems.gram.shape[-1])
+        spread = torch.empty_like(of_rows)
+        for index in range(len(self.parts)):
+            self._put(of_rows, spread, problems, index, right[:, index])
+        return self._state(problems, left.permute(0, 2, 3, 1, 4).flatten(3), of_rows, spread)
+
+    def _put(self, right: Tensor, spread: Tensor, problems: _Problems, index: int, rows: Tensor) -> None:
+        """Write a column class's ``rows`` of the right factor, shape (problems, row classes, largest rank, c2), and what goes with them."""
+        part, inner = self.parts[index], self._inner(index)
+        right[:, :, inner, part] = rows
+        spread[:, :, inner] = (rows.flatten(1, 2) @ problems.gram[:, part]).unflatten(1, rows.shape[1:3])
 
     def _state(self, problems: _Problems, left: Tensor, right: Tensor, spread: Tensor) -> _State:
         lost = ((problems.weight - left @ right) * (problems.pull - left @ spread)).sum((1, 2, 3))

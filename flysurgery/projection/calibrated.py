@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
-from flysurgery.projection.block_cycling import block_cycling
+from flysurgery.projection.block_cycling import Fitted, cycle_together
 from flysurgery.projection.metric import Metric
 from flysurgery.projection.project import as_projection, checked_matrix, project
 from flysurgery.projection.report import Projection
+from flysurgery.projection.two_factor import two_factor
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,34 @@ def project_calibrated(
     Raises:
         PatternError, ProjectionError: as ``project`` does.
     """
-    started = perf_counter()
     matrix = checked_matrix(weight, architecture)
+    fitted = None
     if len(architecture) == 2:
-        found, errors = block_cycling(matrix.to(metric.gram.device), architecture, metric.gram)
-        projection = as_projection(weight, matrix, architecture, found, started)
-        reason = None
-    else:
+        (fitted,) = cycle_together([matrix.to(metric.gram.device)], architecture, [metric.gram])
+    return calibrated_projection(weight, architecture, metric, fitted)
+
+
+@torch.no_grad()
+def calibrated_projection(
+    weight: Tensor,  # shape: (out_features, in_features)
+    architecture: Architecture,
+    metric: Metric,
+    fitted: Fitted | None,
+) -> CalibratedProjection:
+    """What ``project_calibrated`` gives, of a product that was fitted to the weight already; None where there are not two factors."""
+    if fitted is None:
         projection, errors = project(weight, architecture), ()
         reason = f"calibration is for products of two factors, and {architecture} has {len(architecture)}"
-    return CalibratedProjection(projection, _shift(matrix, projection, metric), errors, reason)
+    else:
+        started = perf_counter() - fitted.seconds
+        found = two_factor(fitted.product.cpu(), architecture)
+        projection, errors = as_projection(weight, checked_matrix(weight, architecture), architecture, found, started), fitted.errors
+        reason = None
+    return CalibratedProjection(projection, _shift(weight, projection, metric), errors, reason)
 
 
-def _shift(matrix: Tensor, projection: Projection, metric: Metric) -> Tensor | None:
+def _shift(weight: Tensor, projection: Projection, metric: Metric) -> Tensor | None:
     if metric.mean is None:
         return None
     product = factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
-    return (matrix - product) @ metric.mean.cpu()
+    return (weight.detach().to(product) - product) @ metric.mean.cpu()

@@ -8,14 +8,28 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from flysurgery.projection.workers import every_core
+
 
 def leading_eigenvectors(
     matrices: Tensor,  # shape: (count, n, n), float64, symmetric
     kept: int,
 ) -> Tensor:  # shape: (count, n, kept), those of the largest eigenvalues first
-    """Compute orthonormal eigenvectors of the ``kept`` largest eigenvalues of every matrix."""
+    """Compute orthonormal eigenvectors of the ``kept`` largest eigenvalues of every matrix.
+
+    PyTorch solves the matrices of a batch one after the other, on a GPU in 1 to 4 ms each for n of 64 to 384. So those on a GPU are shared
+    out to all cores of the host, each of which is as fast.
+    """
+    if matrices.is_cuda:
+        shares = matrices.cpu().chunk(every_core().size)
+        found = every_core().pool.map(_leading, shares, [kept] * len(shares))
+        return torch.cat(list(found)).to(matrices.device)
     with one_thread():
-        _, vectors = torch.linalg.eigh(matrices)  # ascending
+        return _leading(matrices, kept)
+
+
+def _leading(matrices: Tensor, kept: int) -> Tensor:
+    _, vectors = torch.linalg.eigh(matrices)  # ascending
     return vectors[..., matrices.shape[-1] - kept :].flip(-1)
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+STRIPE = 384
+"""Columns of a Gram matrix that are made at a time on a CPU."""
+
 
 class Moments:
     """Count, mean and covariance of rows of n features, in float64, from one pass over the batches.
 
-    Holds one n×n matrix; adding ``rows`` rows costs ``2 * rows * n²`` flops. Sums are taken about the mean of the first batch, so that a
-    large mean costs no digits. The matrices live where the rows do, on the CPU where a device has no float64.
+    Holds one n×n matrix; adding ``rows`` rows costs ``2 * rows * n²`` flops, on a CPU little more than half of that where n is large. Sums
+    are taken about the mean of the first batch, so that a large mean costs no digits. The matrices live where the rows do, on the CPU
+    where a device has no float64.
     """
 
     def __init__(self, features: int) -> None:
@@ -20,7 +24,7 @@ class Moments:
         self._origin: Tensor | None = None  # shape: (n,)
         self._sum: Tensor | None = None  # of x - origin, shape: (n,)
         self._scatter: Tensor | None = None  # of (x - origin)(x - origin)ᵀ, shape: (n, n)
-        self._spread = 0.0  # the sum over the batches of ‖scatter of the batch‖² / rows of the batch
+        self._spread: Tensor | None = None  # the sum over the batches of ‖scatter of the batch‖² / rows of the batch
 
     def add(
         self,
@@ -30,16 +34,17 @@ class Moments:
         rows = batch.detach().reshape(-1, self.features)
         if not len(rows):
             return
-        rows = (rows.cpu() if rows.device.type == "mps" else rows).to(torch.float64)
-        if self._origin is None or self._sum is None or self._scatter is None:
+        rows = (rows.cpu() if rows.device.type == "mps" else rows).to(torch.float64, copy=True)
+        if self._origin is None or self._sum is None or self._scatter is None or self._spread is None:
             self._origin = rows.mean(0)
             self._sum = torch.zeros_like(self._origin)
             self._scatter = self._origin.new_zeros(self.features, self.features)
-        rows = rows - self._origin
-        scatter = rows.mT @ rows
+            self._spread = self._origin.new_zeros(())
+        rows -= self._origin
+        scatter = _gram(rows)
         self._sum += rows.sum(0)
         self._scatter += scatter
-        self._spread += float(scatter.square().sum()) / len(rows)
+        self._spread += scatter.square().sum() / len(rows)
         self.rows += len(rows)
         self.batches += 1
 
@@ -76,7 +81,8 @@ class Moments:
         if self.batches < 2:
             return None
         _, _, scatter = self._sums()
-        between = self._spread - float(scatter.square().sum()) / self.rows
+        assert self._spread is not None
+        between = float(self._spread - scatter.square().sum() / self.rows)
         return max(between, 0.0) / (self.batches - 1) / self.rows
 
     def permuted(
@@ -94,3 +100,15 @@ class Moments:
         if self._origin is None or self._sum is None or self._scatter is None:
             raise ValueError("no rows were added, so there are no moments")
         return self._origin, self._sum, self._scatter
+
+
+def _gram(rows: Tensor) -> Tensor:  # shape: (n, n)
+    """``rowsᵀ rows``; where that saves time, what lies above the stripes on the diagonal is copied from below."""
+    if rows.is_cuda:
+        return rows.mT @ rows
+    gram = rows.new_empty(rows.shape[1], rows.shape[1])
+    for start in range(0, len(gram), STRIPE):
+        stripe = rows[:, start:].mT @ rows[:, start : start + STRIPE]
+        gram[start:, start : start + STRIPE] = stripe
+        gram[start : start + STRIPE, start:] = stripe.mT
+    return gram

@@ -36,8 +36,8 @@ def truncated_product(
 ) -> tuple[Tensor, Tensor]:  # shapes: (count, b, rank), (count, rank, c)
     """Compute U S and Vᵀ of ``truncated_svd`` without its care for small singular values, and without waiting for the device.
 
-    The square of the error is the least possible to within rounding of ``‖B‖²``; triples below ``1e-7 * s_1`` may be any. Costs one symmetric
-    eigenproblem of size ``min(b, c)`` a block.
+    The square of the error is the least possible to within the rounding of ``‖B‖²``; triples below ``1e-7 * s_1`` may be any. Costs one
+    symmetric eigenproblem of size ``min(b, c)`` a block.
     """
     kept = min(rank, *blocks.shape[1:])
     if blocks.shape[1] < blocks.shape[2]:

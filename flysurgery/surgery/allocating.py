@@ -14,7 +14,7 @@ from flysurgery.calibration import Data, collect, samples_of, sensitivities
 from flysurgery.errors import DataError, OptionError, PlanError, ProjectionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
-from flysurgery.projection import Metric, Moments, OutputError, metric_of, output_error, project, project_calibrated
+from flysurgery.projection import Metric, Moments, OutputError, metric_of, output_error, project, project_calibrated, workers
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.check import check_plan, check_weights
@@ -25,7 +25,6 @@ from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import Progress
 from flysurgery.surgery.timed import TimedGroup
 from flysurgery.surgery.tradeoff import Point, Split, Tradeoff
-from flysurgery.surgery.workers import workers
 
 CURVE_POINTS = 12
 DENSE = "dense"

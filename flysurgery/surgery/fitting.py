@@ -1,17 +1,34 @@
-"""Fit one layer's parts to the inputs that it was seen to get, and judge them by others."""
+"""Fit layers' parts to the inputs that the layers were seen to get, and judge them by others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from flysurgery.errors import ProjectionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import SplitLinear
 from flysurgery.patterns import Architecture
-from flysurgery.projection import Moments, OutputError, Projection, metric_of, output_error, project, project_calibrated
+from flysurgery.projection import (
+    Fitted,
+    Metric,
+    Moments,
+    OutputError,
+    Problem,
+    Projection,
+    calibrated_projection,
+    fit_side_by_side,
+    metric_of,
+    output_error,
+    project,
+)
+from flysurgery.surgery.build import Dense
 from flysurgery.surgery.calibration_report import RowCalibration
+from flysurgery.surgery.layer_plan import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -23,64 +40,127 @@ class Inputs:
     permuted: bool = False
 
 
+@dataclass(frozen=True)
+class PartFit:
+    """One part of a layer: its factors, None where it stays dense, what its bias takes up, and its errors.
+
+    ``error`` and ``plain``, that of the plain projection, are errors on held-out samples, ``fitted`` is that on the others.
+    """
+
+    projection: Projection | None
+    shift: Tensor | None
+    error: OutputError
+    plain: OutputError
+    fitted: OutputError
+    sweeps: int = 0
+    note: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class LayerFit:
-    """The parts of one layer, one after the other; they share the inputs, and so the metric."""
+    """The parts of one layer, which share its inputs."""
 
-    def __init__(self, inputs: Inputs, *, bias: bool) -> None:
-        self._inputs = inputs
-        self._metric = metric_of(inputs.fit, bias=bias)
-        self._shifts: list[Tensor | None] = []
-        self._notes: list[str] = []
-        self._sweeps = 0
-        none = OutputError(0.0, 0.0)
-        self._error, self._plain, self._fitted = none, none, none
+    inputs: Inputs
+    shrinkage: float
+    parts: tuple[PartFit, ...]
 
-    def keep(self, weight: Tensor) -> None:
-        """A part that stays dense: no error, nothing for its bias."""
-        self._shifts.append(None)
-        self._add(weight, weight, None, None)
-
-    def project(self, weight: Tensor, architecture: Architecture) -> Projection:
-        """Fit one part; its shift is kept for ``correct_biases``, its errors for ``row``."""
-        found = project_calibrated(weight, architecture, self._metric)
-        plain = found.projection if found.reason else project(weight, architecture)
-        self._shifts.append(found.shift)
-        self._sweeps = max(self._sweeps, len(found.errors) - 1)
-        if found.reason is not None:
-            self._notes.append(found.reason)
-        self._add(weight, _product(found.projection), _product(plain), found.shift)
-        return found.projection
+    @property
+    def seconds(self) -> float:
+        """What all parts took."""
+        return sum(part.seconds for part in self.parts)
 
     def correct_biases(self, new: nn.Module) -> None:
         """Add to the biases of the new module what its parts lose of the mean."""
-        parts = list(new.children()) if isinstance(new, SplitLinear) else [new]
-        for part, shift in zip(parts, self._shifts, strict=True):
-            bias = part.bias
-            if shift is not None and isinstance(bias, Tensor):
+        modules = list(new.children()) if isinstance(new, SplitLinear) else [new]
+        for module, part in zip(modules, self.parts, strict=True):
+            bias = module.bias
+            if part.shift is not None and isinstance(bias, Tensor):
                 with torch.no_grad():
-                    bias.copy_(bias.cpu().to(torch.float64) + shift)
+                    bias.copy_(bias.cpu().to(torch.float64) + part.shift)
 
     def row(self) -> RowCalibration:
         """What is reported of the layer."""
+        none = OutputError(0.0, 0.0)
+        notes = dict.fromkeys(part.note for part in self.parts if part.note is not None)
         return RowCalibration(
-            output_error=self._error.relative,
-            plain_output_error=self._plain.relative,
-            fit_error=self._fitted.relative,
-            sweeps=max(self._sweeps, 0),
-            shrinkage=self._metric.shrinkage,
-            rows=self._inputs.fit.rows,
-            permuted=self._inputs.permuted,
-            note="; ".join(dict.fromkeys(self._notes)) or None,
+            output_error=sum((part.error for part in self.parts), none).relative,
+            plain_output_error=sum((part.plain for part in self.parts), none).relative,
+            fit_error=sum((part.fitted for part in self.parts), none).relative,
+            sweeps=max(part.sweeps for part in self.parts),
+            shrinkage=self.shrinkage,
+            rows=self.inputs.fit.rows,
+            permuted=self.inputs.permuted,
+            note="; ".join(notes) or None,
         )
 
-    def _add(self, weight: Tensor, product: Tensor, plain: Tensor | None, shift: Tensor | None) -> None:
-        device = self._metric.gram.device
-        matrix, product = weight.to(device, torch.float64), product.to(device, torch.float64)
-        shift = None if shift is None else shift.to(device)
-        error = output_error(matrix, product, shift, self._inputs.held_out)
-        self._error += error
-        self._plain += error if plain is None else output_error(matrix, plain.to(device), None, self._inputs.held_out)
-        self._fitted += output_error(matrix, product, shift, self._inputs.fit)
+
+def fit_layers(
+    layers: Sequence[LayerPlan], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs]
+) -> Iterator[tuple[LayerPlan, LayerFit]]:
+    """Fit the parts of all layers side by side and give each layer as it is done.
+
+    Raises:
+        ProjectionError: a weight that cannot be projected; the message names the layer.
+    """
+    metrics = {layer.fqn: metric_of(inputs[layer.fqn].fit, bias=dense[layer.fqn].bias is not None) for layer in layers}
+    parts = [(layer, part) for layer in layers for part in layer.parts]
+    weights = [dense[layer.fqn].weight.detach()[part.start : part.stop].flatten(1) for layer, part in parts]
+    fitted = [number for number, (_, part) in enumerate(parts) if part.architecture is not None]
+
+    def finish(position: int, found: Fitted | None) -> PartFit:
+        layer, part = parts[fitted[position]]
+        assert part.architecture is not None
+        try:
+            return _fit_part(weights[fitted[position]], part.architecture, inputs[layer.fqn], metrics[layer.fqn], found)
+        except ProjectionError as error:
+            raise ProjectionError(f"layer {layer.fqn}: {error}") from error
+
+    problems = [
+        Problem(weights[number], part.architecture, metrics[layer.fqn].gram)
+        for number, (layer, part) in enumerate(parts)
+        if part.architecture is not None
+    ]
+    done: dict[str, dict[str | None, PartFit]] = {layer.fqn: {} for layer in layers}
+    for weight, (layer, part) in zip(weights, parts, strict=True):
+        if part.architecture is None:
+            done[layer.fqn][part.name] = _kept_part(weight, inputs[layer.fqn])
+    for position, found in fit_side_by_side(problems, finish):
+        layer, part = parts[fitted[position]]
+        done[layer.fqn][part.name] = found
+        if len(done[layer.fqn]) == len(layer.parts):
+            in_order = tuple(done[layer.fqn][each.name] for each in layer.parts)
+            yield layer, LayerFit(inputs[layer.fqn], metrics[layer.fqn].shrinkage, in_order)
+
+
+@torch.no_grad()
+def _kept_part(weight: Tensor, inputs: Inputs) -> PartFit:
+    held_out, fit = (_error(weight, weight, None, moments) for moments in (inputs.held_out, inputs.fit))
+    return PartFit(None, None, held_out, held_out, fit)
+
+
+@torch.no_grad()
+def _fit_part(weight: Tensor, architecture: Architecture, inputs: Inputs, metric: Metric, fitted: Fitted | None) -> PartFit:
+    started = perf_counter()
+    found = calibrated_projection(weight, architecture, metric, fitted)
+    product = _product(found.projection)
+    error = _error(weight, product, found.shift, inputs.held_out)
+    return PartFit(
+        projection=found.projection,
+        shift=found.shift,
+        error=error,
+        plain=error if found.reason else _error(weight, _product(project(weight, architecture)), None, inputs.held_out),
+        fitted=_error(weight, product, found.shift, inputs.fit),
+        sweeps=max(len(found.errors) - 1, 0),
+        note=found.reason,
+        seconds=perf_counter() - started + (fitted.seconds if fitted is not None else 0.0),
+    )
+
+
+def _error(weight: Tensor, product: Tensor, shift: Tensor | None, moments: Moments) -> OutputError:
+    """Where the moments are."""
+    on = moments.mean
+    return output_error(weight.to(on), product.to(on), None if shift is None else shift.to(on), moments)
 
 
 def _product(projection: Projection) -> Tensor:

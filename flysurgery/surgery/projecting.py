@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import sqrt
 from time import perf_counter
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import ProjectionError
-from flysurgery.projection import project
+from flysurgery.projection import Projection, project, workers
 from flysurgery.surgery.build import Dense, build
-from flysurgery.surgery.fitting import Inputs, LayerFit
+from flysurgery.surgery.calibration_report import RowCalibration
+from flysurgery.surgery.fitting import Inputs, fit_layers
 from flysurgery.surgery.layer_plan import LayerPlan, Part
 from flysurgery.surgery.report import PartRow, Row, row_of
-from flysurgery.surgery.workers import workers
 
 Progress = Callable[[int, int, str], None]
 """Called after each projection with the number done, the number of all, and the layer's name."""
@@ -37,43 +37,64 @@ def project_layers(
     """
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
-    with workers() as pool:
-        jobs = [pool.submit(_project_layer, layer, dense[layer.fqn], None if inputs is None else inputs[layer.fqn]) for layer in layers]
-        for done, (layer, job) in enumerate(zip(layers, jobs, strict=True), start=1):
-            modules[layer.fqn], rows[layer.fqn] = job.result()
-            if progress is not None:
-                progress(done, len(layers), layer.fqn)
+    for layer, made in _projected(layers, dense) if inputs is None else _fitted(layers, dense, inputs):
+        modules[layer.fqn], rows[layer.fqn] = made
+        if progress is not None:
+            progress(len(modules), len(layers), layer.fqn)
     return modules, rows
 
 
-def _project_layer(layer: LayerPlan, dense: Dense, inputs: Inputs | None) -> tuple[nn.Module, Row]:
-    started = perf_counter()
-    rows: list[PartRow] = []
-    lost = 0.0
-    fit = None if inputs is None else LayerFit(inputs, bias=dense.bias is not None)
+Made = tuple[nn.Module, Row]
 
-    def weights(part: Part) -> tuple[Tensor, ...]:
-        nonlocal lost
-        weight = dense.weight.detach()[part.start : part.stop].flatten(1)
-        if part.architecture is None:
-            rows.append(PartRow(part.name, "dense", 0.0, 1.0))
-            if fit is not None:
-                fit.keep(weight)
-            return (weight.clone(),)
+
+def _projected(layers: Sequence[LayerPlan], dense: Mapping[str, Dense]) -> Iterator[tuple[LayerPlan, Made]]:
+    with workers() as pool:
+        jobs = [pool.submit(_project_layer, layer, dense[layer.fqn]) for layer in layers]
+        for layer, job in zip(layers, jobs, strict=True):
+            yield layer, job.result()
+
+
+def _project_layer(layer: LayerPlan, dense: Dense) -> Made:
+    started = perf_counter()
+    projections: list[Projection | None] = []
+    for part in layer.parts:
         try:
-            projection = project(weight, part.architecture) if fit is None else fit.project(weight, part.architecture)
+            projections.append(project(_weight(dense, part), part.architecture) if part.architecture is not None else None)
         except ProjectionError as error:
             raise ProjectionError(f"layer {layer.fqn}: {error}") from error
-        rows.append(PartRow(part.name, str(part.architecture), projection.relative_error, projection.energy_kept))
-        lost += (projection.relative_error * _norm(weight)) ** 2
-        return projection.factors
+    return _made(layer, dense, projections, perf_counter() - started)
 
-    new = build(layer, dense, weights)
-    if fit is not None:
-        fit.correct_biases(new)
+
+def _fitted(layers: Sequence[LayerPlan], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs]) -> Iterator[tuple[LayerPlan, Made]]:
+    for layer, fit in fit_layers(layers, dense, inputs):
+        made = _made(layer, dense[layer.fqn], [part.projection for part in fit.parts], fit.seconds, fit.row())
+        fit.correct_biases(made[0])
+        yield layer, made
+
+
+def _made(
+    layer: LayerPlan, dense: Dense, projections: Sequence[Projection | None], seconds: float, calibration: RowCalibration | None = None
+) -> Made:
+    """The new module and its row; parts without a projection stay dense."""
+    found = dict(zip(layer.parts, projections, strict=True))
+
+    def weights(part: Part) -> tuple[Tensor, ...]:
+        projection = found[part]
+        return (_weight(dense, part).clone(),) if projection is None else projection.factors
+
+    rows = [
+        PartRow(part.name, "dense", 0.0, 1.0)
+        if projection is None
+        else PartRow(part.name, str(projection.architecture), projection.relative_error, projection.energy_kept)
+        for part, projection in found.items()
+    ]
+    lost = sum((each.relative_error * _norm(_weight(dense, part))) ** 2 for part, each in found.items() if each is not None)
     norm = _norm(dense.weight.detach())
-    calibration = None if fit is None else fit.row()
-    return new, row_of(layer, rows, sqrt(lost) / norm if norm else 0.0, perf_counter() - started, calibration)
+    return build(layer, dense, weights), row_of(layer, rows, sqrt(lost) / norm if norm else 0.0, seconds, calibration)
+
+
+def _weight(dense: Dense, part: Part) -> Tensor:
+    return dense.weight.detach()[part.start : part.stop].flatten(1)
 
 
 def _norm(weight: Tensor) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
-MAX_WORKERS = 4
+MAX_WORKERS = 8
 """Layers at work at once; each holds several copies of its weight in float64."""
 
 
@@ -29,3 +32,18 @@ def workers() -> Iterator[ThreadPoolExecutor]:
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
+
+
+class Cores(NamedTuple):
+    """A pool with as many threads as this process may use cores, each with one BLAS thread, for jobs of milliseconds that wait for no
+    other."""
+
+    pool: ThreadPoolExecutor
+    size: int
+
+
+@cache
+def every_core() -> Cores:
+    """The one pool of this kind; it lasts as long as the process."""
+    size = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Cores(ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)), size)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from flysurgery.surgery.workers import workers
+from flysurgery.projection.workers import workers
 
 FRESH = """
 import timm, torch, flysurgery
