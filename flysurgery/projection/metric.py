@@ -70,11 +70,18 @@ def output_error(
     stand_in: Tensor,  # shape: (out_features, in_features), float64
     shift: Tensor | None,  # shape: (out_features,), what was added to the bias
     moments: Moments,
+    reference: float | None = None,
 ) -> OutputError:
-    """How far ``stand_in x + shift`` is from ``weight x``, over the rows of the moments."""
-    covariance, mean = moments.covariance, moments.mean
-    error = weight - stand_in
-    offset = error @ mean if shift is None else error @ mean - shift
-    squared = (error @ covariance * error).sum() + offset.square().sum()
-    reference = (weight @ covariance * weight).sum() + (weight @ mean).square().sum()
-    return OutputError(max(float(squared), 0.0), float(reference))
+    """How far ``stand_in x + shift`` is from ``weight x``, over the rows of the moments; ``reference`` where it is known."""
+    squared = mean_square(weight - stand_in, None if shift is None else -shift, moments)
+    return OutputError(squared, mean_square(weight, None, moments) if reference is None else reference)
+
+
+def mean_square(
+    weight: Tensor,  # shape: (out_features, in_features), float64
+    bias: Tensor | None,  # shape: (out_features,)
+    moments: Moments,
+) -> float:
+    """``E|weight x + bias|²`` over the rows of the moments."""
+    mean = weight @ moments.mean
+    return max(float((weight @ moments.covariance * weight).sum() + (mean if bias is None else mean + bias).square().sum()), 0.0)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from flysurgery.factors import factor_to_dense
 from flysurgery.patterns import Architecture
-from flysurgery.projection.block_cycling import SWEEPS, block_cycling
+from flysurgery.projection.block_cycling import SWEEPS, Fitted
 from flysurgery.projection.grid import Grid
+from flysurgery.projection.side_by_side import Problem, fit_side_by_side
+from flysurgery.projection.two_factor import two_factor
+from flysurgery.projection.workers import workers
 
 SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.0)
 """Of the directions of each class, those that count, round by round. All of them nearly hold the features that they were fitted to, which
@@ -51,11 +56,6 @@ class Side:
             return Side(self.matrix[index], self.architecture, self.gram)
         return Side(self.matrix[:, index], self.architecture, self.gram[index][:, index], columns=True)
 
-    def fit(self, sweeps: int) -> tuple[tuple[Tensor, Tensor], float]:
-        """Factors, and the square of their relative error."""
-        factors, errors = block_cycling(self.matrix, self.architecture, self.gram, sweeps=sweeps)
-        return factors, errors[-1] ** 2
-
 
 @dataclass(frozen=True)
 class Features:
@@ -83,11 +83,25 @@ class Orders:
         return sum(map(sum, self.after)) < sum(map(sum, self.before))
 
 
-@torch.no_grad()
-def choose_orders(features: Sequence[Features], *, groups: int = 1, swap_groups: bool = False) -> Orders:
-    """Choose the orders of features so that all sides are near products of their architectures.
+@dataclass(frozen=True)
+class Sharing:
+    """Features whose orders depend on each other, in ``groups`` of equal length; with ``swap_groups`` these may change places."""
 
-    The features of each of ``features`` fall into ``groups`` of equal length, one after the other, and stay together with their
+    features: tuple[Features, ...]
+    groups: int = 1
+    swap_groups: bool = False
+
+
+def choose_orders(features: Sequence[Features], *, groups: int = 1, swap_groups: bool = False) -> Orders:
+    """The orders that ``choose_orders_together`` finds for one ``Sharing``."""
+    return choose_orders_together([Sharing(tuple(features), groups, swap_groups)])[0]
+
+
+@torch.no_grad()
+def choose_orders_together(sharings: Sequence[Sharing]) -> list[Orders]:
+    """Choose for each of ``sharings`` the orders of its features so that all its sides are near products of their architectures.
+
+    The features of each of its ``features`` fall into ``groups`` of equal length, one after the other, and stay together with their
     group. With ``swap_groups`` the groups may change places, all features in the same way. The hidden units of a feed-forward block are
     one group of one kind; attention has a group a head, and two kinds: rows of query and key, and rows of value with columns of what
     reads them.
@@ -97,36 +111,70 @@ def choose_orders(features: Sequence[Features], *, groups: int = 1, swap_groups:
     places within each pair of groups, and then of groups to groups, of least total price gives the next orders, and so on, as in
     clustering by subspaces. The best of all rounds is kept if a full fit confirms it, else the features stay where they are.
 
-    Draws no random numbers. Costs a short fit a side and round and two full ones, and assignments of ``count²`` entries a round.
+    Draws no random numbers. Costs a short fit a side and round and two full ones, and assignments of ``count²`` entries a round. The
+    sharings have nothing to do with each other, but that their fits are made side by side.
     """
-    stay = tuple(torch.arange(each.count) for each in features)
-    orders = best = stay
-    lowest = float("inf")
+    stay: list[_Order] = [tuple(torch.arange(each.count) for each in sharing.features) for sharing in sharings]
+    orders, best = stay, list(stay)
+    lowest = [float("inf")] * len(sharings)
     for share in SHARES:
-        fits = [[side.reordered(order).fit(QUICK_SWEEPS) for side in each.sides] for each, order in zip(features, orders, strict=True)]
-        error = sum(squared for of_features in fits for _, squared in of_features)
-        if error < lowest:
-            lowest, best = error, orders
-        prices = [
-            sum(
-                (_prices(side.reordered(order), fit, share) for side, (fit, _) in zip(each.sides, of_features, strict=True)),
-                _none(each.count),
-            )
-            for each, order, of_features in zip(features, orders, fits, strict=True)
-        ]
-        moves = _assigned(prices, [each.free for each in features], groups, swap_groups)
-        orders = tuple(order[move] for order, move in zip(orders, moves, strict=True))
-    before = _full_errors(features, stay)
-    found = Orders(best, before, _full_errors(features, best) if best is not stay else before)
-    return found if found.lowers else Orders(stay, before, before)
+        fits = _fits(sharings, orders, QUICK_SWEEPS, partial(_error_and_prices, share=share))
+        for number, of_sharing in enumerate(fits):
+            error = sum(squared for of_features in of_sharing for squared, _ in of_features)
+            if error < lowest[number]:
+                lowest[number], best[number] = error, orders[number]
+        prices = [[[price for _, price in of_features] for of_features in of_sharing] for of_sharing in fits]
+        with workers() as pool:
+            orders = list(pool.map(_next_order, sharings, orders, prices))
+    before = _full_errors(sharings, stay)
+    moved = [number for number in range(len(sharings)) if best[number] is not stay[number]]
+    after = dict(zip(moved, _full_errors([sharings[at] for at in moved], [best[at] for at in moved]), strict=True))
+    found = [Orders(best[at], before[at], after.get(at, before[at])) for at in range(len(sharings))]
+    return [each if each.lowers else Orders(stay[at], before[at], before[at]) for at, each in enumerate(found)]
 
 
-def _none(count: int) -> Tensor:
-    return torch.zeros(count, count, dtype=torch.float64)
+_Order: TypeAlias = tuple[Tensor, ...]
+"""The order of each ``Features`` of a sharing."""
+T = TypeVar("T")
 
 
-def _full_errors(features: Sequence[Features], orders: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(side.reordered(order).fit(SWEEPS)[1] for side in each.sides) for each, order in zip(features, orders, strict=True))
+def _fits(sharings: Sequence[Sharing], orders: Sequence[_Order], sweeps: int, finish: Callable[[Side, Fitted], T]) -> list[list[list[T]]]:
+    """What ``finish`` makes of the fit of each side, by sharing and features."""
+    places = [
+        (number, kind, side)
+        for number, sharing in enumerate(sharings)
+        for kind, (features, order) in enumerate(zip(sharing.features, orders[number], strict=True))
+        for side in (each.reordered(order) for each in features.sides)
+    ]
+
+    def finish_side(at: int, fitted: Fitted | None) -> T:
+        assert fitted is not None  # sides have two factors
+        return finish(places[at][2], fitted)
+
+    problems = [Problem(side.matrix, side.architecture, side.gram) for _, _, side in places]
+    made = dict(fit_side_by_side(problems, finish_side, sweeps=sweeps))
+    found: list[list[list[T]]] = [[[] for _ in sharing.features] for sharing in sharings]
+    for at, (number, kind, _) in enumerate(places):
+        found[number][kind].append(made[at])
+    return found
+
+
+def _full_errors(sharings: Sequence[Sharing], orders: Sequence[_Order]) -> list[tuple[tuple[float, ...], ...]]:
+    fits = _fits(sharings, orders, SWEEPS, lambda _, fitted: fitted.errors[-1] ** 2)
+    return [tuple(tuple(of_features) for of_features in of_sharing) for of_sharing in fits]
+
+
+def _error_and_prices(side: Side, fitted: Fitted, share: float) -> tuple[float, Tensor]:
+    return fitted.errors[-1] ** 2, _prices(side, two_factor(fitted.product.cpu(), side.architecture), share)
+
+
+def _next_order(sharing: Sharing, order: _Order, prices: Sequence[Sequence[Tensor]]) -> _Order:
+    sums = [
+        sum(of_sides, torch.zeros(each.count, each.count, dtype=torch.float64))
+        for each, of_sides in zip(sharing.features, prices, strict=True)
+    ]
+    moves = _assigned(sums, [each.free for each in sharing.features], sharing.groups, sharing.swap_groups)
+    return tuple(of_features[move] for of_features, move in zip(order, moves, strict=True))
 
 
 def _assigned(
@@ -155,9 +203,10 @@ def _assigned(
     ]
 
 
+@torch.no_grad()
 def _prices(side: Side, fit: tuple[Tensor, Tensor], share: float) -> Tensor:  # shape: (features, places), float64, on the CPU
     """What each feature costs at each place, if ``share`` of the inner indices of each class are there to make it from, the strongest."""
-    left, right = (factor_to_dense(factor) for factor in fit)
+    left, right = (factor_to_dense(factor).to(side.gram.device) for factor in fit)
     strength = left.square().sum(0) * (right @ side.gram * right).sum(1)
     grid = Grid(side.architecture)
     classes = grid.column_class_of_inner() if side.columns else grid.row_class_of_inner()
@@ -185,7 +234,8 @@ def _row_prices(
     for span in spans:
         system = span @ side.gram @ span.mT
         made = pulled @ span.mT
-        prices.append(energy - (made @ torch.linalg.pinv(system, hermitian=True) * made).sum(1))
+        inverse = torch.linalg.pinv(system.cpu(), hermitian=True).to(made.device)  # small, and slow on a GPU
+        prices.append(energy - (made @ inverse * made).sum(1))
     return torch.stack(prices, dim=1) / energy.sum()
 
 
@@ -193,12 +243,15 @@ def _column_prices(
     side: Side,
     spans: Sequence[Tensor],  # columns of K_1 of each class
 ) -> Tensor:  # shape: (features, column classes)
-    """The share of the whole that a column loses in the span of a class's columns of K_1, weighted by how much its feature varies."""
+    """The share of the whole that a column loses in the span of a class's columns of K_1, weighted by how much its feature varies.
+
+    These columns are orthogonal: those of one block are left singular vectors, and the blocks of one column class lie in different rows.
+    """
     energy = side.matrix.square().sum(0)
     weights = side.gram.diagonal()
     prices = []
     for span in spans:
-        basis, size, _ = torch.linalg.svd(span, full_matrices=False)
-        basis = basis[:, size > 1e-9 * size.max()]
+        size = torch.linalg.vector_norm(span, dim=0)
+        basis = span / size.where(size > 1e-9 * size.max(), float("inf"))
         prices.append((energy - (basis.mT @ side.matrix).square().sum(0)) * weights)
     return torch.stack(prices, dim=1) / (side.matrix @ side.gram * side.matrix).sum()

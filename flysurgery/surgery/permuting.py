@@ -9,7 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from flysurgery.projection import Features, Orders, Side, choose_orders, metric_of
+from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders_together, metric_of
 from flysurgery.surgery.fitting import Inputs
 from flysurgery.surgery.layer_plan import LayerPlan
 from flysurgery.surgery.permutation_report import Permutation, PermutedLayer
@@ -46,29 +46,47 @@ class Permuter:
         """
         done = Permuted()
         names = {layer.fqn for layer in stage}
-        for shared in self._shared:
-            replaced = [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
-            if replaced[0] in names:
-                done.outcomes.append(self._permute(shared, inputs, done, together=names.issuperset(replaced)))
+        waiting = {number: shared for number, shared in enumerate(self._shared) if self._replaced(shared)[0] in names}
+        outcomes: dict[int, Permutation] = {}
+        while waiting:
+            outcomes |= self._permute(_apart(waiting), names, inputs, done)
+            waiting = {number: shared for number, shared in waiting.items() if number not in outcomes}
+        done.outcomes += [outcomes[number] for number in sorted(outcomes)]
         return done
 
-    def _permute(self, shared: Shared, inputs: Mapping[str, Inputs], done: Permuted, *, together: bool) -> Permutation:
-        if not together:
-            return Permutation(shared.what, shared.linears, tied={shared.what: SEPARATE, **shared.tied})
-        sides = [[self._sides(member, inputs, done) for member in kind.members] for kind in shared.kinds]
-        features = [
-            Features(kind.members[0].size, tuple(side for of_member in found for side in of_member), kind.free)
-            for kind, found in zip(shared.kinds, sides, strict=True)
-        ]
-        if not any(each.sides for each in features):
-            return Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
-        found = choose_orders(features, groups=shared.groups, swap_groups=shared.swap_groups)
-        if found.lowers:
-            for kind, order in zip(shared.kinds, found.orders, strict=True):
-                for member in kind.members:
-                    self._reorder(member, order, inputs, done)
-        counts = [[len(of_member) for of_member in of_kind] for of_kind in sides]
-        return Permutation(shared.what, shared.linears, self._layer_errors(shared.kinds, counts, found), found.lowers, shared.tied)
+    def _replaced(self, shared: Shared) -> list[str]:
+        return [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
+
+    def _permute(
+        self, together: Mapping[int, Shared], names: set[str], inputs: Mapping[str, Inputs], done: Permuted
+    ) -> dict[int, Permutation]:
+        """What comes of several that have no linear in common; ``names`` are the layers of the stage."""
+        outcomes: dict[int, Permutation] = {}
+        searches: dict[int, tuple[list[list[list[Side]]], Sharing]] = {}
+        for number, shared in together.items():
+            if not names.issuperset(self._replaced(shared)):
+                outcomes[number] = Permutation(shared.what, shared.linears, tied={shared.what: SEPARATE, **shared.tied})
+                continue
+            sides = [[self._sides(member, inputs, done) for member in kind.members] for kind in shared.kinds]
+            features = [
+                Features(kind.members[0].size, tuple(side for of_member in found for side in of_member), kind.free)
+                for kind, found in zip(shared.kinds, sides, strict=True)
+            ]
+            if any(each.sides for each in features):
+                searches[number] = sides, Sharing(tuple(features), shared.groups, shared.swap_groups)
+            else:
+                outcomes[number] = Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
+        chosen = choose_orders_together([sharing for _, sharing in searches.values()])
+        for (number, (sides, _)), found in zip(searches.items(), chosen, strict=True):
+            shared = together[number]
+            if found.lowers:
+                for kind, order in zip(shared.kinds, found.orders, strict=True):
+                    for member in kind.members:
+                        self._reorder(member, order, inputs, done)
+            counts = [[len(of_member) for of_member in of_kind] for of_kind in sides]
+            errors = self._layer_errors(shared.kinds, counts, found)
+            outcomes[number] = Permutation(shared.what, shared.linears, errors, found.lowers, shared.tied)
+        return outcomes
 
     def _sides(self, member: Member, inputs: Mapping[str, Inputs], done: Permuted) -> list[Side]:
         """The products in which the member's features have a place that matters."""
@@ -102,6 +120,17 @@ class Permuter:
             PermutedLayer(fqn, self._layers[fqn].role, *(sqrt(sum(each) / len(each)) for each in zip(*pairs, strict=True)))
             for fqn, pairs in squares.items()
         )
+
+
+def _apart(waiting: Mapping[int, Shared]) -> dict[int, Shared]:
+    """Those that have no linear in common with any before them."""
+    taken: set[str] = set()
+    apart: dict[int, Shared] = {}
+    for number, shared in waiting.items():
+        if taken.isdisjoint(shared.linears):
+            apart[number] = shared
+        taken.update(shared.linears)
+    return apart
 
 
 def _given(fqn: str, inputs: Mapping[str, Inputs], done: Permuted) -> Inputs:
