@@ -64,6 +64,10 @@ __device__ __forceinline__ void store_shared_pair(u32 address, u32 a, u32 b) {
     asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_vector(u32 address, const u32 (&r)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
 __device__ __forceinline__ u32 load_shared_one(u32 address) {  // 4 bytes
     u32 r;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
@@ -107,6 +111,18 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void named_barrier_wait(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
+#if __CUDA_ARCH__ >= 900
+// One arrival, which also says how many bytes the copy engine will bring.
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// One thread asks the copy engine; `barrier` counts the bytes that came. Addresses and size are multiples of 16 bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const char* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+#endif
+
 // One warp copies `bytes` from global to shared memory; `barrier` completes a phase when they are there. The barrier
 // expects one arrival on sm_90 and later, where one lane asks the copy engine, and 32 before.
 constexpr int kCopyArrivals =
@@ -118,9 +134,8 @@ constexpr int kCopyArrivals =
 __device__ __forceinline__ void copy_by_warp(u32 to, const char* from, int bytes, u32 barrier, int lane) {
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+        barrier_expect(barrier, bytes);
+        copy_bulk(to, from, bytes, barrier);
     }
 #else
     for (int b = lane * 16; b < bytes; b += 512) copy_async<16>(to + b, from + b, 16);

@@ -1,8 +1,9 @@
-"""Whole feed-forward blocks in one launch, against the dense block eager and compiled: one table for one CUDA device.
+"""Whole feed-forward blocks as they are fused, against the dense block eager and compiled: one table for one CUDA device.
 
 ``python recipes/fused_ffn_table.py --out recipes/results/fused_ffn_h200.csv``
 
-Norm, two linear layers, activation and residual. Times by CUDA graphs over rotating inputs larger than the L2 cache, all
+Norm, two linear layers, activation and residual: one launch where a kernel takes the whole block, else, as of width 768, one for the norm
+and one for each layer. Times by CUDA graphs over rotating inputs larger than the L2 cache, all
 candidates of a block in one shuffled run, after a check against float64. ``composed`` is the same block of factors as separate
 operators.
 ``ratio_to_compiled`` is against ``torch.compile(mode="max-autotune-no-cudagraphs")`` of the dense block; this run captures
@@ -23,7 +24,7 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ffn
 from flysurgery.patterns import Architecture, gonon, monarch
 
-WIDTHS = (384, 192)
+WIDTHS = (384, 192, 768)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ARCHITECTURES: dict[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
 

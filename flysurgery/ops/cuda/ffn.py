@@ -71,7 +71,7 @@ class FusedFfn:
             grid = min(-(-rows // ROWS_OF_WARPGROUP), self._blocks)
             self._kernel.launch(
                 (grid, 1, 1),
-                (128 * WARPGROUPS, 1, 1),
+                (128 * (WARPGROUPS + 1), 1, 1),  # one brings data
                 self.tile.shared_bytes,
                 current_stream(self.device_index),
                 *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),

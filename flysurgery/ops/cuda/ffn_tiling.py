@@ -12,11 +12,11 @@ ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 WARPGROUPS = 3
 ROWS_OF_WARPGROUP = 64
 _PANEL_BYTES = 14 * 1024
-_RING_BYTES = 51 * 1024
-"""More is slower on an H200, as it takes from the L1 cache."""
-_MIN_SLOTS, _MAX_SLOTS = 3, 8
-_REGISTERS = 168
-_REGISTERS_BESIDE_TILES = 40
+_MAX_SLOTS = 5
+_REGISTERS = 160
+_REGISTERS_BESIDE_TILES = 32
+_ROW_PADDING = 64
+"""Bytes between rows of x in shared memory."""
 _NO_TILE = 0xFFFFFFFF
 
 
@@ -29,7 +29,6 @@ class FfnTiling:
         hidden: hidden units of a class that are activated together.
         parts: panels that a product with the first, the second and the last factor is cut into, along its inputs.
         columns: columns of the last factor in a panel.
-        put_aside: blocks of the third factor whose outputs wait in the rows of y.
         slots: panels that fit in the ring.
         scaled: whether the last factor's outputs are scaled, one by one.
     """
@@ -38,7 +37,6 @@ class FfnTiling:
     hidden: int
     parts: tuple[int, int, int]
     columns: int
-    put_aside: int
     slots: int
     scaled: bool
 
@@ -96,21 +94,28 @@ class FfnTiling:
         return ceil(max(first, second + 4 * self.hidden, third, last + floats) / 128) * 128
 
     @property
+    def least_slots(self) -> int:
+        """Panels that a warpgroup holds at once."""
+        return max(self.parts[0], self.parts[1] + 2, self.parts[2])
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        first, third = self.factors[0], self.factors[2]
-        buffer = max(first.a * tiles_of(first), third.a * tiles_of(third)) * 1024
-        return self.slots * (self.stride + 12) + 127 + WARPGROUPS * buffer
+        """Dynamic shared memory of a block: ring, barriers, the rows of each warpgroup, rows of y that are being turned."""
+        first, _, third, last = self.factors
+        tiles = max(first.a * tiles_of(first), third.a * tiles_of(third))
+        buffer = max(tiles * 1024, ROWS_OF_WARPGROUP * (2 * first.in_features + _ROW_PADDING))
+        turned = 4 * 8 * 16 * self.run * last.d
+        return self.slots * (self.stride + 16) + 127 + WARPGROUPS * (16 + buffer + turned)
 
     @property
     def registers(self) -> int:
         """Registers a thread in its busiest stage, estimated."""
         first, _, third, last = self.factors
-        x = first.in_features // 4 + 24
-        kept = max(third.a - self.put_aside - 1, 0) * tiles_of(third) * 2
-        middle = kept + tiles_of(third) * 4 + self.hidden // 2 + self.hidden // 4
-        last_product = last.d * self.columns // 2 + 24
-        return max(x, middle, last_product) + _REGISTERS_BESIDE_TILES
+        x = first.in_features // 4 + 4 * next(n for n in range(8, 0, -1) if tiles_of(first) % n == 0)
+        v = third.a * tiles_of(third) * 2
+        middle = tiles_of(third) * 4 + self.hidden * 3 // 2
+        last_product = self.columns * last.d // 2 + 2 * self.run * last.d
+        return max(x, v, middle, last_product) + _REGISTERS_BESIDE_TILES
 
     def defines(self) -> dict[str, int | str]:
         """The macros that the kernel is compiled with, less mode, activation, norm and residual."""
@@ -131,7 +136,6 @@ class FfnTiling:
             "STEPS4": len(last[0]),
             "COLUMNS4": self.columns,
             "RUN": self.run,
-            "VS": self.put_aside,
             "SLOTS": self.slots,
             "PANEL_STRIDE": self.stride,
             "SCALED": int(self.scaled),
@@ -193,6 +197,8 @@ def _obstacle(first: Pattern, second: Pattern, third: Pattern, last: Pattern) ->
         return f"the second layer reads {third.in_features} features, the first one gives {second.out_features}"
     if first.c % 16 or third.c % (second.d * 16):
         return f"the fused FFN multiplies 16 columns at a time, blocks {first} and {third} with {second.d} classes do not divide so"
+    if tiles_of(third) % 2 or third.a * tiles_of(third) * 8 > last.out_features:
+        return f"the {third.out_features} values between factors {third} and {last} do not fit in tiles in the rows of the result"
     return None
 
 
@@ -200,27 +206,16 @@ def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: i
     """Tilings that fit in the registers and in shared memory, the most promising first."""
     _, second, third, last = factors
     share = third.c // second.d
-    base = FfnTiling(factors, 16, (1, 1, 1), 8, 0, _MIN_SLOTS, scaled)
+    base = FfnTiling(factors, 16, (1, 1, 1), 8, 2, scaled)
     unit = 8 * base.run
     found = []
-    for hidden in (n for n in (64, 48, 32, 16) if share % n == 0):
-        columns = max((n for n in (16, 24, 32, 48, 64) if last.b % n == 0 and n % unit == 0 and n * last.d <= 192), default=0)
-        if columns == 0 or columns // 8 % base.run:
-            continue
-        for put_aside in range(third.a):
-            if put_aside and (tiles_of(third) % 4 or put_aside * tiles_of(third) * 8 > last.out_features):
-                break
-            tile = _cut(replace(base, hidden=hidden, columns=columns, put_aside=put_aside))
-            if tile.registers > _REGISTERS:
-                continue
-            slots = [
-                n
-                for n in range(max(_MIN_SLOTS, *tile.parts), _MAX_SLOTS + 1)  # all parts of a product lie in the ring together
-                if n * tile.stride <= _RING_BYTES and replace(tile, slots=n).shared_bytes <= shared_limit
-            ]
-            if slots and sum(tile.panel_counts) >= slots[-1]:
+    for hidden in (n for n in (64, 48, 32, 16) if share % n == 0 and share // n * second.d % 2 == 0):
+        for columns in (n for n in (64, 48, 32, 24, 16) if last.b % n == 0 and n % unit == 0):
+            tile = _cut(replace(base, hidden=hidden, columns=columns))
+            choices = range(tile.least_slots, max(_MAX_SLOTS, tile.least_slots) + 1)
+            slots = [n for n in choices if replace(tile, slots=n).shared_bytes <= shared_limit]
+            if tile.registers <= _REGISTERS and slots:
                 found.append(replace(tile, slots=slots[-1]))
-                break
     return found
 
 

@@ -18,6 +18,7 @@ K = 1.25 * 1.2
 
 GONON, MONARCH = (gonon(1536, 384), gonon(384, 1536)), (monarch(1536, 384), monarch(384, 1536))
 SMALL = (monarch(768, 192), monarch(192, 768))
+SMALL_GONON, WIDE = (gonon(768, 192), gonon(192, 768)), (gonon(3072, 768), gonon(768, 3072))
 Block = tuple[Norm, FusedFactors, FusedFactors, Tensor]
 
 
@@ -73,6 +74,13 @@ def test_any_number_of_rows(architectures: tuple[Architecture, Architecture], dt
     check(rows_of(rows, architectures[0].in_features, dtype), make_block(architectures, dtype), "gelu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("architectures", [SMALL_GONON, WIDE])
+def test_other_widths(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
+    norm, up, down, _ = make_block(architectures, dtype)
+    check(rows_of(197, architectures[0].in_features, dtype), (norm, up, down, None), "gelu")
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("with_norm", [True, False])
@@ -80,6 +88,30 @@ def test_any_number_of_rows(architectures: tuple[Architecture, Architecture], dt
 def test_all_options(activation: str, residual: bool, with_norm: bool, with_scale: bool) -> None:
     norm, up, down, scale = make_block(MONARCH, torch.float16)
     check(rows_of(130, 384, torch.float16), (norm if with_norm else None, up, down, scale if with_scale else None), activation, residual)
+
+
+@pytest.mark.parametrize("architectures", [GONON, SMALL])
+def test_several_rounds(architectures: tuple[Architecture, Architecture]) -> None:
+    check(rows_of(60001, architectures[0].in_features, torch.float16), make_block(architectures, torch.float16), "gelu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("architectures", [GONON, MONARCH])
+def test_runs_on_all_multiprocessors_are_bit_equal(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
+    norm, up, down, scale = make_block(architectures, dtype)
+    x = rows_of(25216, 384, dtype)
+    first = ffn(x, norm, up, down, "gelu", scale)
+    for _ in range(20):
+        assert torch.equal(first, ffn(x, norm, up, down, "gelu", scale))
+    assert torch.equal(first[-197:], ffn(x[-197:], norm, up, down, "gelu", scale))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_hidden_units_far_from_zero(activation: str, dtype: torch.dtype) -> None:
+    norm, up, down, scale = make_block(MONARCH, dtype)
+    up.factors[0].mul_(100)
+    check(rows_of(130, 384, dtype), (norm, up, down, scale), activation)
 
 
 def test_norm_and_layers_without_parameters() -> None:

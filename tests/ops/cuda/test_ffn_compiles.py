@@ -10,8 +10,8 @@ from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
 
 SHARED = 232448
-MAX_SPILL_BYTES = 768
-"""Stores and loads a thread: of x while it is normalized, and of what is added to scaled sums at the end."""
+MAX_SPILL_BYTES = 128
+"""Stores and loads a thread, at the end, where scaled sums and the rows to be added are held together."""
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ MAX_SPILL_BYTES = 768
         (gonon(1536, 384), gonon(384, 1536), 0, "gelu"),
         (monarch(1536, 384), monarch(384, 1536), 1, "gelu_tanh"),
         (monarch(768, 192), monarch(192, 768), 0, "silu"),
+        (gonon(768, 192), gonon(192, 768), 1, "gelu"),
     ],
 )
 def test_compiles_without_serialized_products(up: Architecture, down: Architecture, mode: int, activation: str) -> None:
@@ -29,4 +30,4 @@ def test_compiles_without_serialized_products(up: Architecture, down: Architectu
     compiled = compile_cubin("fused_ffn.cu", defines, arch="sm_90a", name="fused_ffn")
     assert compiled.serialized == ()
     assert compiled.spill_bytes <= MAX_SPILL_BYTES
-    assert compiled.registers <= 168
+    assert compiled.registers <= 128  # at the start, before one warpgroup leaves its own to the others
