@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import Node
 
-from flysurgery.walker import is_in_place, name_of
+from flysurgery.walker import is_in_place, name_of, shape_of
 
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift_fresh"))
 _CASTS = frozenset(("to", "_to_copy", "type_as"))
 _DROPOUTS = frozenset(("dropout", "feature_dropout"))
+_SPLITS = frozenset(("chunk", "split"))
 
 
 def is_idle(node: Node) -> bool:
@@ -67,6 +68,25 @@ def summands(node: Node) -> tuple[Node, Node] | None:
     if not (isinstance(left, Node) and isinstance(right, Node)) or _shape(left) != _shape(right):
         return None
     return left, right
+
+
+class Half(NamedTuple):
+    """One half of a value's last dimension: the value, the half's place (0 or 1), and the node that split it."""
+
+    whole: Node
+    place: int
+    split: Node
+
+
+def half_of(node: Node) -> Half | None:
+    """The half that a node is; None where it is none."""
+    split, place = node.args[:2] if name_of(node) == "getitem" else (None, None)
+    if not isinstance(split, Node) or name_of(split) not in _SPLITS or not isinstance(split.args[0], Node) or len(split.meta["val"]) != 2:
+        return None
+    whole, after = shape_of(split.args[0]), shape_of(node)
+    if not isinstance(place, int) or place not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
+        return None
+    return Half(split.args[0], place, split)
 
 
 def _kind(node: object) -> tuple[Any, ...] | None:

@@ -52,13 +52,19 @@ class Projection:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """[LN -> linear -> activation -> linear], and the tail. ``branch`` is the node of the second linear."""
+    """[LN -> linear -> activation -> linear], and the tail. ``branch`` is the node of the last linear.
+
+    Gated, ``first`` are the linears of the gate and of the value, or one linear whose outputs are both, one after the other; ``gate``
+    is then the index of the gate among them. ``inner`` is a norm between activation and last linear.
+    """
 
     norm: Norm
     norm_node: Node
-    first: str
-    second: str
+    first: tuple[str, ...]
+    gate: int | None
     activation: str
+    inner: Norm | None
+    second: str
     source: Node
     branch: Node
     nodes: frozenset[Node]  # without the tail's

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import dataclass
 
 from torch.fx import Node
 
-from flysurgery.inference.chain import between, origin, sole_user, summands, users
+from flysurgery.inference.chain import between, half_of, origin, sole_user, summands, users
 from flysurgery.inference.found import AttentionOut, FeedForward, Norm, Projection, Scale, Tail
 from flysurgery.surgery import Reason
-from flysurgery.walker import Call, Survey, name_of, shape_of
+from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
 
 _ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """How hidden units come from linears: as ``FeedForward`` has it, and the nodes in between."""
+
+    first: tuple[Call, ...]
+    gate: int | None
+    activation: str
+    nodes: tuple[Node, ...]
 
 
 class Matcher:
@@ -43,28 +53,34 @@ class Matcher:
         return Projection(norm, node, call.fqn, origin(source), call.node, frozenset({node, call.node} | between(node, call.node)))
 
     def feed_forward(self, call: Call) -> FeedForward | Reason:
-        """[LN -> FFN -> layer scale -> residual], from the second linear."""
-        activation = origin(call.source)
-        kind = self._activation(activation)
-        if isinstance(kind, Reason):
-            return kind
-        entering = activation.args[0]
-        first = self.calls.get(origin(entering)) if isinstance(entering, Node) else None
-        if first is None or not (_is_plain(first) and _is_plain(call)):
+        """[LN -> FFN -> layer scale -> residual], from the last linear."""
+        hidden, inner = origin(call.source), None
+        nodes = [call.node]
+        if name_of(hidden) == "layer_norm":
+            inner = self.norm(hidden)
+            if isinstance(inner, Reason):
+                return inner
+            nodes.append(hidden)
+            hidden = _operand(hidden)
+        gated = self._gated(hidden) if name_of(hidden) == "mul" else self._activated(hidden)
+        if isinstance(gated, Reason):
+            return gated
+        if not all(_is_plain(each) for each in (*gated.first, call)):
             return Reason("no-linear", "before its activation stands no linear module that its parent calls")
-        norm_node = origin(first.source)
+        norm_node = origin(gated.first[0].source)
         norm = self.norm(norm_node)
         if isinstance(norm, Reason):
             return norm
-        chain = (norm_node, first.node, activation, call.node)
-        for one, following in pairwise(chain):
-            if sole_user(one) is not following:
-                return Reason("shared", f"the result of its {name_of(one)} is used by something else as well")
-        source = norm_node.args[0]
-        assert isinstance(source, Node)  # self.norm has seen to it
-        inner = {*chain}.union(*(between(one, following) for one, following in pairwise(chain)))
-        tail = self.tail(call.node)
-        return FeedForward(norm, norm_node, first.fqn, call.fqn, kind, origin(source), call.node, frozenset(inner), tail)
+        nodes += [*gated.nodes, *(each.node for each in gated.first), norm_node]
+        for node in nodes[1:]:
+            if not {*users(node)} <= {*nodes}:
+                return Reason("shared", f"the result of its {name_of(node)} is used by something else as well")
+        covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
+        first = tuple(each.fqn for each in gated.first)
+        source, tail = _operand(norm_node), self.tail(call.node)
+        return FeedForward(
+            norm, norm_node, first, gated.gate, gated.activation, inner, call.fqn, source, call.node, frozenset(covered), tail
+        )
 
     def attention_out(self, call: Call) -> AttentionOut | Reason:
         """[attention output projection -> layer scale -> residual], from the linear."""
@@ -113,15 +129,49 @@ class Matcher:
         fqn, _, leaf = name.rpartition(".")
         return Scale(fqn, leaf)
 
-    def _activation(self, node: Node) -> str | Reason:
-        name = name_of(node)
-        if name in ("mul", "glu"):
-            return Reason("gated", "its feed-forward is gated (SwiGLU or the like), which no kernel does")
-        if name == "layer_norm":
-            return Reason("norm-inside", "a norm stands between its two linears")
-        if name not in _ACTIVATIONS:
-            return Reason("activation", f"its activation ends in the operator {name}; kernels know gelu and silu")
-        return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else _ACTIVATIONS[name]
+    def _activated(self, node: Node) -> _Hidden | Reason:
+        """What the hidden units are that one linear and an activation make."""
+        kind = _activation(node)
+        if kind is None:
+            return Reason("activation", f"its activation ends in the operator {name_of(node)}; kernels know gelu and silu")
+        first = self.calls.get(_operand(node))
+        if first is None:
+            return Reason("no-linear", "before its activation stands no linear module that its parent calls")
+        return _Hidden((first,), None, kind, (node,))
+
+    def _gated(self, node: Node) -> _Hidden | Reason:
+        """What the hidden units are that an activated gate and a value make, of two linears or of the halves of one."""
+        other = Reason(
+            "gated", "its hidden units are a product, but not of gate and value from two linears of one input or the halves of one"
+        )
+        factors = [origin(each) for each in node.args if isinstance(each, Node)]
+        active = [each for each in factors if _activation(each) is not None]
+        if len(factors) != 2 or len(active) != 1 or is_in_place(node) or shape_of(factors[0]) != shape_of(factors[1]):
+            return other
+        kind, gate = _activation(active[0]), _operand(active[0])
+        value = factors[1] if factors[0] is active[0] else factors[0]
+        assert kind is not None  # it is the active one
+        pair = [self.calls.get(each) for each in (gate, value)]
+        if pair[0] is not None and pair[1] is not None:
+            one_input = pair[0] is not pair[1] and origin(pair[0].source) is origin(pair[1].source)
+            return _Hidden((pair[0], pair[1]), 0, kind, (node, active[0])) if one_input else other
+        one, another = half_of(gate), half_of(value)
+        if one is None or another is None or origin(one.whole) is not origin(another.whole) or one.place == another.place:
+            return other
+        first = self.calls.get(origin(one.whole))
+        return other if first is None else _Hidden((first,), one.place, kind, (node, active[0], gate, value, one.split, another.split))
+
+
+def _operand(node: Node) -> Node:
+    """What a node of one operand reads."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)  # operators of one tensor have it as their first argument
+    return origin(operand)
+
+
+def _activation(node: Node) -> str | None:
+    name = name_of(node)
+    return "gelu_tanh" if name == "gelu" and node.kwargs.get("approximate") == "tanh" else _ACTIVATIONS.get(name)
 
 
 def _is_plain(call: Call) -> bool:

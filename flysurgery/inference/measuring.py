@@ -130,7 +130,7 @@ def _fused_groups(plan: Plan, found: Findings, variants: Mapping[str, nn.Module]
     candidates = {name: _candidates(variant, found) for name, variant in variants.items()}
     groups: dict[tuple[str, ...], list[_Problem]] = {}
     for fqn, dense in candidates[DENSE].items():
-        linears = (found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
+        linears = (*found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
         members = tuple(linear for linear in linears if linear in planned)
         if members:
             ways = [way for name, each in candidates.items() if fqn in each for way in _ways(name, each[fqn])]

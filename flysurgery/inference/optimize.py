@@ -27,7 +27,8 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], attention itself, [its output projection -> layer
-    scale -> residual], [LN -> FFN -> layer scale -> residual] and the patch embedding. Each is fused where a kernel takes it and was
+    scale -> residual], [LN -> FFN -> layer scale -> residual] and the patch embedding. A feed-forward block may be gated (SwiGLU), by two
+    layers or the halves of one, and have a norm before its last layer. Each is fused where a kernel takes it and was
     faster than the model's own modules in a short measurement, at the example's number of samples and on CUDA in graphs; the report
     says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group
     that gained the least is left as it was. Layers may be converted or dense.

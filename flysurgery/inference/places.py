@@ -11,10 +11,10 @@ from torch.fx import Node
 from flysurgery.inference.attending import attention_of
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.forms import form_of
-from flysurgery.inference.found import Block, FeedForward, Projection, Scale
+from flysurgery.inference.found import Block, FeedForward, Norm, Projection, Scale
 from flysurgery.inference.look import Findings
 from flysurgery.inference.place import Place, block_place, feed_forward_place, patches_place, projection_place
-from flysurgery.inference.steps import Attention, LinearResidual, NormLinear, Patches
+from flysurgery.inference.steps import Attention, LinearResidual, Normalized, NormLinear, Patches
 from flysurgery.inference.steps import FeedForward as FeedForwardStep
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
@@ -92,15 +92,19 @@ class Builder:
         return Candidate("qkv", group.linear, step, (self._rows(group.source),))
 
     def _feed_forward(self, group: FeedForward, *, whole: bool) -> Candidate:
-        norm, first, second = (self._module(fqn) for fqn in (group.norm.fqn, group.first, group.second))
+        norm, inner = self._normalized(group.norm), group.inner and self._normalized(group.inner)
+        first, second = tuple(map(self._module, group.first)), self._module(group.second)
         scale = self._scale(group.tail.scale) if whole else None
-        step = FeedForwardStep(norm, group.norm.eps, first, second, group.activation, scale, whole)
+        step = FeedForwardStep(norm, first, group.gate, group.activation, inner, second, scale, whole)
         return Candidate("ffn", group.second, step, (self._rows(group.source),))
 
     def _patches(self, fqn: str) -> Candidate:
         convolution = self._module(fqn)
         assert isinstance(convolution, nn.Conv2d)  # the match has seen to it
         return Candidate("patches", fqn, Patches(convolution), (tuple(self.found.calls[fqn].first_input.shape),))
+
+    def _normalized(self, norm: Norm) -> Normalized:
+        return self._module(norm.fqn), norm.eps
 
     def _module(self, fqn: str) -> nn.Module:
         return self.model.get_submodule(fqn)

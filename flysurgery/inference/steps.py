@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -9,6 +11,9 @@ from flysurgery import ops
 from flysurgery.inference import kernels
 
 UNKNOWN = "it is of a class that the kernels do not know"
+
+Normalized = tuple[nn.Module, float]
+"""A layer norm's module, and what it adds to the variance."""
 
 _ACTIVATIONS = {"gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "silu": functional.silu}
 
@@ -108,42 +113,62 @@ class Attention(Step):
 
 
 class FeedForward(Step):
-    """``x + scale * second(activation(first(norm(x))))``; without ``x +`` where ``residual`` is false."""
+    """``x + scale * second(inner(hidden(norm(x))))``; without ``x +`` where ``residual`` is false, ``inner`` a norm or nothing.
+
+    ``hidden`` is ``activation(first(x))``. Where ``gate`` is the index of a gate, ``first`` gives it and a value, by two layers or as the
+    halves of one's outputs, and ``hidden`` is ``activation(gate) * value``.
+    """
 
     def __init__(
         self,
-        norm: nn.Module,
-        eps: float,
-        first: nn.Module,
-        second: nn.Module,
+        norm: Normalized,
+        first: tuple[nn.Module, ...],
+        gate: int | None,
         activation: str,
+        inner: Normalized | None,
+        second: nn.Module,
         scale: tuple[nn.Module, str] | None,
         residual: bool,
     ) -> None:
         super().__init__()
-        self.norm, self.eps, self.first, self.second = norm, eps, first, second
-        self.activation, self._scale, self.residual = activation, scale, residual
+        self.norms, self.first, self.second = nn.ModuleList([norm[0], *inner[:1]] if inner else [norm[0]]), nn.ModuleList(first), second
+        self.eps = (norm[1], *inner[1:]) if inner else (norm[1],)
+        self.gate, self.activation, self._scale, self.residual = gate, activation, scale, residual
 
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        first, second = kernels.linear_of(self.first), kernels.linear_of(self.second)
-        if first is None or second is None:
-            return UNKNOWN
-        norm = kernels.norm_of(self.norm, self.eps)
-        return ops.ffn_reason(x, norm, first, second, self.activation, _value(self._scale), self.residual)
+        operands = self._operands(x)
+        return UNKNOWN if operands is None else ops.ffn_reason(*operands)
 
     def likeness(self) -> tuple[object, ...]:
-        return (*_shapes(self.norm, self.first, self.second), self.activation, self._scale is None, self.residual)
+        return (*_shapes(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        hidden = _ACTIVATIONS[self.activation](self.first(self.norm(x)))
+        activation, normed = _ACTIVATIONS[self.activation], self.norms[0](x)
+        parts = [first(normed) for first in self.first]
+        if self.gate is None:
+            hidden = activation(parts[0])
+        else:
+            parts = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+            hidden = activation(parts[self.gate]) * parts[1 - self.gate]
+        for inner in self.norms[1:]:
+            hidden = inner(hidden)
         branch = _scaled(self.second(hidden), self._scale)
         return x + branch if self.residual else branch
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        first, second = kernels.linear_of(self.first), kernels.linear_of(self.second)
-        assert first is not None and second is not None  # else there was an obstacle
-        norm = kernels.norm_of(self.norm, self.eps)
-        return ops.ffn(x, norm, first, second, self.activation, _value(self._scale), self.residual)
+        operands = self._operands(x)
+        assert operands is not None  # else there was an obstacle
+        return ops.ffn(*operands)
+
+    def _operands(self, x: Tensor) -> tuple[Any, ...] | None:
+        """What the operator takes; None where a layer is no linear one."""
+        first, second = [kernels.linear_of(each) for each in self.first], kernels.linear_of(self.second)
+        known = [each for each in first if each is not None]
+        if second is None or len(known) != len(first):
+            return None
+        norm, *inner = [kernels.norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
+        up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
+        return (x, norm, up, second, self.activation, _value(self._scale), self.residual, inner[0] if inner else None)
 
 
 class Patches(Step):

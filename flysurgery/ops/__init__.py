@@ -19,6 +19,7 @@ from flysurgery.ops.multiply import ks_linear as ks_linear
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
 from flysurgery.ops.parts import Dense as Dense
 from flysurgery.ops.parts import FusedFactors as FusedFactors
+from flysurgery.ops.parts import Gated as Gated
 from flysurgery.ops.parts import Linear as Linear
 from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.problem import Problem as Problem

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.multiply import ks_linear
-from flysurgery.ops.parts import Dense, Linear, Norm
+from flysurgery.ops.parts import Dense, Gated, Linear, Norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -26,15 +26,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def ffn(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm | None,
-    up: Linear,
+    up: Linear | Gated,
     down: Linear,
     activation: str = "gelu",
     scale: Tensor | None = None,  # shape: (out_features,)
     residual: bool = True,
+    inner: Norm | None = None,
 ) -> Tensor:  # shape: (*batch, out_features)
-    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false."""
-    hidden = _activation(activation)(_linear(_normed(x, norm), up))
-    y = _scaled(_linear(hidden, down), scale)
+    """``x + scale * down(inner(activation(up(norm(x)))))``, without ``x +`` where ``residual`` is false.
+
+    Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation.
+    """
+    hidden = _hidden(_normed(x, norm), up, _activation(activation))
+    y = _scaled(_linear(_normed(hidden, inner), down), scale)
     return x + y if residual else y
 
 
@@ -85,6 +89,14 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise BackendError(f"expected an activation out of {', '.join(ACTIVATIONS)}, got '{name}'")
     return ACTIVATIONS[name]
+
+
+def _hidden(x: Tensor, up: Linear | Gated, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    if not isinstance(up, Gated):
+        return activation(_linear(x, up))
+    parts = [_linear(x, member) for member in up.members]
+    parts = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+    return activation(parts[up.gate]) * parts[1 - up.gate]
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

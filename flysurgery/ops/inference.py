@@ -17,70 +17,90 @@ from flysurgery.ops.cuda.attention import attention_obstacle
 from flysurgery.ops.cuda.dense import patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
-from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
+from flysurgery.ops.gated import gated_hidden, gated_reason, multiplied
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
-from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm
+from flysurgery.ops.normed import norm_reason, normed, wrong_norm
+from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
 from flysurgery.patterns import Architecture
 
 
 def ffn(
     x: Tensor,  # shape: (*batch, in_features)
     norm: Norm | None,
-    up: Linear,
+    up: Linear | Gated,
     down: Linear,
     activation: str = "gelu",
     scale: Tensor | None = None,  # shape: (out_features,)
     residual: bool = True,
+    inner: Norm | None = None,
 ) -> Tensor:  # shape: (*batch, out_features)
-    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false.
+    """``x + scale * down(inner(activation(up(norm(x)))))``, without ``x +`` where ``residual`` is false.
 
-    One launch where a kernel takes the whole block; else one for the norm and one for each linear, with activation, scale
-    and residual in them. Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and
-    residual are float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
+    Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation. One launch where a kernel takes the whole
+    block; else one for each norm and each linear, with activation, scale and residual in them, and one for the product with a gate.
+    Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and residual are
+    float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``ffn_reason`` answers.
     """
-    obstacle = ffn_reason(x, norm, up, down, activation, scale, residual)
+    obstacle = ffn_reason(x, norm, up, down, activation, scale, residual, inner)
     if obstacle is not None:
         raise BackendError(obstacle)
-    if isinstance(up, Dense) or isinstance(down, Dense) or _whole_obstacle(x, up, down, activation, residual) is not None:
-        hidden = linear_epilogue(x if norm is None else _normed(x, norm), up, activation)
-        return linear_epilogue(hidden, down, residual=x if residual else None, scale=scale)
-    norm_parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
-    rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.flysurgery.ffn(rows, *norm_parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    if (
+        isinstance(up, FusedFactors)
+        and isinstance(down, FusedFactors)
+        and _whole_obstacle(x, up, down, activation, residual, inner) is None
+    ):
+        parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
+        return y.view(*x.shape[:-1], y.shape[-1])
+    hidden = gated_hidden(x, norm, up, activation) if isinstance(up, Gated) else linear_epilogue(normed(x, norm), up, activation)
+    return _added(normed(hidden, inner), down, x if residual else None, scale)
+
+
+def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
+    """``residual + scale * down(hidden)``, in one launch where there is a kernel for it."""
+    if epilogue_reason(down, hidden.dtype, hidden.device, scaled=scale is not None) is None:
+        return linear_epilogue(hidden, down, residual=residual, scale=scale)
+    y = multiplied(hidden, down)
+    y = y if scale is None else y * scale.to(y.dtype)
+    return y if residual is None else residual + y
 
 
 def ffn_reason(
     x: Tensor,
     norm: Norm | None,
-    up: Linear,
+    up: Linear | Gated,
     down: Linear,
     activation: str = "gelu",
     scale: Tensor | None = None,
     residual: bool = True,
+    inner: Norm | None = None,
 ) -> str | None:
     """Why no kernel takes this feed-forward block; None where one does. Looks at shapes, dtypes, devices and gradients only."""
-    tensors = (*up.tensors, *down.tensors, *(() if norm is None else norm.tensors), *(() if scale is None else (scale,)))
+    norms = [each for each in (norm, inner) if each is not None]
+    tensors = (*up.tensors, *down.tensors, *(part for each in norms for part in each.tensors), *(() if scale is None else (scale,)))
     (inputs, hidden), (taken, outputs) = up.sizes, down.sizes
-    wrong = common_obstacle(x, tensors) or wrong_size(x, up) or wrong_vector(down.bias, outputs, "bias")
-    wrong = wrong or wrong_vector(scale, outputs, "scale") or _wrong_norm(norm, inputs)
+    wrong = common_obstacle(x, tensors) or wrong_vector(down.bias, outputs, "bias")
+    wrong = wrong or next(filter(None, (wrong_size(x, each) for each in (up.members if isinstance(up, Gated) else (up,)))), None)
+    wrong = wrong or wrong_vector(scale, outputs, "scale") or wrong_norm(norm, inputs) or wrong_norm(inner, hidden)
     if wrong is not None:
         return wrong
     if hidden != taken or (residual and inputs != outputs):
         return f"expected layers that fit each other and the residual, got {inputs} to {hidden} and {taken} to {outputs} features"
-    whole = _whole_obstacle(x, up, down, activation, residual)
+    norms_reason = norm_reason(norm, inputs, x.dtype) or norm_reason(inner, hidden, x.dtype)
+    if isinstance(up, Gated):
+        return norms_reason or gated_reason(x, up, activation)
+    whole = _whole_obstacle(x, up, down, activation, residual, inner)
     if whole is None:
         return None
-    launches = None if norm is None else _layer_norm_obstacle(inputs, x.dtype)
-    launches = launches or epilogue_reason(up, x.dtype, x.device, activation)
-    launches = launches or epilogue_reason(down, x.dtype, x.device, scaled=scale is not None)
+    launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
     return None if launches is None else f"{whole}; {launches}"
 
 
@@ -107,13 +127,13 @@ def norm_linear(
         rows = x.reshape(-1, x.shape[-1])
         y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, flat, biases, len(factors), mode)
         return y.view(*x.shape[:-1], y.shape[-1])
-    normed = _normed(x, norm)
+    entering = normed(x, norm)
     if len(group) == 1 and isinstance(group[0], Dense):
         dense = group[0]
-        return linear_epilogue(normed, dense) if _by_pairs(x, dense) else torch_linear(normed, dense.weight, dense.bias)
+        return linear_epilogue(entering, dense) if _by_pairs(x, dense) else torch_linear(entering, dense.weight, dense.bias)
     if len(factors) == 1:
-        return ks_linear(normed, factors[0].factors, factors[0].bias)
-    return ks_linear_group(normed, [member.factors for member in factors], [member.bias for member in factors])
+        return ks_linear(entering, factors[0].factors, factors[0].bias)
+    return ks_linear_group(entering, [member.factors for member in factors], [member.bias for member in factors])
 
 
 def _in_one_launch(group: Sequence[FusedFactors], mode: str, device_index: int) -> bool:
@@ -126,12 +146,12 @@ def _in_one_launch(group: Sequence[FusedFactors], mode: str, device_index: int) 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
     """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
     wrong = common_obstacle(x, (*norm.tensors, *(part for member in group for part in member.tensors)))
-    wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or _wrong_norm(norm, x.shape[-1])
+    wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or wrong_norm(norm, x.shape[-1])
     if wrong is not None:
         return wrong
     if len(group) > 1 and any(isinstance(member, Dense) for member in group):
         return "several linears that share x are multiplied together where all of them are factors"
-    return _layer_norm_obstacle(x.shape[-1], x.dtype)
+    return norm_reason(norm, x.shape[-1], x.dtype)
 
 
 def attention(
@@ -250,23 +270,15 @@ def patch_embedding_reason(
     return None if wrong is None else f"expected all tensors in the images' {images.dtype}, got {wrong.dtype}"
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return torch.ops.flysurgery.layer_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps).view(x.shape)
-
-
 def _by_pairs(x: Tensor, dense: Dense) -> bool:
     """Whether a dense product without an epilogue is float32, and a kernel makes it on tensor cores."""
     return x.dtype == torch.float32 and not tf32_allowed() and epilogue_reason(dense, x.dtype, x.device) is None
 
 
-def _wrong_norm(norm: Norm | None, features: int) -> str | None:
-    if norm is None:
-        return None
-    return wrong_vector(norm.weight, features, "norm weight") or wrong_vector(norm.bias, features, "norm bias")
-
-
-def _whole_obstacle(x: Tensor, up: Linear, down: Linear, activation: str, residual: bool) -> str | None:
+def _whole_obstacle(x: Tensor, up: Linear, down: Linear, activation: str, residual: bool, inner: Norm | None) -> str | None:
     """Why no kernel takes the whole block in one launch."""
+    if inner is not None:
+        return "the kernel of a whole block has no norm between its layers"
     if isinstance(up, Dense) or isinstance(down, Dense):
         return "the kernel of a whole block multiplies factors, and one of its layers is dense"
     return _ffn_obstacle(_shapes(up), _shapes(down), x.dtype, activation, residual, x.device.index)
@@ -292,11 +304,6 @@ def _attention_obstacle(head: int, mode: str, device_index: int) -> str | None:
 @torch.compiler.assume_constant_result
 def _patches_obstacle(features: int, channels: int, high: int, wide: int, mode: str, device_index: int) -> str | None:
     return device_obstacle(device_index) or patches_obstacle(high, wide, channels, features, mode, device_index)
-
-
-@torch.compiler.assume_constant_result
-def _layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
-    return device_obstacle() or layer_norm_obstacle(features, dtype)
 
 
 @torch.compiler.assume_constant_result

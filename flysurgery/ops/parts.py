@@ -60,3 +60,23 @@ class Dense:
 
 
 Linear = FusedFactors | Dense
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Layers behind which ``activation(gate) * value`` stands: those of the gate and the value, or one whose outputs are both.
+
+    ``gate`` is the index of the gate among the two layers, or among the halves of the one's outputs.
+    """
+
+    members: tuple[Linear, ...]
+    gate: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs, and what is left when gate and value have been multiplied."""
+        return self.members[0].sizes[0], sum(member.sizes[1] for member in self.members) // 2
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for member in self.members for tensor in member.tensors)

@@ -24,6 +24,7 @@ TIMM = {"img_size": 32, "num_classes": 5}
 SMALL = {**TIMM, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
 WHOLE = ["patch_embedding", *["norm_linear", "attention", "linear_residual", "ffn"] * 2]
 MASKED = [name for name in WHOLE if name != "attention"]
+SPLIT = [name for name in WHOLE if name != "norm_linear"]
 VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 2, "mlp_dim": 96, "dim_head": 24}
 
 
@@ -41,8 +42,9 @@ def build(name: str, options: dict[str, object]) -> nn.Module:
         ("deit3_small_patch16_224", SMALL, WHOLE, set()),
         ("beit_base_patch16_224", SMALL, MASKED, set()),
         ("vit_small_patch16_224", {**SMALL, "act_layer": "gelu_tanh", "class_token": False, "global_pool": "avg"}, WHOLE, set()),
-        ("eva02_tiny_patch14_224", SMALL, ["patch_embedding"], {"weight-read", "no-block", "gated"}),
-        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 2}, ["patch_embedding", "norm_linear", "norm_linear"], {"no-block", "gated"}),
+        ("eva02_tiny_patch14_224", SMALL, WHOLE, set()),  # gate and value from one layer, and layer norms without a scale
+        ("eva02_base_patch14_224", SMALL, SPLIT, {"norm-shared"}),  # from two layers, and a norm before the last one
+        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 2}, WHOLE, set()),
         (
             "swin_tiny_patch4_window7_224",
             {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "num_classes": 5},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flysurgery.ops import Dense, FusedFactors, composed
+from flysurgery.ops import Dense, FusedFactors, Gated, Norm, composed
 from tests.support.tolerance import assert_equal
 
 
@@ -26,3 +26,23 @@ def test_the_filters_of_a_convolution_are_a_dense_layer() -> None:
     assert layer.sizes == (48, 6)
     x = integers(2, 48)
     assert_equal(composed.linear_residual(x, layer, torch.zeros(2, 6).double()), x @ layer.weight.flatten(1).T)
+
+
+def test_gate_and_value_are_two_layers_or_the_halves_of_one() -> None:
+    x, gate, value, down = (
+        integers(5, 8),
+        Dense(integers(6, 8), integers(6)),
+        Dense(integers(12, 8)[6:], integers(12)[6:]),
+        Dense(integers(8, 6)),
+    )
+    assert gate.bias is not None and value.bias is not None
+    g, v = x @ gate.weight.T + gate.bias, x @ value.weight.T + value.bias
+    hidden = torch.nn.functional.layer_norm(torch.nn.functional.silu(g) * v, (6,), eps=0.1)
+    expected = x + integers(8) * (hidden @ down.weight.T)
+    for place, (one, other) in enumerate(((gate, value), (value, gate))):
+        assert one.bias is not None and other.bias is not None
+        both = Dense(torch.cat([one.weight, other.weight]), torch.cat([one.bias, other.bias]))
+        for up in (Gated((one, other), place), Gated((both,), place)):
+            assert up.sizes == (8, 6)
+            found = composed.ffn(x, None, up, down, "silu", integers(8), inner=Norm(None, None, 0.1))
+            torch.testing.assert_close(found, expected)

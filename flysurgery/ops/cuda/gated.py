@@ -1,0 +1,67 @@
+"""An activated gate times a value in one launch, with its registered operator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
+
+_MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_THREADS = 256
+_VECTOR_BYTES = 16
+
+
+def gated_obstacle(features: int, dtype: torch.dtype, activation: str) -> str | None:
+    """Why the kernel does not take rows of so many features; None where it does."""
+    if dtype not in _MODES:
+        return f"the gate's kernel takes float16, bfloat16 and float32, not {dtype}"
+    if activation not in ACTIVATIONS:
+        return f"the gate's kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
+    if features % (_VECTOR_BYTES // dtype.itemsize):
+        return f"the gate's kernel takes rows of whole vectors of 16 bytes, got {features} features of {dtype}"
+    return None
+
+
+def run_gated(
+    gate: Tensor,  # shape: (rows, features)
+    value: Tensor,  # shape: (rows, features)
+    activation: str,
+) -> Tensor:  # shape: (rows, features)
+    """``activation(gate) * value``, in float32, rounded once; on the current stream. Both are read once."""
+    device_index = gate.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_gated(gate, value, activation)
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y.numel() == 0:
+        return y
+    gate, value = readable(gate), readable(value)
+    rows, features = y.shape
+    _kernel(features, y.dtype, activation, device_index).launch(
+        (-(-y.nbytes // (_VECTOR_BYTES * _THREADS)), 1, 1),
+        (_THREADS, 1, 1),
+        0,
+        current_stream(device_index),
+        *(gate, value, y, rows, *(part.stride(0) * part.element_size() for part in (gate, value))),
+    )
+    return y
+
+
+@lru_cache(maxsize=256)
+def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
+    defines = {"COLUMNS": features, "MODE": _MODES[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
+    return load_kernel("gated.cu", defines, name="gated", device_index=device_index)
+
+
+def _fake_gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define("gated(Tensor gate, Tensor value, str activation) -> Tensor")
+_library.impl("gated", run_gated, "CUDA")
+torch.library.register_fake("flysurgery::gated", _fake_gated, lib=_library)

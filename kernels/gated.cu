@@ -1,0 +1,33 @@
+// y = act(gate) * value, element by element, in float32, rounded once. Gate and value are rows of their own or halves of the same rows.
+//
+// A thread takes one vector of 16 bytes. Floor: the bytes of gate, value and y.
+//
+// MODE 0 fp16, 1 bf16, 2 float32. Defines: COLUMNS, MODE, ACTIVATION (exact_activation.cuh).
+// Limits: COLUMNS fill whole vectors; rows begin at multiples of 16 bytes.
+#include "exact_activation.cuh"
+#include "instructions.cuh"
+
+constexpr int kBytes = MODE == 2 ? 4 : 2;
+constexpr int kWidth = 16 / kBytes;
+constexpr int kVectors = COLUMNS / kWidth;  // of a row
+static_assert(COLUMNS % kWidth == 0, "rows of whole vectors");
+
+extern "C" __global__ void gated(const char* gate, const char* value, char* y, long long rows, long long gate_stride, long long value_stride) {
+    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const long long row = index / kVectors, byte = index % kVectors * 16;
+    if (row >= rows) return;
+    const Vector<16> g = *reinterpret_cast<const Vector<16>*>(gate + row * gate_stride + byte);
+    const Vector<16> v = *reinterpret_cast<const Vector<16>*>(value + row * value_stride + byte);
+    Vector<16> out;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if constexpr (MODE == 2) {
+            out.w[k] = __float_as_uint(activate<ACTIVATION>(__uint_as_float(g.w[k])) * __uint_as_float(v.w[k]));
+        } else {
+            const float low = activate<ACTIVATION>(widen((u16)g.w[k])) * widen((u16)v.w[k]);
+            const float high = activate<ACTIVATION>(widen((u16)(g.w[k] >> 16))) * widen((u16)(v.w[k] >> 16));
+            out.w[k] = round2(low, high);
+        }
+    }
+    *reinterpret_cast<Vector<16>*>(y + index * 16) = out;
+}

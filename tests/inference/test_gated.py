@@ -1,0 +1,140 @@
+"""Gated feed-forward groups: proven by what flows where, fused alike, and left with the reason where something else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from timm.layers.mlp import GluMlp, SwiGLU
+from torch import Tensor, nn
+from torch.nn import functional
+
+import flysurgery
+from flysurgery.inference.look import look
+from tests.inference.models import ready
+from tests.inference.test_optimize import SMALL
+from tests.support.tolerance import assert_equal
+
+WIDTH, HIDDEN = 16, 32
+
+
+class Alone(nn.Module):
+    """A norm, a feed-forward module, and a residual."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Written(nn.Module):
+    """A feed-forward module whose hidden units are what ``hidden`` makes of the outputs of one layer and, where it has it, of another."""
+
+    def __init__(self, hidden: Callable[..., Tensor], outputs: int = 2 * HIDDEN) -> None:
+        super().__init__()
+        self.up, self.other, self.down = nn.Linear(WIDTH, outputs), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.hidden(self.up, self.other, x))
+
+
+def halves(up: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    return up(x).chunk(2, dim=-1)
+
+
+def split_at_a_third(up: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+    _, gate, value = up(x).split((HIDDEN // 2, HIDDEN, HIDDEN // 2), dim=-1)
+    return functional.silu(gate) * other(x) + value.sum()
+
+
+def packed(gate: int) -> nn.Module:
+    return GluMlp(WIDTH, 2 * HIDDEN, act_layer=nn.SiLU, gate_last=bool(gate))
+
+
+MODULES = {
+    "two layers": lambda: SwiGLU(WIDTH, HIDDEN),
+    "two layers and a norm": lambda: SwiGLU(WIDTH, HIDDEN, norm_layer=nn.LayerNorm),
+    "halves, the gate first": lambda: packed(0),
+    "halves, the gate last": lambda: packed(1),
+    "halves and a norm": lambda: GluMlp(WIDTH, 2 * HIDDEN, act_layer=nn.GELU, norm_layer=nn.LayerNorm),
+    "halves by split": lambda: Written(
+        lambda up, other, x: (lambda a, b: b * functional.gelu(a, approximate="tanh"))(*up(x).split(HIDDEN, dim=-1))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("converted", [(), ("ffn_in",), ("ffn_out",), ("ffn_in", "ffn_out")], ids=str)
+def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, converted: tuple[str, ...]) -> None:
+    model, x = ready(Alone(MODULES[kind]()), convert=False), torch.randn(3, 5, WIDTH)
+    if converted:
+        flysurgery.convert(model, "monarch", roles=converted, nblocks=4, example=x)
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    assert [row.group for row in report.fused] == ["ffn"]
+    assert_equal(model(x), before)
+    assert called == ["ffn"]
+    assert report.restore() > 0
+    assert_equal(model(x), before)
+    assert called == ["ffn"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "outputs", "code"),
+    [
+        (lambda up, other, x: functional.silu(halves(up, x)[0]) * halves(up, x)[1], 2 * HIDDEN, "gated"),  # the layer runs twice
+        (lambda up, other, x: functional.silu(up(x)) * other(2 * x), HIDDEN, "gated"),  # of other inputs
+        (lambda up, other, x: functional.silu(up(x)) * x.repeat(1, 1, 2), HIDDEN, "gated"),
+        (lambda up, other, x: functional.silu(up(x)) * functional.silu(other(x)), HIDDEN, "gated"),
+        (lambda up, other, x: functional.silu(up(x)[..., :HIDDEN]) * up(x)[..., :1], 2 * HIDDEN, "gated"),
+        (lambda up, other, x: functional.glu(up(x)), 2 * HIDDEN, "activation"),
+        (lambda up, other, x: (lambda a, b: functional.silu(a) * b + b.mean())(*halves(up, x)), 2 * HIDDEN, "activation"),
+        (lambda up, other, x: (lambda a, b: functional.silu(a) * functional.dropout(b, 0.5))(*halves(up, x)), 2 * HIDDEN, "gated"),
+    ],
+)
+def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidden: Callable[..., Tensor], outputs: int, code: str) -> None:
+    model, x = ready(Alone(Written(hidden, outputs)), convert=False), torch.randn(3, 5, WIDTH)
+    assert [reason.code for _, reason in look(model, x).reasons.values()] == [code]
+    assert flysurgery.optimize(model, x).fused == ()
+
+
+def test_what_others_use_is_left_with_the_reason() -> None:
+    class Leaking(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            gate, value = halves(self.up, x)
+            return self.down(functional.silu(gate) * value) + value[..., :1]
+
+    reasons = look(ready(Alone(Leaking(lambda: torch.zeros(()))), convert=False), torch.randn(3, 5, WIDTH)).reasons
+    assert [reason.code for _, reason in reasons.values()] == ["shared"]
+
+
+def test_a_middle_part_is_no_half() -> None:
+    model = ready(Alone(Written(split_at_a_third)), convert=False)
+    assert look(model, torch.randn(3, 5, WIDTH)).feed_forwards == {}
+
+
+@pytest.mark.parametrize(("name", "layer"), [("eva02_base_patch14_224", "mlp.fc1_x"), ("vit_giant_patch14_dinov2", "mlp.act")])
+def test_hooks_and_training_mode_leave_the_block_as_it_was(called: list[str], name: str, layer: str) -> None:
+    model = ready(timm.create_model(name, **{**SMALL, "mlp_ratio": 2}))
+    model.get_submodule(f"blocks.0.{layer}").register_forward_hook(lambda *_: None)
+    model.get_submodule("blocks.1.mlp").train()
+    report = flysurgery.optimize(model)
+    reasons = {row.fqn: row.reason.code for row in report.rows if row.reason}
+    assert (reasons["blocks.0.mlp.fc2"], reasons["blocks.1.mlp.fc2"]) == ("hooked", "training")
+
+
+def test_an_active_dropout_is_no_group(called: list[str]) -> None:
+    class Always(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(x, 0.5, training=True)
+
+    model = ready(timm.create_model("vit_giant_patch14_dinov2", **{**SMALL, "mlp_ratio": 2}))
+    model.blocks[0].mlp.drop1 = Always()  # pyright: ignore[reportIndexIssue]
+    fused = {row.fqn for row in flysurgery.optimize(model).fused}
+    assert "blocks.0.mlp.fc2" not in fused
+    assert "blocks.1.mlp.fc2" in fused

@@ -1,0 +1,140 @@
+"""Gated feed-forward blocks on the GPU: against float64, beside PyTorch's own operators in the same dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.ops import Dense, FusedFactors, Gated, Linear, Norm, composed, ffn, ffn_reason
+from flysurgery.patterns import gonon, monarch
+from tests.ops.cuda.test_inference_ops import DTYPES, comparable, dense, layer, normal, wide
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(192, 512), (384, 1024)]
+"""Those of eva02's tiny and small models: inputs and hidden units."""
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(5)
+
+
+def block(kind: str, features: int, hidden: int, dtype: torch.dtype, gate: int = 0) -> tuple[Gated, Linear]:
+    """Layers up, of two or packed in one, and down; converted, dense, or one of each."""
+    up_kind, down_kind, form = kind.split("-")
+
+    def linear(outputs: int, inputs: int, of: str) -> Linear:
+        return dense(inputs, outputs, dtype) if of == "dense" else layer(monarch(outputs, inputs, 4), dtype)
+
+    if form == "packed":
+        return Gated((linear(2 * hidden, features, up_kind),), gate), linear(features, hidden, down_kind)
+    kinds = ("dense", "monarch") if up_kind == "mixed" else (up_kind, up_kind)
+    return Gated(tuple(linear(hidden, features, each) for each in kinds), gate), linear(features, hidden, down_kind)
+
+
+def exactly(up: Gated) -> Gated:
+    return Gated(tuple(wide(member) for member in up.members), up.gate)
+
+
+def affine(features: int, dtype: torch.dtype) -> Norm:
+    return Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
+
+
+def in_double(norm: Norm | None) -> Norm | None:
+    return None if norm is None else Norm(*(part.double() for part in norm.tensors), norm.eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense-dense-packed",
+        "dense-dense-apart",
+        "monarch-monarch-packed",
+        "monarch-monarch-apart",
+        "mixed-monarch-apart",
+        "dense-monarch-packed",
+    ],
+)
+@pytest.mark.parametrize("more", ["nothing", "norm inside", "layer scale"])
+def test_blocks(dtype: torch.dtype, sizes: tuple[int, int], kind: str, more: str) -> None:
+    features, hidden = sizes
+    gate = 1 if more == "layer scale" else 0
+    up, down = block(kind, features, hidden, dtype, gate)
+    x, norm = normal(3, 197, features, dtype=dtype), affine(features, dtype)
+    inner = affine(hidden, dtype) if more == "norm inside" else None
+    scale = normal(features, dtype=dtype, deviation=0.1) if more == "layer scale" else None
+    assert ffn_reason(x, norm, up, down, "silu", scale, True, inner) is None
+    out = ffn(x, norm, up, down, "silu", scale, True, inner)
+    exact_scale = None if scale is None else scale.double()
+    truth = composed.ffn(x.double(), in_double(norm), exactly(up), wide(down), "silu", exact_scale, True, in_double(inner))
+    comparable(out, composed.ffn(x, norm, up, down, "silu", scale, True, inner), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 64, 1009, 25216])
+@pytest.mark.parametrize("kind", ["dense-dense-packed", "monarch-monarch-packed", "monarch-monarch-apart"])
+def test_any_number_of_rows(dtype: torch.dtype, rows: int, kind: str) -> None:
+    up, down = block(kind, 192, 512, dtype)
+    x, norm = normal(rows, 192, dtype=dtype, mean=3.0), affine(192, dtype)
+    truth = composed.ffn(x.double(), in_double(norm), exactly(up), wide(down), "silu", None, False)
+    comparable(ffn(x, norm, up, down, "silu", None, False), composed.ffn(x, norm, up, down, "silu", None, False), truth)
+    assert ffn(x[:0], norm, up, down, "silu", None, False).shape == (0, 192)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_of_factors_that_differ_in_form(activation: str, dtype: torch.dtype) -> None:
+    up = Gated((layer(gonon(1536, 384), dtype), layer(monarch(1536, 384, 4), dtype)), 1)
+    down, x = layer(gonon(384, 1536), dtype), normal(1009, 384, dtype=dtype)
+    truth = composed.ffn(x.double(), None, exactly(up), wide(down), activation)
+    comparable(ffn(x, None, up, down, activation), composed.ffn(x, None, up, down, activation), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wide_block_goes_factor_by_factor(dtype: torch.dtype) -> None:
+    up, down = Gated((layer(monarch(8192, 1536, 4), dtype),)), layer(monarch(1536, 4096, 4), dtype)
+    x, norm, scale = normal(257, 1536, dtype=dtype), affine(1536, dtype), normal(1536, dtype=dtype, deviation=0.1)
+    truth = composed.ffn(x.double(), in_double(norm), exactly(up), wide(down), "silu", scale.double())
+    comparable(ffn(x, norm, up, down, "silu", scale), composed.ffn(x, norm, up, down, "silu", scale), truth)
+
+
+def test_a_graph_replays_and_new_weights_are_seen() -> None:
+    up, down = block("monarch-monarch-packed", 384, 1024, torch.float16)
+    x, norm = normal(394, 384, dtype=torch.float16), affine(384, torch.float16)
+    before = ffn(x, norm, up, down, "silu")
+    first = up.members[0]
+    assert isinstance(first, FusedFactors)
+    with torch.no_grad():
+        first.factors[0].mul_(-1)
+    after = ffn(x, norm, up, down, "silu")
+    assert not torch.equal(before, after)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ffn(x, norm, up, down, "silu")
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, after)
+
+
+def test_reasons() -> None:
+    x, (up, down) = normal(8, 384, dtype=torch.float16), block("dense-dense-apart", 384, 1024, torch.float16)
+    assert "fit each other" in str(ffn_reason(x, None, up, dense(1000, 384, torch.float16), "silu"))
+    assert "not 'relu'" in str(ffn_reason(x, None, up, down, "relu"))
+    uneven = Gated((dense(384, 1024, torch.float16), Dense(normal(512, 384, dtype=torch.float16))))
+    assert "as many outputs" in str(ffn_reason(x, None, uneven, dense(768, 384, torch.float16), "silu"))
+
+
+def hidden_of(gate: Tensor, value: Tensor) -> Tensor:
+    return torch.ops.flysurgery.gated(gate, value, "silu")
+
+
+def test_the_product_with_a_gate_takes_halves_and_odd_places() -> None:
+    holder = normal(300, 2 * 520 + 3, dtype=torch.bfloat16)
+    for gate, value in ((holder[:, :520], holder[:, 520:1040]), (holder[:, 1:521], holder[:, 523:])):
+        truth = torch.nn.functional.silu(gate.double()) * value.double()
+        comparable(hidden_of(gate, value), torch.nn.functional.silu(gate) * value, truth)
+    torch.library.opcheck(torch.ops.flysurgery.gated.default, (holder[:, :520], holder[:, 520:1040], "silu"))
