@@ -82,7 +82,7 @@ def variants(tile: Tiling, tuned: FusedConfig, limit: int) -> dict[str, FusedCon
 def prepare(job: tuple[Tiling, FusedConfig, str]) -> None:
     """Compile into the cache, in a process of its own."""
     tile, config, arch = job
-    find_cubin("fused_linear.cu", {**tile.defines(config), "ACTIVATION": 0, "RESIDUAL": 0}, arch=arch, name="fused_linear")
+    find_cubin("fused_linear.cu", {**tile.defines(config), "ACTIVATION": 0, "RESIDUAL": 0, "SCALED": 0}, arch=arch, name="fused_linear")
 
 
 def two_launches(architecture: Architecture, mode: str, factors: list[Tensor], bias: Tensor) -> Callable[[Tensor], Tensor]:

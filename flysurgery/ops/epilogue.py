@@ -34,9 +34,7 @@ def linear_epilogue(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def epilogue_reason(
-    linear: Linear, dtype: torch.dtype, device: torch.device, activation: str = "none", *, scaled: bool = False
-) -> str | None:
+def epilogue_reason(linear: Linear, dtype: torch.dtype, device: torch.device, activation: str = "none") -> str | None:
     """Why no kernel runs a linear with this epilogue; None where one does. Whether sizes fit each other is not asked here."""
     mode = mode_of(dtype, allow_tf32=tf32_allowed())
     if mode is None:
@@ -44,7 +42,7 @@ def epilogue_reason(
     if isinstance(linear, Dense):
         return _dense_obstacle(*linear.sizes, mode, activation, device.index)
     shapes = tuple(tuple(factor.shape) for factor in linear.factors)
-    return _factors_obstacle(shapes, mode, activation, scaled, device.index)
+    return _factors_obstacle(shapes, mode, activation, device.index)
 
 
 def common_obstacle(x: Tensor, tensors: Iterable[Tensor]) -> str | None:
@@ -88,5 +86,5 @@ def _dense_obstacle(inputs: int, outputs: int, mode: str, activation: str, devic
 
 
 @torch.compiler.assume_constant_result
-def _factors_obstacle(shapes: tuple[tuple[int, ...], ...], mode: str, activation: str, scaled: bool, device_index: int) -> str | None:
-    return device_obstacle(device_index) or epilogue_obstacle(Architecture.of(*shapes), mode, activation, scaled, device_index)
+def _factors_obstacle(shapes: tuple[tuple[int, ...], ...], mode: str, activation: str, device_index: int) -> str | None:
+    return device_obstacle(device_index) or epilogue_obstacle(Architecture.of(*shapes), mode, activation, device_index)

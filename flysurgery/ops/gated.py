@@ -8,9 +8,11 @@ from torch.nn.functional import linear as torch_linear
 
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.gated import gated_obstacle
+from flysurgery.ops.cuda.gated_linear import gated_linear_obstacle
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import normed
-from flysurgery.ops.parts import Dense, Gated, Linear, Norm
+from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
 
 
 def gated_hidden(
@@ -19,12 +21,38 @@ def gated_hidden(
     up: Gated,
     activation: str,
 ) -> Tensor:  # shape: (*batch, hidden)
-    """``activation(gate(norm(x))) * value(norm(x))`` where ``gated_reason`` has none against it."""
+    """``activation(gate(norm(x))) * value(norm(x))`` where ``gated_reason`` has none against it.
+
+    Factors in one launch, with the norm where that fits as well; other layers by launches of their own, and one for the gate.
+    """
+    if _in_one_launch(x, norm is not None, up, activation):
+        return _fused(x, norm, up, activation)
     entering = normed(x, norm)
+    if _in_one_launch(x, False, up, activation):
+        return _fused(entering, None, up, activation)
     outputs = [multiplied(entering, member) for member in up.members]
     parts = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
     gate, value = (part.flatten(0, -2) for part in (parts[up.gate], parts[1 - up.gate]))
     return torch.ops.flysurgery.gated(gate, value, activation).view(*x.shape[:-1], gate.shape[-1])
+
+
+def _fused(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Tensor:
+    parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
+    factors = [factor for member in up.members if isinstance(member, FusedFactors) for factor in member.factors]
+    biases = [member.bias for member in up.members if member.bias is not None]
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    y = torch.ops.flysurgery.gated_linear(x.reshape(-1, x.shape[-1]), *parts, factors, biases, up.gate, activation, mode)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _in_one_launch(x: Tensor, norm: bool, up: Gated, activation: str) -> bool:
+    """Whether the fused kernel takes the layers: factors of one architecture, with a bias each or none."""
+    factors, mode = [member for member in up.members if isinstance(member, FusedFactors)], mode_of(x.dtype, allow_tf32=tf32_allowed())
+    if len(factors) < len(up.members) or mode is None:
+        return False
+    shapes = [tuple(tuple(factor.shape) for factor in member.factors) for member in factors]
+    alike = all(each == shapes[0] for each in shapes) and len({member.bias is None for member in factors}) == 1
+    return alike and _gated_linear_obstacle(shapes[0], len(factors), mode, activation, norm, x.device.index) is None
 
 
 def gated_reason(x: Tensor, up: Gated, activation: str) -> str | None:
@@ -43,3 +71,10 @@ def multiplied(x: Tensor, linear: Linear) -> Tensor:
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
 def _gated_obstacle(features: int, dtype: torch.dtype, activation: str) -> str | None:
     return device_obstacle() or gated_obstacle(features, dtype, activation)
+
+
+@torch.compiler.assume_constant_result
+def _gated_linear_obstacle(
+    shapes: tuple[tuple[int, ...], ...], linears: int, mode: str, activation: str, norm: bool, device_index: int
+) -> str | None:
+    return device_obstacle(device_index) or gated_linear_obstacle(shapes, linears, mode, activation, norm, device_index)

@@ -66,7 +66,7 @@ def ffn(
 
 def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
     """``residual + scale * down(hidden)``, in one launch where there is a kernel for it."""
-    if epilogue_reason(down, hidden.dtype, hidden.device, scaled=scale is not None) is None:
+    if epilogue_reason(down, hidden.dtype, hidden.device) is None:
         return linear_epilogue(hidden, down, residual=residual, scale=scale)
     y = multiplied(hidden, down)
     y = y if scale is None else y * scale.to(y.dtype)
@@ -214,7 +214,7 @@ def linear_residual_reason(x: Tensor, linear: Linear, residual: Tensor, scale: T
     expected = (*x.shape[:-1], outputs)
     if residual.shape != expected or residual.dtype != x.dtype:
         return f"expected a residual of shape {expected} and {x.dtype}, got {tuple(residual.shape)} and {residual.dtype}"
-    return epilogue_reason(linear, x.dtype, x.device, scaled=scale is not None)
+    return epilogue_reason(linear, x.dtype, x.device)
 
 
 def patch_embedding(

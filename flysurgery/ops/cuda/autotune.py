@@ -17,6 +17,7 @@ from flysurgery.ops.cuda.cubins import SERIALIZED_WARNING
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
 from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
 from flysurgery.ops.cuda.gradients import forget_chains
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
@@ -30,6 +31,13 @@ from flysurgery.ops.cuda.trained import forget_trained
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
 _MAX_CALLS = 32
+_FUSED_KINDS: dict[str, dict[str, bool]] = {
+    FUSED: {},
+    NORM_LINEAR: {"norm": True},
+    GATED_LINEAR: {"gated": True},
+    NORM_GATED_LINEAR: {"norm": True, "gated": True},
+}
+"""What the fused kernel does under each name, beside the product."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ def autotune(
     save_entries(tuning.entry for tuning in found)
     forget_products()
     forget_norm_linears()
+    forget_gated_linears()
     forget_chains()
     forget_trained()
     return found
@@ -101,9 +110,8 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
 
 
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
-    if case.kernel in (FUSED, NORM_LINEAR):
-        norm = case.kernel == NORM_LINEAR
-        return FusedLinear.candidates(case.architecture, case.mode, case.linears, norm=norm, device_index=device_index)
+    if case.kernel in _FUSED_KINDS:
+        return FusedLinear.candidates(case.architecture, case.mode, case.linears, **_FUSED_KINDS[case.kernel], device_index=device_index)
     pattern, limit = case.architecture.patterns[0], shared_limit_of(device_index)
     return factor_configs(pattern, case.mode, case.rows, limit) if case.kernel == SINGLE else grad_configs(pattern, case.mode, limit)
 
@@ -111,12 +119,13 @@ def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:
     """One candidate with random weights, as a function of x and, for gradients, dy."""
     limit = shared_limit_of(device_index)
-    if case.kernel in (FUSED, NORM_LINEAR):
-        norm = case.kernel == NORM_LINEAR
-        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, norm=norm, device_index=device_index)
-        linears = [_random_factors(case, device_index) for _ in range(case.linears)]
+    if case.kernel in _FUSED_KINDS:
+        kind = _FUSED_KINDS[case.kernel]
+        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, **kind, device_index=device_index)
+        linears = [_random_factors(case, device_index) for _ in range(max(case.linears, fused.tile.seconds))]
         image = fused.pack([(left, right) for left, right in linears])
-        return lambda x, dy: fused.run(x, image)
+        activation = "silu" if fused.tile.gated else "none"
+        return lambda x, dy: fused.run(x, image, activation=activation)
     if case.kernel == SINGLE:
         single = factor_product(case.architecture.patterns[0], case.mode, config, limit)
         image = single.pack(_random_factors(case, device_index)[0])

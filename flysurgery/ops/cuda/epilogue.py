@@ -17,12 +17,10 @@ from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture
 
 
-def epilogue_obstacle(architecture: Architecture, mode: str, activation: str, scaled: bool, device_index: int) -> str | None:
+def epilogue_obstacle(architecture: Architecture, mode: str, activation: str, device_index: int) -> str | None:
     """Why the fused kernel has no epilogue for this product; None where it has."""
     if activation not in ACTIVATIONS:
         return f"the fused kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    if scaled and mode == "fp16":
-        return "a layer scale is folded into the weights, and a small one would vanish there in float16"
     return fused_obstacle(architecture, mode, 1, shared_limit_of(device_index))
 
 
@@ -51,15 +49,13 @@ def run_epilogue(
     sources = tuple(part for part in (left, right, bias, scale) if part is not None)
 
     def make() -> tuple[Tensor, ...]:
-        a, b, _, d = left.shape
-        scaled = left.detach() if scale is None else left.detach() * scale.detach().view(a, b, 1, d)
-        image = kernels.pack([(scaled, right.detach())])
-        if bias is None:
-            return (image,)
-        return (image, (bias.detach() if scale is None else bias.detach() * scale.detach()).to(dtype_of(mode)))
+        image, columns = kernels.pack([(left.detach(), right.detach())]), [part for part in (bias, scale) if part is not None]
+        if scale is not None and bias is None:
+            columns.insert(0, torch.zeros_like(scale))
+        return (image, torch.cat([part.detach().to(dtype_of(mode)) for part in columns])) if columns else (image,)
 
     packed = derived(("epilogue", kernels, bias is None, scale is None), sources, make)
-    return kernels.run(x, packed[0], None if bias is None else packed[1], residual, activation)
+    return kernels.run(x, packed[0], packed[1] if len(packed) > 1 else None, residual, activation, scaled=scale is not None)
 
 
 def _fake_epilogue(

@@ -1,4 +1,4 @@
-"""The fused two-factor layer: one launch for ``act(x (K1 K2)ᵀ + bias) + residual``."""
+"""The fused two-factor layer: one launch for ``act(x (K1 K2)ᵀ + bias) + residual``, or for an activated gate times a value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
 _ALIGNMENT = 16
 
 
-def fused_reason(architecture: Architecture, mode: str, linears: int, shared_limit: int, *, norm: bool = False) -> str | None:
+def fused_reason(
+    architecture: Architecture, mode: str, linears: int, shared_limit: int, *, norm: bool = False, gated: bool = False
+) -> str | None:
     """Why the fused kernel cannot run an architecture, or None where it can.
 
     Args:
@@ -28,8 +30,9 @@ def fused_reason(architecture: Architecture, mode: str, linears: int, shared_lim
         linears: number of linears of this architecture that read the same x.
         norm: whether a layer norm stands before them.
         shared_limit: bytes of shared memory that a block may use on the device.
+        gated: as for ``FusedLinear``.
     """
-    tile = tiling(architecture, mode, linears, norm=norm)
+    tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
     if isinstance(tile, str):
         return tile
     if next(every_config(tile, shared_limit, wgmma=False), None) is None:
@@ -46,6 +49,8 @@ class FusedLinear:
         linears: how many linears of this architecture read the same x; their outputs lie side by side.
         config: one of ``candidates``; None takes the first.
         norm: whether rows of x are normalized on their way, to mean 0 and variance 1.
+        gated: whether it gives ``activation(gate) * value`` of two linears of this architecture. ``linears`` 1 says that both have one
+            right factor, which is multiplied once.
         device_index: CUDA device.
 
     Raises:
@@ -63,24 +68,27 @@ class FusedLinear:
         *,
         config: FusedConfig | None = None,
         norm: bool = False,
+        gated: bool = False,
         device_index: int,
     ) -> None:
-        tile = tiling(architecture, mode, linears, norm=norm)
+        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
         if isinstance(tile, str):
             raise BackendError(tile)
-        found = [config] if config is not None else self.candidates(architecture, mode, linears, norm=norm, device_index=device_index)
+        found = [config] if config else self.candidates(architecture, mode, linears, norm=norm, gated=gated, device_index=device_index)
         if not found:
             raise BackendError(f"no configuration of the fused kernel fits {architecture} in mode {mode} on device {device_index}")
         self.config = found[0]
         self.tile = tile = tile.of(self.config)
         self.device = torch.device("cuda", device_index)
-        self._out_features = linears * architecture.out_features
-        self._launches: dict[tuple[int, int, str, int | None, float], Prepared] = {}
+        self._out_features = architecture.out_features if gated else linears * architecture.out_features
+        self._launches: dict[tuple[int, int, str, bool, int | None, float], Prepared] = {}
 
     @staticmethod
-    def candidates(architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, device_index: int) -> list[FusedConfig]:
+    def candidates(
+        architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, gated: bool = False, device_index: int
+    ) -> list[FusedConfig]:
         """Configurations to choose from on a device, the most promising first."""
-        tile = tiling(architecture, mode, linears, norm=norm)
+        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
         if isinstance(tile, str):
             return []
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
@@ -88,14 +96,21 @@ class FusedLinear:
 
     @staticmethod
     def tuned(
-        architecture: Architecture, mode: str, linears: int, fields: dict[str, Any], *, norm: bool = False, device_index: int
+        architecture: Architecture,
+        mode: str,
+        linears: int,
+        fields: dict[str, Any],
+        *,
+        norm: bool = False,
+        gated: bool = False,
+        device_index: int,
     ) -> FusedConfig | None:
         """The configuration that a table's entry describes; None where today's kernel or this device does not offer it."""
         try:
             config = FusedConfig(**fields)
         except TypeError:
             return None
-        tile = tiling(architecture, mode, linears, norm=norm)
+        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
         wgmma = device_arch(device_index) == "sm_90a"
         return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=wgmma) else None
@@ -107,7 +122,7 @@ class FusedLinear:
 
     def pack(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
-        together = self.tile.linears
+        together = self.tile.seconds
         parts = [linears[start : start + together] for start in range(0, len(linears), together)]
         return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
 
@@ -115,11 +130,12 @@ class FusedLinear:
         self,
         x: Tensor,  # shape: (*batch, in_features)
         image: Tensor | int,  # or its address
-        bias: Tensor | int | None = None,  # shape: (linears * out_features,)
+        bias: Tensor | int | None = None,  # shape: (linears * out_features,); gated (2 * out_features,), scaled with the scale behind it
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
         eps: float = 0.0,
-    ) -> Tensor:  # shape: (*batch, linears * out_features)
+        scaled: bool = False,
+    ) -> Tensor:  # shape: (*batch, linears * out_features), gated (*batch, out_features)
         """Launch on the current stream. What the kernel cannot read in place is copied first. ``eps`` is the norm's.
 
         It reads vectors of 16 bytes, in rows that one stride leads through.
@@ -132,21 +148,22 @@ class FusedLinear:
         residual_stride = None
         if residual is not None:
             residual, _, residual_stride = _in_vectors(residual)
-        key = (rows, stride, activation, residual_stride, eps)
+        key = (rows, stride, activation, scaled, residual_stride, eps)
         launch = self._launches.get(key) or self._prepare(*key)
         launch(current_stream(x.device.index), x.data_ptr(), address_of(image), address_of(bias), address_of(residual), y.data_ptr())
         return y
 
-    def _prepare(self, rows: int, stride: int, activation: str, residual_stride: int | None, eps: float) -> Prepared:
+    def _prepare(self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float) -> Prepared:
         index, config = self.device.index, self.config
-        defines = {**self.tile.defines(config), "ACTIVATION": ACTIVATIONS.index(activation), "RESIDUAL": int(residual_stride is not None)}
+        epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual_stride is not None)}
+        defines = {**self.tile.defines(config), **epilogue}
         kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=index)
         unit = 64 if config.wgmma else 16 * config.row_tiles
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         grid = (min(-(-rows // unit), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
         block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
         launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps))
-        self._launches[rows, stride, activation, residual_stride, eps] = launch
+        self._launches[rows, stride, activation, scaled, residual_stride, eps] = launch
         return launch
 
 

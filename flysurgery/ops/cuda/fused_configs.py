@@ -18,9 +18,9 @@ def configs(tile: Tiling, shared_limit: int, *, wgmma: bool) -> list[FusedConfig
 
 
 def every_config(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[FusedConfig]:
-    """All configurations worth a thought: for a block that multiplies all linears, and for blocks of one each."""
+    """All configurations worth a thought: for a block that multiplies all linears, and for blocks of one each where nothing joins these."""
     yield from _configs_of(tile, shared_limit, wgmma=wgmma)
-    if tile.linears > 1:
+    if tile.linears > 1 and not tile.gated:
         yield from _configs_of(replace(tile, linears=1, blocks=tile.linears), shared_limit, wgmma=wgmma)
 
 
@@ -74,7 +74,7 @@ def _holds(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
 
 def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -> bool:
     """Whether a configuration, such as one out of a table, is one that ``every_config`` could give."""
-    if config.apart and tile.linears == 1:
+    if config.apart and (tile.linears == 1 or tile.gated):
         return False
     tile = tile.of(config)
     first, second = tile.first, tile.second

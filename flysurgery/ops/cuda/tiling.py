@@ -64,6 +64,7 @@ class Tiling:
     linears: int  # that a block multiplies
     norm: bool = False  # whether rows of x are normalized on their way
     blocks: int = 1  # that read the same rows of x, for linears of their own
+    gated: bool = False  # whether two linears are a gate and a value, which one first factor may share (linears 1)
 
     def of(self, config: FusedConfig) -> Tiling:
         """The sizes of a block of this configuration."""
@@ -169,15 +170,21 @@ class Tiling:
         return self.first.in_features
 
     @property
-    def out_features(self) -> int:
-        return self.linears * self.second.out_features
+    def seconds(self) -> int:
+        """Second factors that a block multiplies by."""
+        return 2 if self.gated else self.linears
+
+    @property
+    def biases(self) -> int:
+        """Outputs before a gate and a value are multiplied."""
+        return self.seconds * self.second.out_features
 
     def panel_counts(self, config: FusedConfig) -> tuple[int, int]:
         """Panels of the first and of the second product."""
         passes = self.first.d // config.residues
         return (
             self.first.a * passes * (self.first_steps // config.panel_steps),
-            self.linears * self.second.a * ceil(self.second.b / config.panel_columns) * (self.second.d // config.panel_classes),
+            self.seconds * self.second.a * ceil(self.second.b / config.panel_columns) * (self.second.d // config.panel_classes),
         )
 
     def panel_bytes(self, config: FusedConfig) -> tuple[int, int]:
@@ -190,7 +197,7 @@ class Tiling:
         """Dynamic shared memory of a block."""
         images = (0, self.images, 1, 0)[config.u_shared]
         u = self.groups * self.first_columns // 8 * config.row_tiles * 256 * images
-        bias = self.out_features * self.element_bytes
+        bias = self.biases * self.element_bytes
         return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + bias
 
     def parts(self, config: FusedConfig) -> int:
@@ -209,7 +216,7 @@ class Tiling:
         images = (self.images, 0, 1, 0)[config.u_shared]
         u = self.groups * self.first_columns // 8 * 2 * config.row_tiles * images
         first = config.residues * config.row_tiles * self.first_columns // 2
-        second = self.second.d * config.row_tiles * config.panel_columns // 2
+        second = (2 if self.gated else 1) * self.second.d * config.row_tiles * config.panel_columns // 2
         operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
         turns = self.groups // config.residues
         return (
@@ -255,6 +262,7 @@ class Tiling:
             "U_OVER_X": int(config.u_shared == 3),
             "NORM": int(self.norm),
             "BLOCKS": self.blocks,
+            "GATED": int(self.gated),
         }
 
 
@@ -283,14 +291,17 @@ def registers_allowed(warps: int) -> int:
     return min(255, 16384 // (32 * ceil(warps / 4)) // 8 * 8)
 
 
-def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False) -> Tiling | str:
-    """The tiling of an architecture, or the reason why the fused kernel has none."""
+def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, gated: bool = False) -> Tiling | str:
+    """The tiling of an architecture, or the reason why the fused kernel has none.
+
+    Gated, it is the architecture of the gate, and of the value likewise; with one linear these share the factor that x meets first.
+    """
     if len(architecture) != 2:
         return f"the fused kernel multiplies two factors, this architecture has {len(architecture)}"
     if mode not in MODES:
         return f"the fused kernel has no mode '{mode}', only {', '.join(MODES)}"
     second, first = architecture.patterns
-    result = Tiling(first, second, mode, linears, norm)
+    result = Tiling(first, second, mode, linears, norm, gated=gated)
     if first.c % 4:
         return f"the fused kernel reads 4 columns of a class at a time, pattern {first} has c = {first.c}"
     if len(members(first, second)) < result.groups * result.classes:

@@ -55,6 +55,17 @@ BEHIND_A_NORM = [
 ]
 """Likewise."""
 
+GATED = [
+    (384, 1024, 1, "fp16", True, "sm_80"),
+    (384, 1024, 2, "tf32", False, "sm_80"),
+    (192, 512, 1, "bf16", True, "sm_90a"),
+    (384, 1024, 1, "fp32", True, "sm_90a"),
+    (384, 1024, 2, "fp16", True, "sm_90a"),
+    (768, 2048, 1, "fp16", True, "sm_90a"),
+    (384, 1024, 1, "fp16", False, "sm_100"),
+]
+"""Likewise of eva02's feed-forward blocks: inputs, hidden units, whether each has a right factor of its own (2) or not (1)."""
+
 SERIALIZED = {
     (UP, "bf16", 1): "ptxas runs short of registers at 12 warps, 168 each; the table has another configuration for the H200",
     (UP, "fp16", 1): "likewise, with an activation and a residual",
@@ -71,15 +82,22 @@ TUNED = [
 ]
 
 
-def tile_of(architecture: Architecture, mode: str, linears: int, *, norm: bool = False) -> Tiling:
-    tile = tiling(architecture, mode, linears, norm=norm)
+def tile_of(architecture: Architecture, mode: str, linears: int, *, norm: bool = False, gated: bool = False) -> Tiling:
+    tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
     assert isinstance(tile, Tiling), tile
     return tile
 
 
-def check(tile: Tiling, config: FusedConfig, arch: str, *, activation: int = 0, residual: int = 0, tuned: bool = False) -> None:
+def gate_of(inputs: int, outputs: int) -> Architecture:
+    """What the halves of a Monarch layer with four blocks are, and Monarch layers by themselves."""
+    return Architecture.of((1, outputs // 4, inputs // 4, 4), (4, inputs // 4, inputs // 4, 1))
+
+
+def check(
+    tile: Tiling, config: FusedConfig, arch: str, *, activation: int = 0, residual: int = 0, scaled: int = 0, tuned: bool = False
+) -> None:
     tile = tile.of(config)
-    defines = {**tile.defines(config), "ACTIVATION": activation, "RESIDUAL": residual}
+    defines = {**tile.defines(config), "ACTIVATION": activation, "RESIDUAL": residual, "SCALED": scaled}
     compiled = compile_cubin("fused_linear.cu", defines, arch=arch, name="fused_linear")
     assert 0 < compiled.registers * 32 * config.warps <= 65536
     assert compiled.spill_bytes <= SPILL_BYTES
@@ -122,6 +140,18 @@ def test_the_tuned_configurations_compile(case: TunedCase, config: FusedConfig) 
 def test_compiles_with_activation_and_residual(activation: int) -> None:
     tile = tile_of(UP, "fp16", 1)
     check(tile, configs(tile, SHARED_BYTES["sm_90a"], wgmma=True)[0], "sm_90a", activation=activation, residual=1)
+
+
+def test_compiles_with_a_layer_scale_and_a_residual() -> None:
+    tile = tile_of(DOWN, "fp16", 1)
+    check(tile, configs(tile, SHARED_BYTES["sm_80"], wgmma=False)[0], "sm_80", residual=1, scaled=1)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "linears", "mode", "norm", "arch"), GATED, ids=str)
+def test_a_gate_and_a_value_compile(inputs: int, outputs: int, linears: int, mode: str, norm: bool, arch: str) -> None:
+    """The first configuration; with one linear they are the halves of a Monarch layer's outputs."""
+    tile = tile_of(gate_of(inputs, outputs), mode, linears, norm=norm, gated=True)
+    check(tile, configs(tile, SHARED_BYTES[arch], wgmma=arch == "sm_90a")[0], arch, activation=3)
 
 
 @pytest.mark.parametrize("nblocks", [2, 4, 8])
