@@ -73,15 +73,5 @@ def output_error(
     reference: float | None = None,
 ) -> OutputError:
     """How far ``stand_in x + shift`` is from ``weight x``, over the rows of the moments; ``reference`` where it is known."""
-    squared = mean_square(weight - stand_in, None if shift is None else -shift, moments)
-    return OutputError(squared, mean_square(weight, None, moments) if reference is None else reference)
-
-
-def mean_square(
-    weight: Tensor,  # shape: (out_features, in_features), float64
-    bias: Tensor | None,  # shape: (out_features,)
-    moments: Moments,
-) -> float:
-    """``E|weight x + bias|²`` over the rows of the moments."""
-    mean = weight @ moments.mean
-    return max(float((weight @ moments.covariance * weight).sum() + (mean if bias is None else mean + bias).square().sum()), 0.0)
+    squared = moments.mean_square(weight - stand_in, None if shift is None else -shift)
+    return OutputError(squared, moments.mean_square(weight) if reference is None else reference)

@@ -72,6 +72,18 @@ class Moments:
         mean = self.mean
         return self.covariance + torch.outer(mean, mean)
 
+    def mean_square(
+        self,
+        weight: Tensor,  # shape: (m, n), float64
+        bias: Tensor | None = None,  # shape: (m,)
+    ) -> float:
+        """E|weight x + bias|²."""
+        origin, total, scatter = self._sums()
+        offset = total / self.rows
+        about_origin = (weight @ scatter * weight).sum() / self.rows - (weight @ offset).square().sum()
+        mean = weight @ (origin + offset)
+        return max(float(about_origin + (mean if bias is None else mean + bias).square().sum()), 0.0)
+
     @property
     def uncertainty(self) -> float | None:
         """An estimate of E‖C - E[C]‖² for the covariance C (Frobenius), from how much the batches differ; None of fewer than two.

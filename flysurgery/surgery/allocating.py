@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flysurgery.calibration import Data, collect, samples_of, sensitivities
-from flysurgery.errors import DataError, OptionError, PlanError, ProjectionError
-from flysurgery.factors import factors_to_dense
+from flysurgery.calibration import Data
+from flysurgery.errors import OptionError, PlanError
 from flysurgery.patterns import Architecture
-from flysurgery.projection import Metric, Moments, OutputError, metric_of, output_error, project, project_calibrated, workers
-from flysurgery.surgery.build import Dense
+from flysurgery.projection import OutputError
 from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.check import check_plan, check_weights
+from flysurgery.surgery.judging import DENSE, Errors, Judge, Unit
 from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, hull_points, least_cost, least_error, least_error_but_first
 from flysurgery.surgery.latency_table import read_latency_table, timed_layers
 from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import Progress
 from flysurgery.surgery.timed import TimedGroup
-from flysurgery.surgery.tradeoff import Point, Split, Tradeoff
+from flysurgery.surgery.tradeoff import Point, Tradeoff
 
 CURVE_POINTS = 12
-DENSE = "dense"
-LEAST_SAMPLES = 3
 PLACEHOLDER = "lowrank"
 """The family to plan with before an allocation: it fits matrices of any sizes."""
-
-Options: TypeAlias = Mapping[str, Architecture | None]
-Errors: TypeAlias = Mapping[str, tuple[OutputError, OutputError]]
-"""By option: the error to choose by, and that on samples held out from the choice; twice the same of a plain projection."""
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Parts of layers for which one choice is made, and what it may be, by name: an architecture for the parts of each layer.
-
-    None is dense. ``dense_reason`` says why the layers stay dense where they do.
-    """
-
-    members: tuple[tuple[LayerPlan, tuple[Part, ...]], ...]
-    options: Mapping[str, tuple[Architecture | None, ...]]
-    costs: Mapping[str, float]
-    dense_reason: Reason | None = None
 
 
 def check_budget(budget: float | None, max_error: float | None, latency: Path | None, *, measured: bool = False) -> None:
@@ -112,7 +90,7 @@ def allocate(
     units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
     whole = sum(unit.costs[DENSE] for unit in units)
     _check_reachable(units, budget, whole, "ms" if times else "weights")
-    judge = _Judge(plan.replaced, model, dense, calibrate, samples)
+    judge = Judge(plan.replaced, model, dense, calibrate, samples)
     judged = _judged(units, judge, progress)
     choices = [
         [Choice(name, unit.costs[name], each[name][0].squared) for name in unit.options] for unit, each in zip(units, judged, strict=True)
@@ -139,7 +117,7 @@ def allocate(
     return _with_choice(plan, chosen, tradeoff), tradeoff
 
 
-def _units(layer: LayerPlan) -> list[_Unit]:
+def _units(layer: LayerPlan) -> list[Unit]:
     sizes = dict.fromkeys(part.stop - part.start for part in layer.parts)
     units = []
     for size in sizes:
@@ -147,11 +125,11 @@ def _units(layer: LayerPlan) -> list[_Unit]:
         options: dict[str, Architecture | None] = {DENSE: None, **named_candidates(size, layer.in_features)}
         dense_weights = size * layer.in_features
         costs = {n: float(len(parts) * (a.num_parameters if a else dense_weights)) for n, a in options.items()}
-        units.append(_Unit(((layer, parts),), {name: (each,) for name, each in options.items()}, costs))
+        units.append(Unit(((layer, parts),), {name: (each,) for name, each in options.items()}, costs))
     return units
 
 
-def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[_Unit]:
+def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[Unit]:
     """One unit for each group, with those of its choices that are faster than dense."""
     layers = {layer.fqn: layer for layer in plan.replaced}
     units = []
@@ -159,7 +137,7 @@ def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[_Unit]:
         choices = (group.dense, *group.faster)
         reason = Reason("slower", _nearest([group])) if len(choices) == 1 else None
         members = tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns)
-        units.append(_Unit(members, {each.name: each.architectures for each in choices}, {each.name: each.ms for each in choices}, reason))
+        units.append(Unit(members, {each.name: each.architectures for each in choices}, {each.name: each.ms for each in choices}, reason))
     return units
 
 
@@ -173,7 +151,7 @@ def _nearest(times: Sequence[TimedGroup]) -> str:
     return f"nothing is faster than dense here; {choice.name} comes nearest{where}, {choice.ms:.3g} ms beside {group.dense.ms:.3g} ms"
 
 
-def _check_reachable(units: Sequence[_Unit], budget: float | None, whole: float, unit: str) -> None:
+def _check_reachable(units: Sequence[Unit], budget: float | None, whole: float, unit: str) -> None:
     least = sum(min(each.costs.values()) for each in units)
     if budget is not None and least > budget * whole:
         raise OptionError(
@@ -182,91 +160,14 @@ def _check_reachable(units: Sequence[_Unit], budget: float | None, whole: float,
         )
 
 
-class _Judge:
-    """What an architecture costs a part in accuracy; ``split`` says on how many samples, None of a plain projection."""
-
-    def __init__(
-        self, layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dense], calibrate: Data | None, samples: int | None
-    ) -> None:
-        self._dense = dense
-        self._metrics: dict[str, Metric] = {}
-        self._moments: dict[str, tuple[Moments, Moments]] = {}
-        self._weights: dict[str, float] = {}
-        self.split: Split | None = None
-        if calibrate is not None:
-            whole = samples_of(calibrate, count=samples)
-            if len(whole) < LEAST_SAMPLES:
-                raise DataError(
-                    f"{whole.name}: a budget needs at least {LEAST_SAMPLES} samples, to fit to, to choose by and to report on; "
-                    f"there are {len(whole)}"
-                )
-            taken = whole.without_held_out()
-            self.split = Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count)
-            calls = {layer.fqn: layer.calls for layer in layers}
-            felt = sensitivities(model, list(calls), taken.fit())
-            fit, choose, report = (collect(model, calls, part) for part in (taken.fit(), taken.held_out(), whole.held_out()))
-            for layer in layers:
-                self._metrics[layer.fqn] = metric_of(fit[layer.fqn], bias=dense[layer.fqn].bias is not None)
-                self._moments[layer.fqn] = choose[layer.fqn], report[layer.fqn]
-                self._weights[layer.fqn] = felt[layer.fqn] * layer.rows
-
-    @torch.no_grad()
-    def errors(self, unit: _Unit) -> Errors:
-        """The errors of every option of the unit."""
-        none = OutputError(0.0, 0.0)
-        sums = dict.fromkeys(unit.options, (none, none))
-        for index, (layer, parts) in enumerate(unit.members):
-            for part in parts:
-                weight = self._dense[layer.fqn].weight.detach()[part.start : part.stop].flatten(1)
-                options = {name: architectures[index] for name, architectures in unit.options.items()}
-                try:
-                    found = self._calibrated(layer.fqn, weight, options) if layer.fqn in self._metrics else _plain(weight, options)
-                except ProjectionError as error:
-                    raise ProjectionError(f"layer {layer.fqn}: {error}") from error
-                sums = {name: (total[0] + found[name][0], total[1] + found[name][1]) for name, total in sums.items()}
-        return sums
-
-    def _calibrated(self, fqn: str, weight: Tensor, options: Options) -> Errors:
-        moments, scale = self._moments[fqn], self._weights[fqn]
-        device = moments[0].mean.device
-        matrix = weight.to(device, torch.float64)
-        errors = {}
-        for name, architecture in options.items():
-            product, shift = matrix, None
-            if architecture is not None:
-                found = project_calibrated(weight, architecture, self._metrics[fqn])
-                product = factors_to_dense([factor.detach().to(device, torch.float64) for factor in found.projection.factors])
-                shift = None if found.shift is None else found.shift.to(device)
-            by, held_out = (output_error(matrix, product, shift, each) for each in moments)
-            errors[name] = tuple(OutputError(scale * each.squared, scale * each.reference) for each in (by, held_out))
-        return errors
-
-
-def _plain(weight: Tensor, options: Options) -> Errors:
-    """Errors of plain projections; those of low rank are in the squared singular values already."""
-    values = torch.linalg.svdvals(weight.cpu().to(torch.float64)).square()
-    errors = {}
-    for name, architecture in options.items():
-        if architecture is None:
-            squared = 0.0
-        elif len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
-            squared = float(values[architecture.inner_features[0] :].sum())
-        else:
-            squared = project(weight, architecture).relative_error ** 2 * float(values.sum())
-        errors[name] = (OutputError(squared, float(values.sum())),) * 2
-    return errors
-
-
-def _judged(units: Sequence[_Unit], judge: _Judge, progress: Progress | None) -> list[Errors]:
+def _judged(units: Sequence[Unit], judge: Judge, progress: Progress | None) -> list[Errors]:
     """The errors of each unit."""
-    judged = []
-    with workers() as pool:
-        jobs = [pool.submit(judge.errors, unit) for unit in units]
-        for done, (unit, job) in enumerate(zip(units, jobs, strict=True), start=1):
-            judged.append(job.result())
-            if progress is not None:
-                progress(done, len(units), unit.members[-1][0].fqn)
-    return judged
+    judged: dict[int, Errors] = {}
+    for number, errors in judge.errors(units):
+        judged[number] = errors
+        if progress is not None:
+            progress(len(judged), len(units), units[number].members[-1][0].fqn)
+    return [judged[number] for number in range(len(units))]
 
 
 def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:
@@ -276,7 +177,7 @@ def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(dict.fromkeys(min(curve, key=lambda point: abs(point.cost - cost)) for cost in wanted))
 
 
-def _with_choice(plan: Plan, chosen: Sequence[tuple[_Unit, str]], tradeoff: Tradeoff) -> Plan:
+def _with_choice(plan: Plan, chosen: Sequence[tuple[Unit, str]], tradeoff: Tradeoff) -> Plan:
     text = f"the budget is best kept with this layer dense, at a share of {tradeoff.chosen.share:.3f} of the {tradeoff.unit} in all"
     parts: dict[str, list[Part]] = {}
     reasons: dict[str, Reason] = {}
