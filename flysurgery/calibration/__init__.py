@@ -1,6 +1,7 @@
 """What flows through a model: inputs of its layers, seen in one pass over some samples, and what its output makes of their errors."""
 
 from flysurgery.calibration.collect import collect as collect
+from flysurgery.calibration.collect import watched as watched
 from flysurgery.calibration.samples import DEFAULT_SAMPLES as DEFAULT_SAMPLES
 from flysurgery.calibration.samples import Data as Data
 from flysurgery.calibration.samples import Samples as Samples

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +30,45 @@ def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tenso
         DataError: the model fails on a batch; the message has its reason.
         SurgeryError: a layer that a forward does not call, or whose inputs are not finite.
     """
-    found = {fqn: Moments(_in_features(model.get_submodule(fqn))) for fqn in layers}
     parameter = next(model.parameters())
-    watch = _Watch(layers, found)
-    handles = [model.get_submodule(fqn).register_forward_pre_hook(watch.hook(fqn)) for fqn in layers]
+    left: dict[str, int] = {}
+
+    def seen(fqn: str) -> None:
+        left[fqn] -= 1
+        if not any(count > 0 for count in left.values()):
+            raise _AllSeen
+
+    with watched(model, layers, seen) as found, unchanged_state(model):
+        for batch in batches:
+            left |= layers
+            try:
+                model(batch.to(parameter.device, parameter.dtype))
+            except _AllSeen:
+                continue
+            except Exception as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                raise DataError(f"the model fails on calibration inputs of shape {tuple(batch.shape)}: {reason}") from error
+    return found
+
+
+@contextmanager
+def watched(model: nn.Module, layers: Iterable[str], seen: Callable[[str], None] = lambda fqn: None) -> Iterator[dict[str, Moments]]:
+    """Sum up the moments of what enters each of ``layers`` while ``model`` is run; ``seen`` is called after each call of a layer.
+
+    Raises:
+        SurgeryError: at the end, for a layer that was not called, or whose inputs were not finite.
+    """
+    found = {fqn: Moments(_in_features(model.get_submodule(fqn))) for fqn in layers}
+
+    def hook(fqn: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        (x,) = inputs
+        assert isinstance(x, Tensor)
+        found[fqn].add(x.movedim(1, -1) if isinstance(module, nn.Conv2d) else x)
+        seen(fqn)
+
+    handles = [model.get_submodule(fqn).register_forward_pre_hook(partial(hook, fqn)) for fqn in found]
     try:
-        with unchanged_state(model):
-            for batch in batches:
-                watch.start()
-                try:
-                    model(batch.to(parameter.device, parameter.dtype))
-                except _AllSeen:
-                    continue
-                except Exception as error:
-                    reason = next(iter(str(error).splitlines()), type(error).__name__)
-                    raise DataError(f"the model fails on calibration inputs of shape {tuple(batch.shape)}: {reason}") from error
+        yield found
     finally:
         for handle in handles:
             handle.remove()
@@ -51,31 +77,7 @@ def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tenso
             raise SurgeryError(f"layer {fqn} was not called on the calibration data, so nothing is known of its inputs; exclude it")
         if not moments.is_finite:
             raise SurgeryError(f"layer {fqn} is given NaN or infinite inputs on the calibration data")
-    return found
 
 
 def _in_features(module: nn.Module) -> int:
     return int(module.in_channels if isinstance(module, nn.Conv2d) else module.in_features)  # pyright: ignore[reportArgumentType]
-
-
-class _Watch:
-    """Adds up what the hooks see in one forward after another."""
-
-    def __init__(self, layers: Mapping[str, int], found: dict[str, Moments]) -> None:
-        self._layers = layers
-        self._found = found
-        self._left: dict[str, int] = {}
-
-    def start(self) -> None:
-        self._left = dict(self._layers)
-
-    def hook(self, fqn: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
-        def see(module: nn.Module, inputs: tuple[object, ...]) -> None:
-            (x,) = inputs
-            assert isinstance(x, Tensor)
-            self._found[fqn].add(x.movedim(1, -1) if isinstance(module, nn.Conv2d) else x)
-            self._left[fqn] -= 1
-            if not any(left > 0 for left in self._left.values()):
-                raise _AllSeen
-
-        return see

@@ -24,14 +24,15 @@ def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Ten
         DataError: the model fails on a batch, or does not give one tensor.
         SurgeryError: no gradient comes to a layer, or one that is not finite.
     """
-    sums = dict.fromkeys(layers, 0.0)
+    sums = dict.fromkeys(layers, torch.zeros(()))
     counts = dict.fromkeys(layers, 0)
     parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(SEED)
 
     def watch(fqn: str) -> Callable[..., None]:
         def add(gradient: Tensor) -> None:
-            sums[fqn] += float(gradient.detach().to(torch.float32).square().sum(dtype=torch.float32))
+            square = gradient.detach().to(torch.float32).square().sum(dtype=torch.float32)
+            sums[fqn] = sums[fqn].to(square.device) + square
             counts[fqn] += gradient.numel()
 
         def hook(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> None:
@@ -58,6 +59,6 @@ def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Ten
         for handle in handles:
             handle.remove()
     for fqn in layers:
-        if not counts[fqn] or not torch.tensor(sums[fqn]).isfinite():
+        if not counts[fqn] or not sums[fqn].isfinite():
             raise SurgeryError(f"layer {fqn} has no finite gradient on the calibration data, so its sensitivity is not known; exclude it")
-    return {fqn: sums[fqn] / counts[fqn] for fqn in layers}
+    return {fqn: float(sums[fqn]) / counts[fqn] for fqn in layers}

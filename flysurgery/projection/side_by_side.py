@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import SWEEPS, Fitted, cycle_together
+from flysurgery.projection.low_rank import low_ranks
 from flysurgery.projection.workers import workers
 
 T = TypeVar("T")
@@ -46,7 +47,8 @@ def fit_side_by_side(
     """Fit each problem by ``block_cycling`` and give its number with what ``finish(number, fitted)`` makes of it, as they are done.
 
     Without two factors nothing is fitted, and ``fitted`` is None. ``finish`` is called in other threads, several at once, and what it
-    raises is raised here. Problems come in their order, but that those of one architecture go together as far as ``TOGETHER_BYTES`` go.
+    raises is raised here. Problems come in their order, but that those of one architecture go together as far as ``TOGETHER_BYTES`` go,
+    and the low ranks of one weight.
     """
     with workers() as fitting, workers() as finishing:
 
@@ -63,17 +65,22 @@ def _fitted(problems: Sequence[Problem], sweeps: int) -> Sequence[Fitted | None]
     architecture = problems[0].architecture
     if len(architecture) != 2:
         return [None] * len(problems)
+    if _is_low_rank(architecture):
+        return low_ranks(problems[0].matrix, [each.architecture.inner_features[0] for each in problems], problems[0].gram)
     return cycle_together([each.matrix for each in problems], architecture, [each.gram for each in problems], sweeps=sweeps)
 
 
 def _together(problems: Sequence[Problem]) -> list[list[int]]:
     """The numbers of problems that are worked on together, the first ones first."""
     groups: list[list[int]] = []
-    latest: dict[tuple[Architecture, torch.device], tuple[list[int], int]] = {}
+    latest: dict[Hashable, tuple[list[int], int]] = {}
     for number, problem in enumerate(problems):
         device = problem.gram.device
-        key = problem.architecture, device
-        size = problem.gram.nbytes + 4 * problem.weight.numel() * problem.gram.itemsize
+        if _is_low_rank(problem.architecture):
+            key, size = (id(problem.weight), id(problem.gram)), 0
+        else:
+            key = problem.architecture, device
+            size = problem.gram.nbytes + 4 * problem.weight.numel() * problem.gram.itemsize
         group, total = latest.get(key, ([], 0))
         if not group or total + size > TOGETHER_BYTES.get(device.type, 0):
             group, total = [], 0
@@ -81,3 +88,7 @@ def _together(problems: Sequence[Problem]) -> list[list[int]]:
         group.append(number)
         latest[key] = group, total + size
     return groups
+
+
+def _is_low_rank(architecture: Architecture) -> bool:
+    return len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import Data, collect, samples_of, sensitivities
+from flysurgery.calibration import Data, collect, samples_of, sensitivities, watched
 from flysurgery.errors import DataError, ProjectionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
@@ -84,8 +84,9 @@ class Judge:
             taken = whole.without_held_out()
             self.split = Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count)
             calls = {layer.fqn: layer.calls for layer in layers}
-            felt = sensitivities(model, list(calls), taken.fit())
-            fit, choose, report = (collect(model, calls, part) for part in (taken.fit(), taken.held_out(), whole.held_out()))
+            with watched(model, calls) as fit:
+                felt = sensitivities(model, list(calls), taken.fit())
+            choose, report = (collect(model, calls, part) for part in (taken.held_out(), whole.held_out()))
             for layer in layers:
                 self._metrics[layer.fqn] = metric_of(fit[layer.fqn], bias=dense[layer.fqn].bias is not None)
                 self._moments[layer.fqn] = choose[layer.fqn], report[layer.fqn]
