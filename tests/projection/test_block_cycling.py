@@ -14,7 +14,8 @@ from torch import Tensor
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
 from flysurgery.projection import project
-from flysurgery.projection.block_cycling import block_cycling
+from flysurgery.projection.block_cycling import block_cycling, cycle_together
+from flysurgery.projection.low_rank import low_ranks
 from tests.patterns.brute_force import blocks
 from tests.patterns.strategies import pairs
 from tests.projection.oracle import EXACT, best_error, dense_product, random_matrix, random_product
@@ -106,3 +107,45 @@ def test_the_end_is_a_stationary_point(architecture: Architecture) -> None:
     ((residual @ gram * residual).sum() / (matrix @ gram * matrix).sum()).backward()
     slopes = [float((leaf.grad * leaf.detach()).abs().sum()) for leaf in leaves if leaf.grad is not None]  # free of units
     assert len(slopes) == 2 and max(slopes) < 1e-3 * errors[-1] ** 2
+
+
+def problems_of(architecture: Architecture) -> tuple[list[Tensor], list[Tensor]]:
+    """An ordinary matrix, one that is a product, zeros, and one whose metric lets the error fall slowly."""
+    n = architecture.in_features
+    matrices = [random_matrix(architecture), random_product(architecture, 1), torch.zeros(architecture.shape).double()]
+    return [*matrices, random_matrix(architecture, 2)], [random_gram(n, seed, decay) for seed, decay in enumerate((1.0, 0.5, 1.0, 1.5))]
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, low_rank(24, 20, 5)], ids=str)
+def test_matrices_that_are_worked_on_together_get_what_they_get_alone(architecture: Architecture) -> None:
+    matrices, grams = problems_of(architecture)
+    together = cycle_together(matrices, architecture, grams)
+    alone = [cycle_together([matrix], architecture, [gram])[0] for matrix, gram in zip(matrices, grams, strict=True)]
+    for one, other in zip(together, alone, strict=True):
+        assert len(one.errors) == len(other.errors)
+        assert one.errors == pytest.approx(other.errors, rel=1e-9, abs=1e-7)
+        assert torch.allclose(one.product, other.product, rtol=1e-7, atol=1e-7)
+    assert len({len(each.errors) for each in together}) > 1 or architecture.patterns[1].a == 1  # they don't come to rest together
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_a_gpu_gives_what_the_cpu_gives(architecture: Architecture) -> None:
+    matrices, grams = problems_of(architecture)
+    there = cycle_together([each.cuda() for each in matrices], architecture, [each.cuda() for each in grams])
+    for one, other in zip(there, cycle_together(matrices, architecture, grams), strict=True):
+        assert one.product.is_cuda
+        assert one.errors == pytest.approx(other.errors, rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(30, 40), (40, 30), (20, 20)])
+def test_all_low_ranks_at_once_are_the_best_of_each(shape: tuple[int, int]) -> None:
+    ranks = (3, 20, 7, 1, 64)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    gram = random_gram(shape[1])
+    values = np.linalg.svd(matrix.numpy() @ np.linalg.cholesky(gram.numpy()), compute_uv=False) ** 2
+    for rank, found in zip(ranks, low_ranks(matrix, ranks, gram), strict=True):
+        best = float(np.sqrt(values[rank:].sum() / values.sum()))
+        assert found.errors == pytest.approx([best], rel=1e-7, abs=1e-7)
+        assert error(matrix, found.product.numpy(), gram) == pytest.approx(best, rel=1e-6, abs=1e-7)
+        assert np.linalg.matrix_rank(found.product.numpy(), tol=1e-9) <= rank

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.projection import Moments, metric_of, output_error
+from flysurgery.projection import moments as moments_module
 
 
 def correlated(rows: int, n: int = 6, seed: int = 0) -> Tensor:
@@ -42,6 +43,29 @@ def test_a_mean_of_a_million_costs_no_digits() -> None:
 def test_half_precision_rows_are_summed_in_float64() -> None:
     x = correlated(5000).to(torch.bfloat16)
     assert torch.allclose(moments(x, 500).second, x.double().mT @ x.double() / 5000, rtol=1e-12)
+
+
+@pytest.mark.parametrize("stripe", [1, 4, 6, 384])
+def test_stripes_of_the_gram_matrix_make_it_whole(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments_module, "STRIPE", stripe)
+    x = correlated(40)
+    found = moments(x, 10)
+    assert torch.allclose(found.covariance, torch.cov(x.mT, correction=0), rtol=1e-10)
+    assert torch.equal(found.covariance, found.covariance.mT)
+
+
+def test_the_mean_square_of_an_output_is_that_over_its_rows() -> None:
+    x, weight, bias = correlated(50), correlated(4, seed=3), torch.arange(4.0).double()
+    found = moments(x, 10)
+    assert found.mean_square(weight) == pytest.approx(float((x @ weight.mT).square().sum(1).mean()), rel=1e-12)
+    assert found.mean_square(weight, bias) == pytest.approx(float((x @ weight.mT + bias).square().sum(1).mean()), rel=1e-12)
+
+
+def test_rows_stay_as_they_are() -> None:
+    x = correlated(8)
+    before = x.clone()
+    moments(x, 8)
+    assert torch.equal(x, before)
 
 
 def test_permuted_moments_are_those_of_permuted_rows() -> None:

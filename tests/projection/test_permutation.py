@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flysurgery.patterns import Architecture, Pattern, gonon, low_rank, monarch
-from flysurgery.projection import Features, Orders, Side, choose_orders
+from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders, choose_orders_together
 from flysurgery.projection.block_cycling import block_cycling
 from tests.projection.oracle import random_matrix, random_product
 from tests.projection.test_block_cycling import random_gram
@@ -106,3 +106,16 @@ def test_twice_the_same() -> None:
     features = attention(gonon(HIDDEN, HIDDEN))
     one, two = (choose_orders(features, groups=GROUPS, swap_groups=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.orders, two.orders, strict=True)) and one.after == two.after
+
+
+def test_blocks_that_are_searched_together_get_the_orders_that_they_get_alone() -> None:
+    sharings = [
+        Sharing(tuple(hidden_units(monarch(HIDDEN, WIDTH, 4), monarch(WIDTH, HIDDEN, 4)))),
+        Sharing(tuple(attention(monarch(HIDDEN, HIDDEN, 4))), GROUPS, swap_groups=True),
+        Sharing(tuple(hidden_units(low_rank(HIDDEN, WIDTH, 3), low_rank(WIDTH, HIDDEN, 3)))),
+    ]
+    alone = [choose_orders(each.features, groups=each.groups, swap_groups=each.swap_groups) for each in sharings]
+    for one, other in zip(choose_orders_together(sharings), alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.orders, other.orders, strict=True))
+        assert [*one.before, *one.after] == [pytest.approx(errors, rel=1e-9) for errors in (*other.before, *other.after)]
+    assert choose_orders_together([]) == []
