@@ -66,7 +66,7 @@ def draw(records: Sequence[Record], modes: Sequence[str], plot: Path, rows: int)
     """One picture for each mode, named after it."""
     for mode in modes:
         title = f"{records[0]['device']}, {mode}, {rows} rows"
-        draw_boxes(panels(records, mode), plot.with_name(f"{plot.stem}.{mode}{plot.suffix}"), title=title)
+        draw_boxes(panels(records, mode), recipe.of_mode(plot, mode), title=title)
 
 
 if __name__ == "__main__":

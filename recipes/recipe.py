@@ -27,7 +27,7 @@ def arguments(description: str | None, *, modes: str | None = None, seconds: flo
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
     parser.add_argument("--fresh", action="store_true", help="measure all again, and replace the rows in the file")
-    parser.add_argument("--plot", type=Path, help="draw the rows into this file")
+    parser.add_argument("--plot", type=Path, help="draw the rows into this file, or into one for each mode, named after it")
     parser.add_argument("--seed", type=int, default=0)
     if modes is not None:
         parser.add_argument("--modes", default=modes, help="out of fp32, tf32 (CUDA), fp16, bf16, or all")
@@ -41,6 +41,11 @@ def protocol(options: argparse.Namespace, rounds: int) -> Protocol:
     if options.quick:
         return Protocol("graph", 5, options.seconds / 10, options.seed)
     return Protocol("graph", rounds, options.seconds, options.seed)
+
+
+def of_mode(plot: Path, mode: str) -> Path:
+    """Where the picture of one mode goes: ``table.png`` becomes ``table.fp32.png``."""
+    return plot.with_name(f"{plot.stem}.{mode}{plot.suffix}")
 
 
 def table_arguments(description: str | None, *, rows: int | None = None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import recipe
 
-from flysurgery.bench import CANDIDATES, LAUNCHES, PROTOCOLS, LayerSettings, bench_layers, bench_training, draw_ratios
+from flysurgery.bench import CANDIDATES, LAUNCHES, PROTOCOLS, LayerSettings, Record, bench_layers, bench_training, draw_ratios
 from flysurgery.bench.compiled import COMPILED
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
@@ -80,5 +81,12 @@ def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: b
                     bench.add(group, f"training step {group[0].mode}")
     recipe.show(bench, COLUMNS)
     if options.plot is not None:
-        title = f"{options.model}, {options.arch}: time over dense (short black lines: the paper's)"
-        draw_ratios(bench.records, options.plot, group=("protocol", "unit", "mode", "launch"), title=title)
+        draw(bench.records, options.plot, f"{options.model}, {options.arch}")
+
+
+def draw(records: Sequence[Record], plot: Path, what: str) -> None:
+    """One picture for each mode, named after it."""
+    for mode in dict.fromkeys(record["mode"] for record in records):
+        own = [record for record in records if record["mode"] == mode]
+        title = f"{what}, {mode}, {own[0]['device']}: time over dense (short black lines: the paper's)"
+        draw_ratios(own, recipe.of_mode(plot, mode), group=("protocol", "unit", "launch", "compiled"), title=title)

@@ -29,7 +29,7 @@ def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe, t
     linear = by_name["paper", "linear N x N", "layer"]
     assert int(linear["bytes_moved"]) == 4 * (2 * 2 * 16 * 48 + 2 * 288)
     assert int(linear["flops"]) == 2 * 16 * 2 * 2 * 288
-    assert (tmp_path / "bars.png").stat().st_size > 5000
+    assert (tmp_path / "bars.fp32.png").stat().st_size > 5000
     assert "time" not in capsys.readouterr().err
 
 
