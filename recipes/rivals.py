@@ -10,9 +10,13 @@ model's accuracy is no part of this table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import recipe
 
-from flysurgery.bench import bench_rivals, draw_ratios, layer_sizes, measure_ceilings
+from flysurgery.bench import Record, bench_rivals, draw_lines, draw_ratios, layer_sizes, measure_ceilings
+from flysurgery.bench.rivals import CSR
 from flysurgery.cli.bench_show import TIMES
 
 COLUMNS = ("layer", "mode", "candidate", "density", "launch", *TIMES)
@@ -39,8 +43,21 @@ def main() -> None:
                 run.add(bench_rivals(*head, **densities), f"{layer} {mode}")
     recipe.show(run, COLUMNS)
     if options.plot is not None:
-        title = f"{run.records[0]['device']}, {options.rows} rows"
-        draw_ratios(run.records, options.plot, group=("layer", "mode"), title=title)
+        draw(run.records, options.plot, f"{run.records[0]['device']}, {options.rows} rows")
+
+
+def draw(records: Sequence[Record], plot: Path, title: str) -> None:
+    """Bars for each layer, CSR at the butterfly's density; in ``rivals.csr.png`` CSR at all densities."""
+    own = {(record["layer"], record["mode"]): record["density"] for record in records if record["candidate"] == "butterfly"}
+    bars = [each for each in records if each["candidate"] != CSR or each["density"] == own[each["layer"], each["mode"]]]
+    draw_ratios(bars, plot, group=("layer", "mode"), title=title)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if record["candidate"] == CSR and record["ratio_to_dense"]:
+            point = float(record["density"]), float(record["ratio_to_dense"])
+            lines.setdefault(f"{record['layer']}, {record['mode']}", []).append(point)
+    if lines:
+        draw_lines(lines, recipe.of_mode(plot, "csr"), across="share of the weights that is kept", up="time / time of dense", title=title)
 
 
 if __name__ == "__main__":

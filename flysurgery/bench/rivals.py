@@ -19,6 +19,8 @@ from flysurgery.patterns import Architecture, Pattern, low_rank
 
 Run = Callable[[Tensor], Tensor]
 
+CSR = "magnitude pruning, CSR"
+
 DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
 """Shares of weights that magnitude pruning keeps, beside the butterfly's own."""
 
@@ -77,10 +79,9 @@ def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dty
 
 
 def _pruned_csr(dense: nn.Linear, share: float) -> Rival:
-    name = "magnitude pruning, CSR"
     weight = dense.weight.detach()
     if weight.dtype not in (torch.float32, torch.float64):
-        return Rival(name, share, None, None, f"no: PyTorch's CSR products sum in the weights' own dtype, {weight.dtype}, or do not exist")
+        return Rival(CSR, share, None, None, f"no: PyTorch's CSR products sum in the weights' own dtype, {weight.dtype}, or do not exist")
     keep = max(1, round(share * weight.numel()))
     limit = weight.abs().flatten().kthvalue(weight.numel() - keep + 1).values
     pruned = torch.where(weight.abs() >= limit, weight, 0)
@@ -90,7 +91,7 @@ def _pruned_csr(dense: nn.Linear, share: float) -> Rival:
     bias = dense.bias.detach()
     wide, wide_bias = pruned.double(), bias.double()
     run = lambda x: nn.functional.linear(x, stored) + bias  # noqa: E731
-    return Rival(name, share, run, lambda x: x @ wide.T + wide_bias)
+    return Rival(CSR, share, run, lambda x: x @ wide.T + wide_bias)
 
 
 def _semi_structured(dense: nn.Linear) -> Rival:

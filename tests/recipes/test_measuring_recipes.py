@@ -24,8 +24,8 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
     assert more[: len(rows)] == rows and len(more) == 2 * len(rows)
 
 
-def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecipe) -> None:
-    rows = run_recipe("rivals.py", "--rows", "40", "--width", "48", "--modes", "fp32")
+def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    rows = run_recipe("rivals.py", "--rows", "40", "--width", "48", "--modes", "fp32", "--plot", str(tmp_path / "bars.png"))
     square = {row["candidate"]: row for row in rows if row["layer"] == "square"}
     assert {"dense", "dense again", "butterfly", "low rank, two linears", "magnitude pruning, CSR"} <= {
         name for name, row in square.items() if row["median_ms"]
@@ -34,6 +34,8 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecip
     assert "CUDA" in square["2:4 semi-structured"]["status"]
     assert all(float(row["error"]) < 1e-6 for row in square.values() if row["error"])
     assert all(row["status"] for row in rows)
+    for name in ("bars.png", "bars.csr.png"):
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 def test_cpu_tables_hold_int8_beside_the_butterfly(run_recipe: RunRecipe) -> None:
