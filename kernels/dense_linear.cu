@@ -25,7 +25,9 @@
 // Patches: where PATCH_WIDE is not 0, x is images (image, channel, row, column) without gaps, and a row of the product is a patch of PATCH_HIGH x
 // PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row.
 //
-// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), RESIDUAL, PATCH_HIGH, PATCH_WIDE, WARPS, COLUMNS, STAGES.
+// Gated: half of the outputs of a block are a gate's and half the value's at the same places, and y = act(gate) * value, of OUT / 2 columns.
+//
+// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, WARPS, COLUMNS, STAGES.
 // Limits: rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
@@ -42,12 +44,14 @@ constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * (k
 constexpr int kStageBytes = 16 * 128;
 constexpr int kUnitWarps = WGMMA ? 4 : 1, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
 constexpr int kRun = kFloat ? 2 : 4, kHeld = 2 * kRun;  // tiles whose columns of a lane are adjacent, and how many these are: 16 bytes
+constexpr int kHalves = GATED ? 2 : 1, kVectors = kTiles / kRun / kHalves;  // vectors of y that a lane stores
 constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
 constexpr bool kPatches = PATCH_WIDE > 0;
 constexpr int kLine = kPatches ? PATCH_WIDE * kElem : 128;                     // adjacent bytes of a patch
 constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches;
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
-static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % kRun == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
+static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
+static_assert(!GATED || !RESIDUAL, "nothing is added behind a gate");
 
 __device__ __forceinline__ long long first_row(int round, int warp) {
     const long long block = blockIdx.x / kColumnTiles, blocks = gridDim.x / kColumnTiles;
@@ -257,7 +261,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     for (int s = 0; s < STAGES - 1; ++s) staged.load();
 
     const u32 own = weights + (WGMMA ? 0 : ((lane >> 3 & 1) * COLUMNS + (lane >> 4) * 8 + (lane & 7)) * 16);
-    const int column_byte = tile * COLUMNS * kElem + t * 16;
+    const int column_byte = tile * (COLUMNS / kHalves) * kElem + t * 16;
 #pragma unroll 1
     for (int round = 0; first_row(round, warp) < rows; ++round) {
         const long long row = first_row(round, warp) + warp % kUnitWarps * 16 + g;
@@ -278,7 +282,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
             add_batch(sums, operands, own + b * kPanelBytes);
         }
 #pragma unroll
-        for (int v = 0; v < kTiles / kRun; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
             u32 added[2][4] = {};
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -287,19 +291,28 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
 #pragma unroll
                     for (int k = 0; k < 4; ++k) added[h][k] = read.w[k];
                 }
-            float factor[kHeld], shift[kHeld];
+            float factor[kHalves][kHeld], shift[kHalves][kHeld];
 #pragma unroll
-            for (int k = 0; k < kHeld; k += 4) {
-                const u32 at = columns_at + (v * 4 * kHeld + t * kHeld + k) * 4;
-                load_shared(reinterpret_cast<u32*>(factor) + k, at);
-                load_shared(reinterpret_cast<u32*>(shift) + k, at + COLUMNS * 4);
-            }
+            for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+                for (int k = 0; k < kHeld; k += 4) {
+                    const u32 at = columns_at + ((v + half * kVectors) * 4 * kHeld + t * kHeld + k) * 4;
+                    load_shared(reinterpret_cast<u32*>(factor[half]) + k, at);
+                    load_shared(reinterpret_cast<u32*>(shift[half]) + k, at + COLUMNS * 4);
+                }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float out[kHeld], more[kHeld];
                 spread(more, added[h]);
 #pragma unroll
-                for (int e = 0; e < kHeld; ++e) out[e] = activate<ACTIVATION>(fmaf(sums[v * kRun + e / 2][2 * h + e % 2], factor[e], shift[e])) + more[e];
+                for (int e = 0; e < kHeld; ++e) {
+                    auto sum = [&](int half) {
+                        return fmaf(sums[(v + half * kVectors) * kRun + e / 2][2 * h + e % 2], factor[half][e], shift[half][e]);
+                    };
+                    out[e] = activate<ACTIVATION>(sum(0));
+                    if constexpr (GATED) out[e] *= sum(1);
+                    out[e] += more[e];
+                }
                 Vector<16> packed;
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
@@ -307,7 +320,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
                     else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
                 }
                 if (row + h * 8 < rows)
-                    *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT * kElem) + column_byte + v * 64) = packed;
+                    *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT / kHalves * kElem) + column_byte + v * 64) = packed;
             }
         }
     }

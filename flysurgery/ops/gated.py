@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
+from flysurgery.ops.cuda.dense import dense_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.gated import gated_obstacle
 from flysurgery.ops.cuda.gated_linear import gated_linear_obstacle
@@ -23,13 +24,19 @@ def gated_hidden(
 ) -> Tensor:  # shape: (*batch, hidden)
     """``activation(gate(norm(x))) * value(norm(x))`` where ``gated_reason`` has none against it.
 
-    Factors in one launch, with the norm where that fits as well; other layers by launches of their own, and one for the gate.
+    Factors in one launch, with the norm where that fits as well, and dense layers in one behind the norm's; others by launches of their
+    own and one for the gate.
     """
     if _in_one_launch(x, norm is not None, up, activation):
         return _fused(x, norm, up, activation)
     entering = normed(x, norm)
     if _in_one_launch(x, False, up, activation):
         return _fused(entering, None, up, activation)
+    if _dense_in_one_launch(x, up, activation):
+        weights, biases = [member.weight for member in up.members if isinstance(member, Dense)], _biases(up)
+        mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+        y = torch.ops.flysurgery.dense_gated(entering.reshape(-1, x.shape[-1]), weights, biases, up.gate, activation, mode)
+        return y.view(*x.shape[:-1], y.shape[-1])
     outputs = [multiplied(entering, member) for member in up.members]
     parts = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
     gate, value = (part.flatten(0, -2) for part in (parts[up.gate], parts[1 - up.gate]))
@@ -39,9 +46,8 @@ def gated_hidden(
 def _fused(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Tensor:
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     factors = [factor for member in up.members if isinstance(member, FusedFactors) for factor in member.factors]
-    biases = [member.bias for member in up.members if member.bias is not None]
     mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
-    y = torch.ops.flysurgery.gated_linear(x.reshape(-1, x.shape[-1]), *parts, factors, biases, up.gate, activation, mode)
+    y = torch.ops.flysurgery.gated_linear(x.reshape(-1, x.shape[-1]), *parts, factors, _biases(up), up.gate, activation, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -51,8 +57,20 @@ def _in_one_launch(x: Tensor, norm: bool, up: Gated, activation: str) -> bool:
     if len(factors) < len(up.members) or mode is None:
         return False
     shapes = [tuple(tuple(factor.shape) for factor in member.factors) for member in factors]
-    alike = all(each == shapes[0] for each in shapes) and len({member.bias is None for member in factors}) == 1
+    alike = all(each == shapes[0] for each in shapes) and len(_biases(up)) in (0, len(factors))
     return alike and _gated_linear_obstacle(shapes[0], len(factors), mode, activation, norm, x.device.index) is None
+
+
+def _dense_in_one_launch(x: Tensor, up: Gated, activation: str) -> bool:
+    """Whether the dense kernel takes the layers: dense ones, with a bias each or none."""
+    mode, dense = mode_of(x.dtype, allow_tf32=tf32_allowed()), all(isinstance(member, Dense) for member in up.members)
+    if not dense or mode is None or len(_biases(up)) not in (0, len(up.members)):
+        return False
+    return _dense_gated_obstacle(up.sizes[0], 2 * up.sizes[1], mode, activation, x.device.index) is None
+
+
+def _biases(up: Gated) -> list[Tensor]:
+    return [member.bias for member in up.members if member.bias is not None]
 
 
 def gated_reason(x: Tensor, up: Gated, activation: str) -> str | None:
@@ -78,3 +96,8 @@ def _gated_linear_obstacle(
     shapes: tuple[tuple[int, ...], ...], linears: int, mode: str, activation: str, norm: bool, device_index: int
 ) -> str | None:
     return device_obstacle(device_index) or gated_linear_obstacle(shapes, linears, mode, activation, norm, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _dense_gated_obstacle(inputs: int, outputs: int, mode: str, activation: str, device_index: int) -> str | None:
+    return device_obstacle(device_index) or dense_obstacle(inputs, outputs, mode, activation, device_index, gated=True)

@@ -1,4 +1,4 @@
-"""A dense linear with its epilogue in one launch, ``residual + activation(scale * (x Wᵀ + bias))``, also of the patches of images."""
+"""A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch: also gated, or of the patches of images."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class DenseTiling:
         columns: outputs of a block, whose weights it keeps in shared memory.
         stages: batches of x in shared memory, a warp.
         wgmma: whether products are made by warpgroups.
+        gated: whether half of a block's outputs are a gate's, and half the value's at the same places.
     """
 
     in_features: int
@@ -41,6 +42,7 @@ class DenseTiling:
     columns: int
     stages: int
     wgmma: bool
+    gated: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -85,6 +87,7 @@ class DenseTiling:
             "MODE": _MODES.index(self.mode),
             "WGMMA": int(self.wgmma),
             "ACTIVATION": ACTIVATIONS.index(activation),
+            "GATED": int(self.gated),
             "RESIDUAL": int(residual),
             "PATCH_HIGH": patch[0],
             "PATCH_WIDE": patch[1],
@@ -94,7 +97,7 @@ class DenseTiling:
         }
 
 
-def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, wgmma: bool) -> DenseTiling | str:
+def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, wgmma: bool, gated: bool = False) -> DenseTiling | str:
     """The tiling for a layer, or why there is none: the widest column tile, to at most 128, beside which 12 warps keep 3 batches each.
 
     Fewer warps or batches only where not even the narrowest tile leaves room for them.
@@ -102,23 +105,24 @@ def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: i
     if mode not in _MODES:
         return f"the dense kernel has no mode '{mode}', only {', '.join(_MODES)}"
     tile = DenseTiling(in_features, out_features, mode, 0, 0, 0, wgmma)
-    if in_features % tile.batch or out_features % (8 * tile.run):
-        return f"the dense kernel takes multiples of {tile.batch} inputs and {8 * tile.run} outputs, got {in_features} and {out_features}"
-    widths = [columns for columns in range(_WIDEST, 0, -8 * tile.run) if out_features % columns == 0]
+    unit = 8 * tile.run * (2 if gated else 1)
+    if in_features % tile.batch or out_features % unit:
+        return f"the dense kernel takes multiples of {tile.batch} inputs and {unit} outputs, got {in_features} and {out_features}"
+    widths = [columns for columns in range(_WIDEST, 0, -unit) if out_features % columns == 0]
     for warps, batches in ((12, (4, 3)), (8, (4, 3)), (4, (4, 3, 2))):
         for columns in widths:
             for stages in batches:
-                tile = DenseTiling(in_features, out_features, mode, warps, columns, stages, wgmma)
+                tile = DenseTiling(in_features, out_features, mode, warps, columns, stages, wgmma, gated)
                 if tile.shared_bytes <= shared_limit and tile.registers * warps * 32 <= 65536:
                     return tile
     return f"the weights of {in_features} inputs of the narrowest tile exceed {shared_limit} bytes of shared memory"
 
 
-def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int) -> str | None:
-    """Why the kernel cannot run a dense layer; None where it can."""
+def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int, gated: bool = False) -> str | None:
+    """Why the kernel cannot run a dense layer, or a gate and a value of so many outputs together; None where it can."""
     if activation not in ACTIVATIONS:
         return f"the dense kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    tile = _tiling(in_features, out_features, mode, device_index)
+    tile = _tiling(in_features, out_features, mode, device_index, gated)
     return tile if isinstance(tile, str) else None
 
 
@@ -145,6 +149,57 @@ def run_dense(
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     return _launch(x, x.shape, weight, bias, activation, residual, scale, mode, (0, 0), (*strides, 0))
+
+
+def run_dense_gated(
+    x: Tensor,  # shape: (rows, in_features)
+    weights: Sequence[Tensor],  # shapes: (out_features, in_features) of gate and value, or (2 * out_features, in_features) of both
+    biases: Sequence[Tensor],  # shapes: (out_features,), or (2 * out_features,) of both, or none
+    gate: int,
+    activation: str,
+    mode: str,
+) -> Tensor:  # shape: (rows, out_features)
+    """``activation(gate) * value`` in one launch on the current stream; sums and epilogue are float32.
+
+    ``gate`` is the index of the gate among the two weights, or among the halves of the one.
+
+    Raises:
+        BackendError: as ``run_dense``.
+    """
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_dense_gated(x, weights, biases, gate, activation, mode)
+    x = readable(x)
+    rows, in_features = x.shape
+    outputs = sum(weight.shape[0] for weight in weights)
+    y = x.new_empty((rows, outputs // 2))
+    if rows == 0:
+        return y
+    tile = _tiling(in_features, outputs, mode, device_index, True)
+    if isinstance(tile, str):
+        raise BackendError(tile)
+
+    def make() -> tuple[Tensor, ...]:
+        weight, bias = (_in_turn(tile, parts, gate) if parts else None for parts in (weights, biases))
+        assert weight is not None
+        return pack_dense(tile, weight, bias, None)
+
+    image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make)
+    _kernel(tile, activation, False, (0, 0), device_index).launch(
+        (tile.blocks(rows, torch.cuda.get_device_properties(device_index).multi_processor_count), 1, 1),
+        (32 * tile.warps, 1, 1),
+        tile.shared_bytes,
+        current_stream(device_index),
+        *(x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0),
+    )
+    return y
+
+
+def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
+    """Outputs of the gate and of the value in turn, half a block's columns each."""
+    halves = torch.cat([part.detach() for part in parts]).unflatten(0, (2, -1, tile.columns // 2))
+    return torch.stack((halves[gate], halves[1 - gate]), dim=1).flatten(0, 2)
 
 
 def patches_obstacle(high: int, wide: int, channels: int, features: int, mode: str, device_index: int) -> str | None:
@@ -194,7 +249,7 @@ def _launch(
     if rows == 0:
         return y
     device_index = x.device.index
-    tile = _tiling(in_features, weight.shape[0], mode, device_index)
+    tile = _tiling(in_features, weight.shape[0], mode, device_index, False)
     if isinstance(tile, str):
         raise BackendError(tile)
     sources = tuple(part for part in (weight, bias, scale) if part is not None)
@@ -235,8 +290,8 @@ def pack_dense(
 
 
 @lru_cache(maxsize=256)
-def _tiling(in_features: int, out_features: int, mode: str, device_index: int) -> DenseTiling | str:
-    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), device_arch(device_index) == "sm_90a")
+def _tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
+    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), device_arch(device_index) == "sm_90a", gated)
 
 
 @lru_cache(maxsize=256)
@@ -250,6 +305,10 @@ def _fake_dense(
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
+def _fake_dense_gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], gate: int, activation: str, mode: str) -> Tensor:
+    return x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights) // 2))
+
+
 def _fake_patches(images: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
     count, _, height, width = images.shape
     return images.new_empty((count * (height // weight.shape[2]) * (width // weight.shape[3]), weight.shape[0]))
@@ -259,6 +318,9 @@ _library = torch.library.Library("flysurgery", "FRAGMENT")
 _library.define("dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor")
 _library.impl("dense_linear", run_dense, "CUDA")
 torch.library.register_fake("flysurgery::dense_linear", _fake_dense, lib=_library)
+_library.define("dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor")
+_library.impl("dense_gated", run_dense_gated, "CUDA")
+torch.library.register_fake("flysurgery::dense_gated", _fake_dense_gated, lib=_library)
 _library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, str mode) -> Tensor")
 _library.impl("dense_patches", run_patches, "CUDA")
 torch.library.register_fake("flysurgery::dense_patches", _fake_patches, lib=_library)

@@ -34,3 +34,15 @@ def test_patches_compile(arch: str, mode: str, side: int) -> None:
     compiled = compile_cubin("dense_linear.cu", tile.defines("none", residual=False, patch=(side, side)), arch=arch, name="dense_linear")
     assert compiled.spill_bytes <= (SPILL_BYTES if side == 8 else 0)
     assert compiled.serialized == ()
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize(
+    ("in_features", "hidden", "mode"), [(192, 512, "fp16"), (384, 1024, "fp32"), (768, 2048, "bf16"), (384, 1024, "tf32")]
+)
+def test_a_gate_and_a_value_compile(arch: str, in_features: int, hidden: int, mode: str) -> None:
+    tile = dense_tiling(in_features, 2 * hidden, mode, SHARED_BYTES[arch], arch == "sm_90a", gated=True)
+    assert isinstance(tile, DenseTiling), tile
+    compiled = compile_cubin("dense_linear.cu", tile.defines("silu", residual=False), arch=arch, name="dense_linear")
+    assert compiled.spill_bytes == 0
+    assert compiled.serialized == ()

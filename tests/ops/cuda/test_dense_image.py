@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling, pack_dense
+from flysurgery.ops.cuda.dense import DenseTiling, _in_turn, dense_tiling, pack_dense
 
 SHARED_BYTES = 163 * 1024
 
@@ -41,6 +41,22 @@ def test_the_image_holds_the_product(mode: str, in_features: int, out_features: 
     read = image.view(torch.bfloat16 if mode == "bf16" else torch.float16).double().numpy()
     expected = scale.double() * (weight.double() @ x.double() + bias.double())
     np.testing.assert_array_equal(result(x.double().numpy(), tile, read, columns.double().numpy()), expected.numpy())
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp32"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("gate", [0, 1])
+def test_each_block_has_columns_of_the_gate_and_of_the_value(mode: str, parts: int, gate: int) -> None:
+    tile = dense_tiling(64, 768, mode, SHARED_BYTES, wgmma=False, gated=True)
+    assert isinstance(tile, DenseTiling), tile
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randint(-3, 4, shape, generator=generator).float() for shape in ((768, 64), (768,), (64,)))
+    in_turn = [_in_turn(tile, whole.chunk(parts), gate) for whole in (weight, bias)]
+    image, columns = pack_dense(tile, *in_turn, None)
+    y = result(x.double().numpy(), tile, image.view(torch.float16).double().numpy(), columns.double().numpy())
+    halves = y.reshape(-1, 2, tile.columns // 2).swapaxes(0, 1).reshape(2, -1)
+    expected = (weight.double() @ x.double() + bias.double()).numpy().reshape(2, -1)
+    np.testing.assert_array_equal(halves, expected[[gate, 1 - gate]])
 
 
 def test_halves_of_a_pair_add_up() -> None:
