@@ -41,7 +41,8 @@ def ffn(
     """``x + scale * down(inner(activation(up(norm(x)))))``, without ``x +`` where ``residual`` is false.
 
     Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation. One launch where a kernel takes the whole
-    block; else one for each norm and each linear, with activation, scale and residual in them, and one for the product with a gate.
+    block; else one for the norm and what stands behind it with the activation, or one for each, and one for the last layer with scale and
+    residual, behind one for a norm before it.
     Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and residual are
     float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
 
@@ -60,8 +61,15 @@ def ffn(
         rows = x.reshape(-1, x.shape[-1])
         y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
         return y.view(*x.shape[:-1], y.shape[-1])
-    hidden = gated_hidden(x, norm, up, activation) if isinstance(up, Gated) else linear_epilogue(normed(x, norm), up, activation)
+    hidden = gated_hidden(x, norm, up, activation) if isinstance(up, Gated) else _activated(x, norm, up, activation)
     return _added(normed(hidden, inner), down, x if residual else None, scale)
+
+
+def _activated(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> Tensor:
+    """``activation(up(norm(x)))``, in one launch where the fused kernel takes the norm as well."""
+    if norm is not None and isinstance(up, FusedFactors) and _in_one_launch(x, [up]):
+        return _fused_norm_linear(x, norm, [up], activation)
+    return linear_epilogue(normed(x, norm), up, activation)
 
 
 def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -121,12 +129,8 @@ def norm_linear(
     if obstacle is not None:
         raise BackendError(obstacle)
     factors = [member for member in group if isinstance(member, FusedFactors)]
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
-    if factors and mode is not None and _in_one_launch(factors, mode, x.device.index):
-        flat, biases = [factor for member in factors for factor in member.factors], [m.bias for m in factors if m.bias is not None]
-        rows = x.reshape(-1, x.shape[-1])
-        y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, flat, biases, len(factors), mode)
-        return y.view(*x.shape[:-1], y.shape[-1])
+    if factors and _in_one_launch(x, factors):
+        return _fused_norm_linear(x, norm, factors, "none")
     entering = normed(x, norm)
     if len(group) == 1 and isinstance(group[0], Dense):
         dense = group[0]
@@ -136,11 +140,18 @@ def norm_linear(
     return ks_linear_group(entering, [member.factors for member in factors], [member.bias for member in factors])
 
 
-def _in_one_launch(group: Sequence[FusedFactors], mode: str, device_index: int) -> bool:
+def _in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
     """Whether the fused kernel takes the linears with their norm: linears of one architecture, with a bias each or none."""
-    shapes, biased = _shapes(group[0]), group[0].bias is not None
+    shapes, biased, mode = _shapes(group[0]), group[0].bias is not None, mode_of(x.dtype, allow_tf32=tf32_allowed())
     alike = all(_shapes(member) == shapes and (member.bias is not None) == biased for member in group)
-    return alike and _norm_linear_obstacle(shapes, mode, len(group), device_index) is None
+    return alike and mode is not None and _norm_linear_obstacle(shapes, mode, len(group), x.device.index) is None
+
+
+def _fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], activation: str) -> Tensor:
+    rows, mode = x.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
+    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
+    y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:

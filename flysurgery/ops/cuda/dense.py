@@ -1,4 +1,4 @@
-"""A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch: also gated, or of the patches of images."""
+"""A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch; also gated, or of image patches."""
 
 from __future__ import annotations
 

@@ -58,9 +58,10 @@ def run_norm_linear(
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
     biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
     linears: int,
+    activation: str,
     mode: str,
 ) -> Tensor:  # shape: (rows, linears * out_features)
-    """The linears' outputs for the normalized rows, side by side, in one launch on the current stream.
+    """The linears' activated outputs for the normalized rows, side by side, in one launch on the current stream.
 
     The norm's weight is multiplied into the right factors and its bias sent through the factors into the biases, both before they
     are rounded.
@@ -71,7 +72,7 @@ def run_norm_linear(
     device_index = x.device.index
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
-            return run_norm_linear(x, weight, bias, eps, factors, biases, linears, mode)
+            return run_norm_linear(x, weight, bias, eps, factors, biases, linears, activation, mode)
     found = _norm_linears(tuple(factor.shape for factor in factors[:2]), mode, linears, device_index, rows_bucket(x.shape[0]))
     meet(found, x)
     sources = (*factors, *biases, *(part for part in (weight, bias) if part is not None))
@@ -82,7 +83,7 @@ def run_norm_linear(
         return (image,) if offset is None else (image, offset.to(dtype_of(mode)))
 
     packed = derived((found, weight is None, bias is None, len(biases)), sources, make)
-    return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, eps=eps)
+    return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, activation=activation, eps=eps)
 
 
 def fold(
@@ -114,6 +115,7 @@ def _fake_norm_linear(
     factors: Sequence[Tensor],
     biases: Sequence[Tensor],
     linears: int,
+    activation: str,
     mode: str,
 ) -> Tensor:
     return x.new_empty((x.shape[0], linears * architecture_of(factors[:2]).out_features))
@@ -121,7 +123,8 @@ def _fake_norm_linear(
 
 _library = torch.library.Library("flysurgery", "FRAGMENT")
 _library.define(
-    "norm_linear(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor"
+    "norm_linear(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor[] factors, Tensor[] biases, int linears, str activation, "
+    "str mode) -> Tensor"
 )
 _library.impl("norm_linear", run_norm_linear, "CUDA")
 torch.library.register_fake("flysurgery::norm_linear", _fake_norm_linear, lib=_library)

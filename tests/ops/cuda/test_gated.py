@@ -128,6 +128,16 @@ def test_reasons() -> None:
     assert "as many outputs" in str(ffn_reason(x, None, uneven, dense(768, 384, torch.float16), "silu"))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_operators_are_well_behaved(packed: bool) -> None:
+    x, count = normal(70, 384, dtype=torch.float16), 1 if packed else 2
+    factors = [factor for _ in range(count) for factor in layer(monarch(2048 // count, 384, 4), torch.float16).factors]
+    dense_layers = [dense(384, 2048 // count, torch.float16) for _ in range(count)]
+    weights, biases = [each.weight for each in dense_layers], [each.bias for each in dense_layers]
+    torch.library.opcheck(torch.ops.flysurgery.gated_linear.default, (x, None, None, 1e-6, factors, biases, 1, "silu", "fp16"))
+    torch.library.opcheck(torch.ops.flysurgery.dense_gated.default, (x, weights, biases, 0, "gelu", "fp16"))
+
+
 def hidden_of(gate: Tensor, value: Tensor) -> Tensor:
     return torch.ops.flysurgery.gated(gate, value, "silu")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from flysurgery.ops import FusedFactors, Norm, composed
 from flysurgery.ops.cuda import norm_linear
@@ -58,9 +59,9 @@ class Emulated:
         self.pairs = [tuple(factor.float() for factor in pair) for pair in linears]
         return torch.zeros(1)
 
-    def run(self, x: Tensor, image: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    def run(self, x: Tensor, image: Tensor, bias: Tensor | None, *, activation: str, eps: float) -> Tensor:
         y = composed.norm_linear(x, Norm(None, None, eps), [FusedFactors(tuple(pair)) for pair in self.pairs])
-        return y if bias is None else y + bias
+        return composed.ACTIVATIONS[activation](y if bias is None else y + bias)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -77,9 +78,10 @@ def test_the_operator_hands_everything_to_the_kernel(biased: bool, affine: bool,
     x = drawn(32, 64).float()
     biases = [member.bias for member in group if member.bias is not None]
     with recording() as met:
-        y = run_norm_linear(x, norm.weight, norm.bias, norm.eps, factors, biases, 3, "fp32")
+        y = run_norm_linear(x, norm.weight, norm.bias, norm.eps, factors, biases, 3, "silu", "fp32")
     assert [rows for _, rows in met] == [32]
     wide = [FusedFactors(tuple(f.double() for f in m.factors), None if m.bias is None else m.bias.double()) for m in group]
     weight, shift = (None if part is None else part.double() for part in (norm.weight, norm.bias))
     exact = Norm(weight, shift, norm.eps)
-    assert_epilogue_comparable(y, composed.norm_linear(x, norm, group), composed.norm_linear(x.double(), exact, wide), FP32)
+    yardstick, truth = silu(composed.norm_linear(x, norm, group)), silu(composed.norm_linear(x.double(), exact, wide))
+    assert_epilogue_comparable(y, yardstick, truth, FP32)
