@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import flysurgery
+from flysurgery.inference import clock
 from flysurgery.inference.look import look
 from tests.inference.models import ready
 from tests.inference.test_optimize import SMALL
-from tests.support.tolerance import assert_equal
+from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 
 WIDTH, HIDDEN = 16, 32
 
@@ -138,3 +140,21 @@ def test_an_active_dropout_is_no_group(called: list[str]) -> None:
     fused = {row.fqn for row in flysurgery.optimize(model).fused}
     assert "blocks.0.mlp.fc2" not in fused
     assert "blocks.1.mlp.fc2" in fused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "eva02_base_patch14_224", "vit_giant_patch14_dinov2"])
+def test_on_a_gpu_whole_models_keep_their_outputs(monkeypatch: pytest.MonkeyPatch, name: str, convert: bool, dtype: torch.dtype) -> None:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 2, "num_heads": 3, "num_classes": 64}
+    model = ready(timm.create_model(name, **sizes), convert=convert).cuda().to(dtype)  # pyright: ignore[reportArgumentType]
+    x = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))  # whatever is faster here
+    with torch.no_grad():
+        truth, before = copy.deepcopy(model).double()(x.double()), model(x)
+        report = flysurgery.optimize(model, x)
+        assert sum(row.group == "ffn" for row in report.fused) == 2
+        assert_epilogue_comparable(model(x), before, truth, OF_DTYPE[dtype])
+        report.restore()
+        assert_equal(model(x), before)
