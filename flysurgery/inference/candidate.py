@@ -18,7 +18,7 @@ Shapes = tuple[tuple[int, ...], ...]
 class Candidate:
     """One group: its kind, the name of its last linear, its fused module, and the shapes of the inputs that this takes.
 
-    ``reason`` says why the group is left as it is; None where it is fused.
+    ``reason`` says why the group is left as it is; None where it is fused. ``launches`` names what its launches compute.
     """
 
     group: str
@@ -28,6 +28,7 @@ class Candidate:
     reason: Reason | None = None
     plain_ms: float | None = None
     fused_ms: float | None = None
+    launches: tuple[str, ...] = ()
 
 
 def decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
@@ -37,7 +38,9 @@ def decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measu
     """
     with torch.no_grad():
         # Without data: the answer follows from shapes, dtypes and the device.
-        obstacle = candidate.step.obstacle(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
+        inputs = [torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes]
+        obstacle = candidate.step.obstacle(*inputs)
+        candidate.launches = candidate.step.launches(*inputs) if obstacle is None else ()
         if obstacle is not None:
             candidate.reason = Reason("no-kernel", obstacle)
         elif device.type != "meta":

@@ -85,7 +85,7 @@ def _decide(place: Place, dtype: torch.dtype, device: torch.device, measured: di
 
 def _row(candidate: Candidate) -> OptimizeRow:
     status = "fused" if candidate.reason is None else "left"
-    return OptimizeRow(candidate.fqn, candidate.group, status, candidate.reason, candidate.plain_ms, candidate.fused_ms)
+    return OptimizeRow(candidate.fqn, candidate.group, status, candidate.reason, candidate.plain_ms, candidate.fused_ms, candidate.launches)
 
 
 def _place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -11,7 +11,7 @@ from torch import nn
 from flysurgery.inference.restoring import restore
 from flysurgery.surgery import Reason, grouped, text_table
 
-HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not")
+HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class OptimizeRow:
     """One group, by the name of its last linear or convolution, or of the attention module.
 
     ``group`` is "qkv", "attention", "attn_out", "ffn" or "patches"; ``status`` "fused" or "left". The milliseconds are those
-    of one call, None where nothing was measured.
+    of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute, empty where that is not
+    told.
     """
 
     fqn: str
@@ -28,6 +29,7 @@ class OptimizeRow:
     reason: Reason | None
     plain_ms: float | None
     fused_ms: float | None
+    launches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class OptimizeReport:
         head = f"fused {len(self.fused)} of {len(self.rows)} groups for {self.device} in {self.dtype}, in {self.seconds:.1f} s"
         if self.whole_ms is not None:
             head += f"; one forward took {self.whole_ms[0]:.3g} ms before and takes {self.whole_ms[1]:.3g} ms now"
-        groups = grouped(self.rows, lambda row: row.fqn, lambda row: (row.group, row.status, row.reason))
+        groups = grouped(self.rows, lambda row: row.fqn, lambda row: (row.group, row.status, row.reason, row.launches))
         lines = [_line(name, members) for name, members in groups]
         return "\n\n".join([head, text_table(HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
 
@@ -70,5 +72,5 @@ class OptimizeReport:
 def _line(name: str, rows: Sequence[OptimizeRow]) -> tuple[str, ...]:
     first = rows[0]
     times = ["" if value is None else f"{value:.3g}" for value in (first.plain_ms, first.fused_ms)]
-    why = "" if first.reason is None else f"{first.reason.code}: {first.reason.text}"
+    why = " | ".join(first.launches) if first.reason is None else f"{first.reason.code}: {first.reason.text}"
     return (name, str(len(rows)), first.group, first.status, *times, why)

@@ -27,6 +27,10 @@ class Step(nn.Module):
         """Why the kernel cannot compute the group for these inputs; None where it can."""
         raise NotImplementedError
 
+    def launches(self, x: Tensor, *others: Tensor) -> tuple[str, ...]:
+        """What the launches of the fused group compute, one after the other, where there is no obstacle; empty where that is not told."""
+        return ()
+
     def likeness(self) -> tuple[object, ...]:
         """What tells apart groups that take different times, besides the sizes of their inputs."""
         raise NotImplementedError
@@ -55,6 +59,9 @@ class NormLinear(Step):
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
         group = kernels.group_of(self.linear)
         return UNKNOWN if group is None else ops.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
+
+    def launches(self, x: Tensor, *others: Tensor) -> tuple[str, ...]:
+        return ops.norm_linear_launches(x, kernels.norm_of(self.norm, self.eps), kernels.group_of(self.linear) or ())
 
     def likeness(self) -> tuple[object, ...]:
         return _shapes(self.norm, self.linear)
@@ -138,6 +145,10 @@ class FeedForward(Step):
     def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
         operands = self._operands(x)
         return UNKNOWN if operands is None else ops.ffn_reason(*operands)
+
+    def launches(self, x: Tensor, *others: Tensor) -> tuple[str, ...]:
+        operands = self._operands(x)
+        return () if operands is None else ops.ffn_launches(*operands)
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)

@@ -8,10 +8,12 @@ from flysurgery.ops.group import ks_linear_group as ks_linear_group
 from flysurgery.ops.inference import attention as attention
 from flysurgery.ops.inference import attention_reason as attention_reason
 from flysurgery.ops.inference import ffn as ffn
+from flysurgery.ops.inference import ffn_launches as ffn_launches
 from flysurgery.ops.inference import ffn_reason as ffn_reason
 from flysurgery.ops.inference import linear_residual as linear_residual
 from flysurgery.ops.inference import linear_residual_reason as linear_residual_reason
 from flysurgery.ops.inference import norm_linear as norm_linear
+from flysurgery.ops.inference import norm_linear_launches as norm_linear_launches
 from flysurgery.ops.inference import norm_linear_reason as norm_linear_reason
 from flysurgery.ops.inference import patch_embedding as patch_embedding
 from flysurgery.ops.inference import patch_embedding_reason as patch_embedding_reason

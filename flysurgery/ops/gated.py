@@ -43,6 +43,16 @@ def gated_hidden(
     return torch.ops.flysurgery.gated(gate, value, activation).view(*x.shape[:-1], gate.shape[-1])
 
 
+def gated_launches(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> tuple[str, ...]:
+    """What the launches of ``gated_hidden`` compute, one after the other; a product of factors may take one for each."""
+    if _in_one_launch(x, norm is not None, up, activation):
+        return ("gate and value" if norm is None else "norm, gate and value",)
+    before = () if norm is None else ("norm",)
+    if _in_one_launch(x, False, up, activation) or _dense_in_one_launch(x, up, activation):
+        return (*before, "gate and value")
+    return (*before, *(("gate", "value") if len(up.members) == 2 else ("both halves",)), "their product")
+
+
 def _fused(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Tensor:
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     factors = [factor for member in up.members if isinstance(member, FusedFactors) for factor in member.factors]

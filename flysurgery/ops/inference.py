@@ -20,7 +20,7 @@ from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
-from flysurgery.ops.gated import gated_hidden, gated_reason, multiplied
+from flysurgery.ops.gated import gated_hidden, gated_launches, gated_reason, multiplied
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
@@ -79,6 +79,34 @@ def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor 
     y = multiplied(hidden, down)
     y = y if scale is None else y * scale.to(y.dtype)
     return y if residual is None else residual + y
+
+
+def ffn_launches(
+    x: Tensor,
+    norm: Norm | None,
+    up: Linear | Gated,
+    down: Linear,
+    activation: str = "gelu",
+    scale: Tensor | None = None,
+    residual: bool = True,
+    inner: Norm | None = None,
+) -> tuple[str, ...]:
+    """What the launches of ``ffn`` compute, one after the other, where ``ffn_reason`` has none against it."""
+    if isinstance(up, Gated):
+        first = gated_launches(x, norm, up, activation)
+    elif (
+        isinstance(down, FusedFactors)
+        and isinstance(up, FusedFactors)
+        and _whole_obstacle(x, up, down, activation, residual, inner) is None
+    ):
+        return ("the whole block",)
+    elif norm is not None and isinstance(up, FusedFactors) and _in_one_launch(x, [up]):
+        first = ("norm, up and activation",)
+    else:
+        first = (*(() if norm is None else ("norm",)), "up and activation")
+    last = ["down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
+    together = epilogue_reason(down, x.dtype, x.device) is None
+    return (*first, *(() if inner is None else ("inner norm",)), *([" and ".join(last)] if together else last))
 
 
 def ffn_reason(
@@ -152,6 +180,12 @@ def _fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], act
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
     y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
+    """What the launches of ``norm_linear`` compute, one after the other, where ``norm_linear_reason`` has none against it."""
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    return ("norm and linear",) if factors and _in_one_launch(x, factors) else ("norm", "linear")
 
 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:

@@ -79,6 +79,9 @@ def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, conve
     before = model(x)
     report = flysurgery.optimize(model, x)
     assert [row.group for row in report.fused] == ["ffn"]
+    launches = report.fused[0].launches  # without a device no kernel takes anything together
+    assert launches[0] == "norm" and launches[-1] == "down" and ("inner norm" in launches) == ("norm" in kind)
+    assert " | ".join(launches) in str(report)
     assert_equal(model(x), before)
     assert called == ["ffn"]
     assert report.restore() > 0
