@@ -1,6 +1,6 @@
 // y = act(x (K1 K2)^T + bias) + residual in one launch: x is read once, y is written once, the intermediate u = x K2^T
-// never leaves the warp that made it. With GATED y = act(gate) * value of two such products, which may have u in common; with SCALED
-// what the activation takes is multiplied by a vector first, which lies behind the bias.
+// never leaves the warp that made it. With GATED the outputs are a gate and a value, and y = act(gate) * value; with SCALED what the
+// activation takes is multiplied by a vector first, which lies behind the bias.
 //
 //   u[(i2*B2 + p2)*D2 + j2]            = sum_q x[(i2*C2 + q)*D2 + j2] * K2[i2,p2,q,j2]         stage 1, groups (i2,j2)
 //   y[((g*A1 + i1)*B1 + p)*D1 + j1]    = sum_q u[(i1*C1 + q)*D1 + j1] * K1[g][i1,p,q,j1]       stage 2, classes (i1,j1)
@@ -61,7 +61,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     const u32 staged_all = ring + SLOTS * kSlot;
     const u32 u_all = staged_all + WARPS * STAGES * kStageBytes;
     const u32 bias_at = u_all + WARPS * kUBytes;
-    const u32 full = bias_at + kBiases * kElem;
+    const u32 full = bias_at + kOutFeatures * kElem;
     const u32 left_all = full + 8 * SLOTS;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // warp-uniform for the compiler
     const long long rows_of_round = (long long)kUnitRows * kUnits * gridDim.x;
@@ -77,7 +77,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    for (int b = threadIdx.x * 4; b < kBiases * kElem; b += 128 * WARPS) {
+    for (int b = threadIdx.x * 4; b < kOutFeatures * kElem; b += 128 * WARPS) {
         store_shared(bias_at + b, bias ? *reinterpret_cast<const u32*>(bias + b) : 0);
     }
     __syncthreads();
@@ -343,22 +343,20 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         constexpr int kLaneStride = kWhole ? kStore : kRun * kElem, kPlaceStride = kWhole ? 4 * kStore : kStore;
         const u32 y_lane = g * kRowOfY + t * kLaneStride;
 #pragma unroll
-        for (int gi = 0; gi < kProducts / kHalves * A1; ++gi) {  // linear, or gate and value together, and block i1
-            float down[kHalves][2 * MT][2] = {};  // the scale undone, in two steps since one may leave float32's range
+        for (int gi = 0; gi < GROUPS * A1; ++gi) {  // linear and block i1
+            float down[2 * MT][2] = {};  // the scale undone, in two steps since one may leave float32's range
             if constexpr (kFloat) {
 #pragma unroll
-                for (int n = 0; n < kHalves * 2 * MT; ++n) {
-                    const int half = n / (2 * MT), mh = n % (2 * MT);
-                    const int e = -(u_exponent[mh / 2][mh % 2] + reinterpret_cast<const int*>(image)[gi / A1 + half]);
-                    down[half][mh][0] = power(e / 2);
-                    down[half][mh][1] = power(e - e / 2);
+                for (int mh = 0; mh < 2 * MT; ++mh) {
+                    const int e = -(u_exponent[mh / 2][mh % 2] + reinterpret_cast<const int*>(image)[gi / A1]);
+                    down[mh][0] = power(e / 2);
+                    down[mh][1] = power(e - e / 2);
                 }
             }
             for (int panel = 0; panel < kColumnPanels; ++panel) {
-                float acc[kHalves][D1][MT][kTiles2][4] = {};
+                float acc[D1][MT][kTiles2][4] = {};
 #pragma unroll
-                for (int n = 0; n < kHalves * D1; n += PANEL_CLASSES) {
-                    const int half = n / D1, j0 = n % D1, linear = (gi / A1 + half) % GROUPS;
+                for (int j0 = 0; j0 < D1; j0 += PANEL_CLASSES) {
                     const u32 address = panels.next() + matrix2;
 #pragma unroll
                     for (int j = j0; j < j0 + PANEL_CLASSES; ++j) {
@@ -377,7 +375,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                                         if constexpr (kPairs) lo[b][m][k] = lo[b][m][k + 1] = 0;
                                         continue;
                                     }
-                                    const int i = nth / tiles * kTiles1 + linear * GROUP_TILES + class_from(c) + nth % tiles;
+                                    const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
                                     const u32 at = u_base + (i * MT + m) * kUImages * 256;
                                     if constexpr (U_SHARED == 1) load_shared_pair(&hi[b][m][k], at);
                                     else { hi[b][m][k] = u_hi[i][m][0]; hi[b][m][k + 1] = u_hi[i][m][1]; }
@@ -386,7 +384,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                                 }
                             }
                             if (s == 0 || U_SHARED != 0) begin_products();
-                            multiply<kTiles2, kBatch2, 1, kImage2>(acc[half][j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
+                            multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
                             queue_products();
                             if (U_SHARED != 0) finish_products<1>();
                         }
@@ -396,9 +394,9 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                 }
 
                 // ---- epilogue: a lane holds kRun adjacent outputs of each of its rows
-                const int panel_byte = (gi * B1 + panel * PANEL_COLUMNS) * D1 * kElem;
+                const int panel_byte = (gi * B1 + panel * PANEL_COLUMNS / kHalves) * D1 * kElem;
 #pragma unroll
-                for (int v = 0; v < kTiles2 / RUN * kRun / kPer; ++v) {
+                for (int v = 0; v < kTiles2 / RUN * kRun / kPer / kHalves; ++v) {
                     const int run = v / (kRun / kPer), place = v % (kRun / kPer);
                     const int in_panel = run * 4 * kRun * kElem + place * kPlaceStride;
                     if (B1 % PANEL_COLUMNS != 0 && panel * PANEL_COLUMNS * D1 * kElem + in_panel + t * kLaneStride >= B1 * D1 * kElem) continue;
@@ -406,13 +404,13 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                     float b[kHalves][kPer], s[kPer];
 #pragma unroll
                     for (int half = 0; half < kHalves; ++half) {
-                        const u32 at = bias_at + half * kOutFeatures * kElem + byte + t * kLaneStride;
+                        const u32 at = bias_at + half * (kOutFeatures / 2 * kElem) + byte + t * kLaneStride;
                         Vector<kStore> bias_vector;
                         if constexpr (kStore == 16) load_shared(bias_vector.w, at);
                         else load_shared_pair(bias_vector.w, at);
                         widen_vector(b[half], bias_vector);
                     }
-                    if constexpr (SCALED) widen_vector(s, *reinterpret_cast<const Vector<kStore>*>(bias + kBiases * kElem + byte + t * kLaneStride));
+                    if constexpr (SCALED) widen_vector(s, *reinterpret_cast<const Vector<kStore>*>(bias + kOutFeatures * kElem + byte + t * kLaneStride));
 #pragma unroll
                     for (int mh = 0; mh < 2 * MT; ++mh) {
                         float out[kPer];
@@ -420,8 +418,8 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                         for (int e = 0; e < kPer; ++e) {
                             const int p = (place * kPer + e) / D1, j = (place * kPer + e) % D1;
                             auto sum = [&](int half) {
-                                const float a = acc[half][j][mh / 2][run * RUN + p / 2][2 * (mh % 2) + p % 2];
-                                return kFloat ? fmaf(a * down[half][mh][0], down[half][mh][1], b[half][e]) : a + b[half][e];
+                                const float a = acc[j][mh / 2][half * (kTiles2 / 2) + run * RUN + p / 2][2 * (mh % 2) + p % 2];
+                                return kFloat ? fmaf(a * down[mh][0], down[mh][1], b[half][e]) : a + b[half][e];
                             };
                             out[e] = activate<ACTIVATION>(SCALED ? sum(0) * s[e] : sum(0));
                             if constexpr (GATED) out[e] *= sum(1);

@@ -41,9 +41,7 @@ constexpr int kPanelsOfColumns = D1 / PANEL_CLASSES;    // panels that hold the 
 constexpr int kPanel2 = PANEL_CLASSES * kSteps2 * 16 * PANEL_COLUMNS * 2 * kImages;
 constexpr int kSlot = kPanel1 > kPanel2 ? kPanel1 : kPanel2;
 constexpr int kCount1 = A2 * kPasses * kPanelsOfGroup;
-constexpr int kHalves = GATED ? 2 : 1;        // second products whose outputs meet in a lane: those of the gate and of the value
-constexpr int kProducts = GATED ? 2 : GROUPS; // second products
-constexpr int kCount2 = kProducts * A1 * kColumnPanels * kPanelsOfColumns;
+constexpr int kCount2 = GROUPS * A1 * kColumnPanels * kPanelsOfColumns;
 constexpr int kPanels = kCount1 + kCount2;
 constexpr int kImage1 = kPanel1 / kImages, kImage2 = kPanel2 / kImages;
 constexpr bool kResident = SLOTS == kPanels;
@@ -51,10 +49,10 @@ constexpr int kRowsOfWarp = 16 * MT;
 constexpr int kUnitWarps = WGMMA ? 4 : 1;     // warps that take rows together: a warpgroup, or one warp
 constexpr int kUnits = WARPS / kUnitWarps;
 constexpr int kUnitRows = kUnitWarps * kRowsOfWarp;
-constexpr int kHeader = 128;                  // bytes before the panels: an int for each second product, the exponent of its scaled weights
-constexpr int kBiases = kProducts * A1 * B1 * D1;
-constexpr int kOutFeatures = kBiases / kHalves;
-constexpr int kRowOfY = BLOCKS * kOutFeatures * kElem;         // bytes
+constexpr int kHeader = 128;                  // bytes before the panels: an int for each linear, the exponent of its scaled weights
+constexpr int kOutFeatures = GROUPS * A1 * B1 * D1;
+constexpr int kHalves = GATED ? 2 : 1;        // outputs whose product is a column of y: a gate and a value, side by side in each panel
+constexpr int kRowOfY = BLOCKS * kOutFeatures / kHalves * kElem;  // bytes
 constexpr int kImageBytes = kHeader + kCount1 * kPanel1 + kCount2 * kPanel2;
 constexpr int kRun = 2 * RUN * D1;            // adjacent outputs that a lane holds: RUN tiles, all residues
 constexpr int kStore = kRun * kElem % 16 == 0 ? 16 : 8;        // bytes of a vector of outputs
@@ -88,4 +86,5 @@ static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");
 static_assert(!WGMMA || (MT == 1 && WARPS % 4 == 0), "a warpgroup has 64 rows, 16 a warp");
 static_assert(U_SHARED < 2 || kPairs, "only pairs have a low part to put aside");
-static_assert(!GATED || (GROUPS <= 2 && BLOCKS == 1 && !RESIDUAL && !SCALED), "gate and value, of a u each or of one, and nothing behind them");
+static_assert(!GATED || (GROUPS * BLOCKS * A1 == 1 && B1 % PANEL_COLUMNS == 0 && kTiles2 % (2 * RUN) == 0 && !RESIDUAL && !SCALED),
+              "halves of whole panels, and nothing behind them");

@@ -14,7 +14,7 @@ from torch.nn.functional import linear as torch_linear
 import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attention import attention_obstacle
-from flysurgery.ops.cuda.dense import patches_obstacle
+from flysurgery.ops.cuda.dense import dense_advice, patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
@@ -74,11 +74,21 @@ def _activated(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> Ten
 
 def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
     """``residual + scale * down(hidden)``, in one launch where there is a kernel for it."""
-    if epilogue_reason(down, hidden.dtype, hidden.device) is None:
+    if _added_in_one_launch(hidden, down):
         return linear_epilogue(hidden, down, residual=residual, scale=scale)
     y = multiplied(hidden, down)
-    y = y if scale is None else y * scale.to(y.dtype)
-    return y if residual is None else residual + y
+    if scale is None:
+        return y if residual is None else residual + y
+    scale = scale.to(y.dtype)
+    return y * scale if residual is None else torch.addcmul(residual, y, scale)
+
+
+def _added_in_one_launch(x: Tensor, down: Linear) -> bool:
+    """Whether a kernel multiplies and adds to the residual, and is the fastest."""
+    if epilogue_reason(down, x.dtype, x.device) is not None:
+        return False
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return not isinstance(down, Dense) or _dense_advice(*down.sizes, mode or "", x.device.index) is None
 
 
 def ffn_launches(
@@ -104,9 +114,11 @@ def ffn_launches(
         first = ("norm, up and activation",)
     else:
         first = (*(() if norm is None else ("norm",)), "up and activation")
-    last = ["down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
-    together = epilogue_reason(down, x.dtype, x.device) is None
-    return (*first, *(() if inner is None else ("inner norm",)), *([" and ".join(last)] if together else last))
+    before = () if inner is None else ("inner norm",)
+    added = " and ".join([*(["scale"] if scale is not None else []), *(["residual"] if residual else [])])
+    if _added_in_one_launch(x, down):
+        return (*first, *before, f"down and {added}" if added else "down")
+    return (*first, *before, "down", *([added] if added else []))
 
 
 def ffn_reason(
@@ -339,6 +351,11 @@ def _ffn_obstacle(
     device_index: int,
 ) -> str | None:
     return ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, residual, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _dense_advice(inputs: int, outputs: int, mode: str, device_index: int) -> str | None:
+    return dense_advice(inputs, outputs, mode, device_index)
 
 
 @torch.compiler.assume_constant_result

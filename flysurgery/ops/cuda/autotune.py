@@ -122,7 +122,7 @@ def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, 
     if case.kernel in _FUSED_KINDS:
         kind = _FUSED_KINDS[case.kernel]
         fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, **kind, device_index=device_index)
-        linears = [_random_factors(case, device_index) for _ in range(max(case.linears, fused.tile.seconds))]
+        linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"
         return lambda x, dy: fused.run(x, image, activation=activation)

@@ -49,8 +49,7 @@ class FusedLinear:
         linears: how many linears of this architecture read the same x; their outputs lie side by side.
         config: one of ``candidates``; None takes the first.
         norm: whether rows of x are normalized on their way, to mean 0 and variance 1.
-        gated: whether it gives ``activation(gate) * value`` of two linears of this architecture. ``linears`` 1 says that both have one
-            right factor, which is multiplied once.
+        gated: whether the outputs are a gate and then a value, as many of each, and it gives ``activation(gate) * value``.
         device_index: CUDA device.
 
     Raises:
@@ -80,7 +79,7 @@ class FusedLinear:
         self.config = found[0]
         self.tile = tile = tile.of(self.config)
         self.device = torch.device("cuda", device_index)
-        self._out_features = architecture.out_features if gated else linears * architecture.out_features
+        self._out_features = linears * architecture.out_features // (2 if gated else 1)
         self._launches: dict[tuple[int, int, str, bool, int | None, float], Prepared] = {}
 
     @staticmethod
@@ -122,7 +121,7 @@ class FusedLinear:
 
     def pack(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
-        together = self.tile.seconds
+        together = self.tile.linears
         parts = [linears[start : start + together] for start in range(0, len(linears), together)]
         return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
 
@@ -130,12 +129,12 @@ class FusedLinear:
         self,
         x: Tensor,  # shape: (*batch, in_features)
         image: Tensor | int,  # or its address
-        bias: Tensor | int | None = None,  # shape: (linears * out_features,); gated (2 * out_features,), scaled with the scale behind it
+        bias: Tensor | int | None = None,  # shape: (linears * out_features,), and as much behind it where scaled
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
         eps: float = 0.0,
         scaled: bool = False,
-    ) -> Tensor:  # shape: (*batch, linears * out_features), gated (*batch, out_features)
+    ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
         """Launch on the current stream. What the kernel cannot read in place is copied first. ``eps`` is the norm's.
 
         It reads vectors of 16 bytes, in rows that one stride leads through.

@@ -18,9 +18,9 @@ def configs(tile: Tiling, shared_limit: int, *, wgmma: bool) -> list[FusedConfig
 
 
 def every_config(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[FusedConfig]:
-    """All configurations worth a thought: for a block that multiplies all linears, and for blocks of one each where nothing joins these."""
+    """All configurations worth a thought: for a block that multiplies all linears, and for blocks of one each."""
     yield from _configs_of(tile, shared_limit, wgmma=wgmma)
-    if tile.linears > 1 and not tile.gated:
+    if tile.linears > 1:
         yield from _configs_of(replace(tile, linears=1, blocks=tile.linears), shared_limit, wgmma=wgmma)
 
 
@@ -42,10 +42,10 @@ def _configs_of(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[Fus
 
 
 def _panel_columns(tile: Tiling, run: int) -> list[int]:
-    """Columns of a panel of the second product: they divide its width, or just exceed it."""
-    unit = 8 * run
+    """Columns of a panel of the second product: they divide its width, or just exceed it where nothing is gated."""
+    unit = 8 * run * (2 if tile.gated else 1)
     found = [n for n in range(unit, _MAX_PANEL_COLUMNS + 1, unit) if tile.second.b % n == 0]
-    return found or [unit]
+    return found if found or tile.gated else [unit]
 
 
 def _batches(panel_steps: int, residues: int) -> list[int]:
@@ -74,7 +74,7 @@ def _holds(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
 
 def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -> bool:
     """Whether a configuration, such as one out of a table, is one that ``every_config`` could give."""
-    if config.apart and (tile.linears == 1 or tile.gated):
+    if config.apart and tile.linears == 1:
         return False
     tile = tile.of(config)
     first, second = tile.first, tile.second

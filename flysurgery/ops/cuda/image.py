@@ -75,6 +75,9 @@ def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
     # a lane holds columns 2*lane and 2*lane + 1 of each of the run's tiles; it stores them in vectors of ``span``
     lane, held, span = within % 8 // 2, within // 8 * 2 + within % 2, tile.span(config)
     p = n - within + (held // span * 4 + lane) * span + held % span
+    if tile.gated:  # a panel's first half is of the gate, which is the first half of the outputs, the other of the value
+        columns = config.panel_columns // 2
+        p = p % (2 * columns) // columns * (b // 2) + p // (2 * columns) * columns + p % columns
     blocks = []
     for i in range(a):
         classes = []
@@ -86,10 +89,7 @@ def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
         blocks.append(np.stack(classes))  # shape: (residues, k, columns)
     grid = np.stack(blocks).reshape(a, d, tile.second_steps, 2, 8, -1, config.panel_columns)
     grid = grid.transpose(0, 5, 1, 2, 3, 6, 4).reshape(-1, config.panel_classes * tile.second_steps * 16 * config.panel_columns)
-    linears = [np.where(grid >= 0, grid + n * a * b * c * d, -1) for n in range(tile.seconds)]
-    if tile.gated:  # the panels of the gate's and the value's same columns follow each other
-        together = np.stack([linear.reshape(-1, d // config.panel_classes, linear.shape[-1]) for linear in linears], axis=1)
-        return np.ascontiguousarray(together.reshape(-1, grid.shape[-1]).astype(np.int32))
+    linears = [np.where(grid >= 0, grid + n * a * b * c * d, -1) for n in range(tile.linears)]
     return np.ascontiguousarray(np.concatenate(linears).astype(np.int32))
 
 
@@ -99,12 +99,8 @@ def pack(
     linears: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
     indices: tuple[Tensor, Tensor],  # panel_indices as int64 tensors on the factors' device
 ) -> Tensor:  # shape: (bytes,), uint8
-    """Build the image of one layer, or of several linears that share their input, by torch operations only.
-
-    Of a gate and a value that share their right factor, it is taken once.
-    """
+    """Build the image of one layer, or of several linears that share their input, by torch operations only."""
     seconds, firsts = zip(*linears, strict=True)
-    firsts = firsts[: tile.linears]
     header = torch.zeros(HEADER_BYTES // 4, dtype=torch.int32, device=firsts[0].device)
     parts = [header.view(torch.uint8)]
     half = torch.bfloat16 if tile.mode == "bf16" else torch.float16
@@ -114,7 +110,7 @@ def pack(
             for n, value in enumerate(values):
                 exponent = _WEIGHT_EXPONENT - torch.frexp(value.abs().amax()).exponent
                 values[n] = _times_power(value, exponent)
-                header[n :: len(values)] += exponent  # one that the linears share counts for each
+                header[n] += exponent
         flat = torch.cat([*values, values[0].new_zeros(1)])
         gathered = flat[index]  # -1 takes the zero at the end
         high = gathered.to(half)

@@ -64,7 +64,7 @@ class Tiling:
     linears: int  # that a block multiplies
     norm: bool = False  # whether rows of x are normalized on their way
     blocks: int = 1  # that read the same rows of x, for linears of their own
-    gated: bool = False  # whether two linears are a gate and a value, which one first factor may share (linears 1)
+    gated: bool = False  # whether the outputs are a gate and a value, side by side in each panel, of which the product is stored
 
     def of(self, config: FusedConfig) -> Tiling:
         """The sizes of a block of this configuration."""
@@ -170,21 +170,16 @@ class Tiling:
         return self.first.in_features
 
     @property
-    def seconds(self) -> int:
-        """Second factors that a block multiplies by."""
-        return 2 if self.gated else self.linears
-
-    @property
-    def biases(self) -> int:
-        """Outputs before a gate and a value are multiplied."""
-        return self.seconds * self.second.out_features
+    def out_features(self) -> int:
+        """Outputs, before a gate and a value are multiplied."""
+        return self.linears * self.second.out_features
 
     def panel_counts(self, config: FusedConfig) -> tuple[int, int]:
         """Panels of the first and of the second product."""
         passes = self.first.d // config.residues
         return (
             self.first.a * passes * (self.first_steps // config.panel_steps),
-            self.seconds * self.second.a * ceil(self.second.b / config.panel_columns) * (self.second.d // config.panel_classes),
+            self.linears * self.second.a * ceil(self.second.b / config.panel_columns) * (self.second.d // config.panel_classes),
         )
 
     def panel_bytes(self, config: FusedConfig) -> tuple[int, int]:
@@ -197,7 +192,7 @@ class Tiling:
         """Dynamic shared memory of a block."""
         images = (0, self.images, 1, 0)[config.u_shared]
         u = self.groups * self.first_columns // 8 * config.row_tiles * 256 * images
-        bias = self.biases * self.element_bytes
+        bias = self.out_features * self.element_bytes
         return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + bias
 
     def parts(self, config: FusedConfig) -> int:
@@ -216,7 +211,7 @@ class Tiling:
         images = (self.images, 0, 1, 0)[config.u_shared]
         u = self.groups * self.first_columns // 8 * 2 * config.row_tiles * images
         first = config.residues * config.row_tiles * self.first_columns // 2
-        second = (2 if self.gated else 1) * self.second.d * config.row_tiles * config.panel_columns // 2
+        second = self.second.d * config.row_tiles * config.panel_columns // 2
         operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
         turns = self.groups // config.residues
         return (
@@ -292,10 +287,7 @@ def registers_allowed(warps: int) -> int:
 
 
 def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, gated: bool = False) -> Tiling | str:
-    """The tiling of an architecture, or the reason why the fused kernel has none.
-
-    Gated, it is the architecture of the gate, and of the value likewise; with one linear these share the factor that x meets first.
-    """
+    """The tiling of an architecture, or the reason why the fused kernel has none."""
     if len(architecture) != 2:
         return f"the fused kernel multiplies two factors, this architecture has {len(architecture)}"
     if mode not in MODES:
@@ -311,6 +303,10 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: boo
         return f"tiles of 8 would pad the inner size {first.out_features} by a factor of {padding:.2f}"
     if norm and result.in_features * result.element_bytes % _NORM_BYTES:
         return f"the fused kernel takes the norm of rows of whole {_NORM_BYTES} bytes, got {result.in_features} features in mode {mode}"
+    if gated and (linears > 1 or second.a > 1 or second.b % 2):
+        return (
+            f"the fused kernel takes a gate and a value that are the halves of one layer's outputs, with a = 1 and an even b, got {second}"
+        )
     ragged = result.in_features * result.element_bytes % 16 or second.b * second.d * result.element_bytes % 16
     if ragged or second.b % (2 * result.runs[-1]):
         return f"rows of {result.in_features} and blocks of {second.b}x{second.d} features do not fill 16-byte vectors in mode {mode}"

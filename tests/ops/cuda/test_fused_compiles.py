@@ -56,15 +56,15 @@ BEHIND_A_NORM = [
 """Likewise."""
 
 GATED = [
-    (384, 1024, 1, "fp16", True, "sm_80"),
-    (384, 1024, 2, "tf32", False, "sm_80"),
-    (192, 512, 1, "bf16", True, "sm_90a"),
-    (384, 1024, 1, "fp32", True, "sm_90a"),
-    (384, 1024, 2, "fp16", True, "sm_90a"),
-    (768, 2048, 1, "fp16", True, "sm_90a"),
-    (384, 1024, 1, "fp16", False, "sm_100"),
+    (monarch(2048, 384, 4), "fp16", True, "sm_80"),
+    (monarch(2048, 384, 4), "tf32", False, "sm_80"),
+    (monarch(1024, 192, 4), "bf16", True, "sm_90a"),
+    (monarch(2048, 384, 4), "fp16", True, "sm_90a"),
+    (monarch(2048, 384, 4), "fp32", True, "sm_90a"),
+    (monarch(4096, 768, 4), "fp16", False, "sm_90a"),
+    (monarch(2048, 384, 4), "fp16", False, "sm_100"),
 ]
-"""Likewise of eva02's feed-forward blocks: inputs, hidden units, whether each has a right factor of its own (2) or not (1)."""
+"""Likewise of layers whose outputs are a gate and a value."""
 
 SERIALIZED = {
     (UP, "bf16", 1): "ptxas runs short of registers at 12 warps, 168 each; the table has another configuration for the H200",
@@ -86,11 +86,6 @@ def tile_of(architecture: Architecture, mode: str, linears: int, *, norm: bool =
     tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
     assert isinstance(tile, Tiling), tile
     return tile
-
-
-def gate_of(inputs: int, outputs: int) -> Architecture:
-    """What the halves of a Monarch layer with four blocks are, and Monarch layers by themselves."""
-    return Architecture.of((1, outputs // 4, inputs // 4, 4), (4, inputs // 4, inputs // 4, 1))
 
 
 def check(
@@ -147,10 +142,9 @@ def test_compiles_with_a_layer_scale_and_a_residual() -> None:
     check(tile, configs(tile, SHARED_BYTES["sm_80"], wgmma=False)[0], "sm_80", residual=1, scaled=1)
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "linears", "mode", "norm", "arch"), GATED, ids=str)
-def test_a_gate_and_a_value_compile(inputs: int, outputs: int, linears: int, mode: str, norm: bool, arch: str) -> None:
-    """The first configuration; with one linear they are the halves of a Monarch layer's outputs."""
-    tile = tile_of(gate_of(inputs, outputs), mode, linears, norm=norm, gated=True)
+@pytest.mark.parametrize(("architecture", "mode", "norm", "arch"), GATED, ids=str)
+def test_a_gate_and_a_value_compile(architecture: Architecture, mode: str, norm: bool, arch: str) -> None:
+    tile = tile_of(architecture, mode, 1, norm=norm, gated=True)
     check(tile, configs(tile, SHARED_BYTES[arch], wgmma=arch == "sm_90a")[0], arch, activation=3)
 
 
