@@ -74,7 +74,7 @@ def test_blocks(dtype: torch.dtype, kind: str, more: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 64, 1009, 25216])
+@pytest.mark.parametrize("rows", [1, 1009])
 @pytest.mark.parametrize("kind", ["dense-dense-packed", "monarch-monarch-packed", "monarch-monarch-apart"])
 def test_any_number_of_rows(dtype: torch.dtype, rows: int, kind: str) -> None:
     up, down = block(kind, 192, 512, dtype)
