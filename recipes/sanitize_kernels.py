@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from flysurgery.ops.cuda.dense import run_dense
+from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
 from flysurgery.ops.cuda.factor_grad import FactorGrad
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.fused_configs import configs
+from flysurgery.ops.cuda.gated import run_gated
+from flysurgery.ops.cuda.gated_linear import run_gated_linear
 from flysurgery.ops.cuda.gather import Packer
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.modes import dtype_of
@@ -49,6 +51,19 @@ def run_fused(architecture: Architecture, mode: str, linears: int, *, norm: bool
             layer.run(x, image)
             layer.run(x, image, wide[0].clone(), wide, "gelu")
         print(f"fused {mode} {architecture} x {linears}, wgmma={config.wgmma}, norm={norm}")
+
+
+def run_gates(mode: str) -> None:
+    dtype = dtype_of(mode)
+    left, right = factors_of(SMALL, dtype)
+    weights = [torch.randn((64, 64), device="cuda").to(dtype) for _ in range(2)]
+    for rows in ROWS:
+        x = torch.randn((rows, SMALL.in_features), device="cuda").to(dtype)
+        for eps in (None, 1e-6):
+            run_gated_linear(x, None, None, eps, (left, right), None, 1, "silu", mode)
+        run_dense_gated(x, weights, [weight[0] for weight in weights], 0, "gelu", mode)
+        run_gated(x[:, :32], x[:, 32:], "silu")
+    print(f"gates {mode}")
 
 
 def run_single(pattern: Pattern, mode: str) -> None:
@@ -103,6 +118,7 @@ def main() -> None:
         run_single(ODD, mode)
         run_gradient(ODD, mode)
         run_dense_layer(mode)
+        run_gates(mode)
     for mode in ("fp16", "fp32"):
         run_fused(SMALL, mode, 3)
         run_fused(SMALL, mode, 3, norm=True)
