@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import flysurgery
-from flysurgery.inference import clock
+from flysurgery.inference import clock, measure_groups
 from flysurgery.inference.look import look
 from tests.inference.models import ready
 from tests.inference.test_optimize import SMALL
@@ -143,6 +143,14 @@ def test_an_active_dropout_is_no_group(called: list[str]) -> None:
     fused = {row.fqn for row in flysurgery.optimize(model).fused}
     assert "blocks.0.mlp.fc2" not in fused
     assert "blocks.1.mlp.fc2" in fused
+
+
+def test_choices_of_all_layers_of_a_block_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: tuple(1.0 for _ in ways))
+    model = ready(timm.create_model("eva02_base_patch14_224", **{**SMALL, "depth": 1}), convert=False)
+    groups = measure_groups(flysurgery.plan(model, "lowrank", roles=("ffn",)), model, torch.randn(2, 3, 32, 32), fused=True)
+    assert [group.fqns for group in groups] == [tuple(f"blocks.0.mlp.{layer}" for layer in ("fc1_g", "fc1_x", "fc2"))]
+    assert all(len(choice.architectures) == 3 for choice in groups[0].choices)
 
 
 @pytest.mark.gpu
