@@ -19,6 +19,7 @@ from flysurgery.ops.derived import derived
 _MODES = ("fp16", "bf16", "tf32", "fp32")
 _BATCH_BYTES = 128
 _WIDEST = 128
+_NARROW = 64
 _WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
@@ -132,9 +133,9 @@ def dense_advice(in_features: int, out_features: int, mode: str, device_index: i
     The narrower the tiles, the more often x is read from the L2 cache. Float32 by pairs is faster in any case.
     """
     tile = _tiling(in_features, out_features, mode, device_index, gated)
-    if mode == "fp32" or isinstance(tile, str) or tile.columns == _WIDEST:
+    if mode == "fp32" or isinstance(tile, str) or tile.columns > _NARROW:
         return None
-    return f"the weights of {in_features} inputs leave the dense kernel tiles of {tile.columns} columns, and of {_WIDEST} it is the fastest"
+    return f"the weights of {in_features} inputs leave the dense kernel tiles of {tile.columns} columns, for which x is read too often"
 
 
 def run_dense(
