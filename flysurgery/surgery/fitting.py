@@ -145,11 +145,12 @@ def _fit_part(weight: Tensor, architecture: Architecture, inputs: Inputs, metric
     found = calibrated_projection(weight, architecture, metric, fitted)
     product = _product(found.projection)
     error = _error(weight, product, found.shift, inputs.held_out)
+    plain = error if found.reason else _error(weight, _product(project(weight, architecture)), None, inputs.held_out, error.reference)
     return PartFit(
         projection=found.projection,
         shift=found.shift,
         error=error,
-        plain=error if found.reason else _error(weight, _product(project(weight, architecture)), None, inputs.held_out),
+        plain=plain,
         fitted=_error(weight, product, found.shift, inputs.fit),
         sweeps=max(len(found.errors) - 1, 0),
         note=found.reason,
@@ -157,10 +158,10 @@ def _fit_part(weight: Tensor, architecture: Architecture, inputs: Inputs, metric
     )
 
 
-def _error(weight: Tensor, product: Tensor, shift: Tensor | None, moments: Moments) -> OutputError:
+def _error(weight: Tensor, product: Tensor, shift: Tensor | None, moments: Moments, reference: float | None = None) -> OutputError:
     """Where the moments are."""
     on = moments.mean
-    return output_error(weight.to(on), product.to(on), None if shift is None else shift.to(on), moments)
+    return output_error(weight.to(on), product.to(on), None if shift is None else shift.to(on), moments, reference)
 
 
 def _product(projection: Projection) -> Tensor:
