@@ -130,7 +130,8 @@ def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
     """
     given = [name for name, value in others.items() if value]
     if data is None and given:
-        raise OptionError(f"{' and '.join(given)} need data to calibrate with; give --calibrate digits, or --calibrate FOLDER")
+        need = "needs" if len(given) == 1 else "need"
+        raise OptionError(f"{' and '.join(given)} {need} data to calibrate with; give --calibrate digits, or --calibrate FOLDER")
 
 
 def check_allocation(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
-from flysurgery.projection import project
+from flysurgery.projection import Fitted, project
 from flysurgery.projection.block_cycling import block_cycling, cycle_together
 from flysurgery.projection.low_rank import low_ranks
 from tests.patterns.brute_force import blocks
@@ -116,14 +116,21 @@ def problems_of(architecture: Architecture) -> tuple[list[Tensor], list[Tensor]]
     return [*matrices, random_matrix(architecture, 2)], [random_gram(n, seed, decay) for seed, decay in enumerate((1.0, 0.5, 1.0, 1.5))]
 
 
+def check_alike(one: Fitted, other: Fitted) -> None:
+    """The same errors, sweep by sweep; of an exact product rounding alone says after how many."""
+    if other.errors[-1] > 1e-7:
+        assert one.errors == pytest.approx(other.errors, rel=1e-7)
+    else:
+        assert one.errors[-1] <= 1e-7
+
+
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, low_rank(24, 20, 5)], ids=str)
 def test_matrices_that_are_worked_on_together_get_what_they_get_alone(architecture: Architecture) -> None:
     matrices, grams = problems_of(architecture)
     together = cycle_together(matrices, architecture, grams)
     alone = [cycle_together([matrix], architecture, [gram])[0] for matrix, gram in zip(matrices, grams, strict=True)]
     for one, other in zip(together, alone, strict=True):
-        assert len(one.errors) == len(other.errors)
-        assert one.errors == pytest.approx(other.errors, rel=1e-9, abs=1e-7)
+        check_alike(one, other)
         assert torch.allclose(one.product, other.product, rtol=1e-7, atol=1e-7)
     assert len({len(each.errors) for each in together}) > 1 or architecture.patterns[1].a == 1  # they don't come to rest together
 
@@ -135,7 +142,7 @@ def test_a_gpu_gives_what_the_cpu_gives(architecture: Architecture) -> None:
     there = cycle_together([each.cuda() for each in matrices], architecture, [each.cuda() for each in grams])
     for one, other in zip(there, cycle_together(matrices, architecture, grams), strict=True):
         assert one.product.is_cuda
-        assert one.errors == pytest.approx(other.errors, rel=1e-7, abs=1e-7)
+        check_alike(one, other)
 
 
 @pytest.mark.parametrize("shape", [(30, 40), (40, 30), (20, 20)])
