@@ -309,7 +309,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
                     auto sum = [&](int half) {
                         return fmaf(sums[(v + half * kVectors) * kRun + e / 2][2 * h + e % 2], factor[half][e], shift[half][e]);
                     };
-                    out[e] = activate<ACTIVATION>(sum(0));
+                    out[e] = activate<ACTIVATION, !kFloat>(sum(0));
                     if constexpr (GATED) out[e] *= sum(1);
                     out[e] += more[e];
                 }

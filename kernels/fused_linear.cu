@@ -421,7 +421,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                                 const float a = acc[j][mh / 2][half * (kTiles2 / 2) + run * RUN + p / 2][2 * (mh % 2) + p % 2];
                                 return kFloat ? fmaf(a * down[mh][0], down[mh][1], b[half][e]) : a + b[half][e];
                             };
-                            out[e] = activate<ACTIVATION>(SCALED ? sum(0) * s[e] : sum(0));
+                            out[e] = activate<ACTIVATION, !kFloat>(SCALED ? sum(0) * s[e] : sum(0));
                             if constexpr (GATED) out[e] *= sum(1);
                         }
                         if (RESIDUAL && left > mh * 8) {
