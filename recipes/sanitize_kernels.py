@@ -24,11 +24,14 @@ from flysurgery.ops.cuda.product import product_of
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.tiling import Tiling, tiling
 from flysurgery.ops.cuda.transposition import Transposition
+from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
+from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
 
 ROWS = (1, 75)
 SMALL = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
 UNCHAINED = Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
+UP, DOWN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
 ODD = Pattern(2, 19, 37, 3)
 
 
@@ -85,6 +88,16 @@ def run_dense_layer(mode: str) -> None:
     print(f"dense {mode}")
 
 
+def run_by_factors(dtype: torch.dtype) -> None:
+    if device_arch(0) != "sm_90a":
+        return
+    for rows in ROWS:
+        x, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in ((rows, 96), (96,)))
+        up, down = factors_of(UP, dtype), factors_of(DOWN, dtype)
+        run_wide_ffn(x, Norm(bias, bias), up, None, down, bias, "gelu", bias, residual=True)
+    print(f"by factors {dtype}")
+
+
 def run_gradient(pattern: Pattern, mode: str) -> None:
     dtype = dtype_of(mode)
     for rows in ROWS:
@@ -127,6 +140,7 @@ def main() -> None:
     run_single(ODD, "exact")
     for mode in ("fp16", "bf16"):
         run_gather(mode)
+        run_by_factors(dtype_of(mode))
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         run_transposition(dtype)
     torch.cuda.synchronize()

@@ -25,6 +25,7 @@ from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
+from flysurgery.ops.wide import takes_ffn, takes_group, wide_ffn, wide_ffn_launches, wide_group, wide_group_launches
 from flysurgery.patterns import Architecture
 
 
@@ -42,7 +43,7 @@ def ffn(
 
     Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation. One launch where a kernel takes the whole
     block; else one for the norm and what stands behind it with the activation, or one for each, and one for the last layer with scale and
-    residual, behind one for a norm before it.
+    residual, behind one for a norm before it; or, of wide layers and many rows, one for each factor and one for the norm's moments.
     Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and residual are
     float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
 
@@ -61,6 +62,8 @@ def ffn(
         rows = x.reshape(-1, x.shape[-1])
         y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
         return y.view(*x.shape[:-1], y.shape[-1])
+    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
+        return wide_ffn(x, norm, up, down, activation, scale, residual)
     hidden = gated_hidden(x, norm, up, activation) if isinstance(up, Gated) else _activated(x, norm, up, activation)
     return _added(normed(hidden, inner), down, x if residual else None, scale)
 
@@ -110,6 +113,8 @@ def ffn_launches(
         and _whole_obstacle(x, up, down, activation, residual, inner) is None
     ):
         return ("the whole block",)
+    elif isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
+        return wide_ffn_launches(norm, scale, residual)
     elif norm is not None and isinstance(up, FusedFactors) and _in_one_launch(x, [up]):
         first = ("norm, up and activation",)
     else:
@@ -148,6 +153,8 @@ def ffn_reason(
     whole = _whole_obstacle(x, up, down, activation, residual, inner)
     if whole is None:
         return None
+    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
+        return norms_reason
     launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
     return None if launches is None else f"{whole}; {launches}"
 
@@ -160,7 +167,8 @@ def norm_linear(
     """The linears' outputs for ``norm(x)``, side by side.
 
     One launch where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of one
-    architecture. A dense one is multiplied by PyTorch, but in float32 on tensor cores, by pairs of fp16.
+    architecture; or, of wide layers and many rows, one for each factor and one for the norm's moments. A dense one is multiplied by
+    PyTorch, but in float32 on tensor cores, by pairs of fp16.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
@@ -169,7 +177,9 @@ def norm_linear(
     if obstacle is not None:
         raise BackendError(obstacle)
     factors = [member for member in group if isinstance(member, FusedFactors)]
-    if factors and _in_one_launch(x, factors):
+    if _alike(factors) and takes_group(x, factors):
+        return wide_group(x, norm, factors)
+    if _in_one_launch(x, factors):
         return _fused_norm_linear(x, norm, factors, "none")
     entering = normed(x, norm)
     if len(group) == 1 and isinstance(group[0], Dense):
@@ -181,10 +191,17 @@ def norm_linear(
 
 
 def _in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
-    """Whether the fused kernel takes the linears with their norm: linears of one architecture, with a bias each or none."""
-    shapes, biased, mode = _shapes(group[0]), group[0].bias is not None, mode_of(x.dtype, allow_tf32=tf32_allowed())
-    alike = all(_shapes(member) == shapes and (member.bias is not None) == biased for member in group)
-    return alike and mode is not None and _norm_linear_obstacle(shapes, mode, len(group), x.device.index) is None
+    """Whether the fused kernel takes the linears with their norm."""
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return _alike(group) and mode is not None and _norm_linear_obstacle(_shapes(group[0]), mode, len(group), x.device.index) is None
+
+
+def _alike(group: Sequence[FusedFactors]) -> bool:
+    """Whether linears are of one architecture, with a bias each or none."""
+    if not group:
+        return False
+    shapes, biased = _shapes(group[0]), group[0].bias is not None
+    return all(_shapes(member) == shapes and (member.bias is not None) == biased for member in group)
 
 
 def _fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], activation: str) -> Tensor:
@@ -197,7 +214,9 @@ def _fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], act
 def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
     """What the launches of ``norm_linear`` compute, one after the other, where ``norm_linear_reason`` has none against it."""
     factors = [member for member in group if isinstance(member, FusedFactors)]
-    return ("norm and linear",) if factors and _in_one_launch(x, factors) else ("norm", "linear")
+    if _alike(factors) and takes_group(x, factors):
+        return wide_group_launches()
+    return ("norm and linear",) if _in_one_launch(x, factors) else ("norm", "linear")
 
 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:

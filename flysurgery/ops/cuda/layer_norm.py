@@ -26,6 +26,17 @@ def layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
     return None
 
 
+def row_moments(
+    x: Tensor,  # shape: (rows, features)
+    eps: float,
+) -> Tensor:  # shape: (rows, 2), float32
+    """``-mean * s`` and ``s = 1 / sqrt(variance + eps)`` of each row, in one launch on the current stream; rows begin at 16 bytes."""
+    moments = torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        _launch(x, None, None, moments, eps)
+    return moments
+
+
 def run_layer_norm(
     x: Tensor,  # shape: (rows, features)
     weight: Tensor | None,  # shape: (features,)
@@ -52,19 +63,25 @@ def run_layer_norm(
         return (ones if weight is None else ones * weight.detach(), zeros if bias is None else zeros + bias.detach())
 
     wide = derived(("layer norm", weight is None), sources, make) if sources else make()
-    _kernel(features, x.dtype, device_index).launch(
-        (-(-rows // _ROWS_OF_BLOCK), 1, 1),
-        (32 * _ROWS_OF_BLOCK, 1, 1),
-        0,
-        current_stream(device_index),
-        *(x, *wide, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
-    )
+    _launch(x, wide[0], wide[1], y, eps)
     return y
 
 
+def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float) -> None:
+    device_index = x.device.index
+    _kernel(x.shape[1], x.dtype, weight is None, device_index).launch(
+        (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
+        (32 * _ROWS_OF_BLOCK, 1, 1),
+        0,
+        current_stream(device_index),
+        *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
+    )
+
+
 @lru_cache(maxsize=256)
-def _kernel(features: int, dtype: torch.dtype, device_index: int) -> Kernel:
-    return load_kernel("layer_norm.cu", {"COLUMNS": features, "MODE": _MODES[dtype]}, name="layer_norm", device_index=device_index)
+def _kernel(features: int, dtype: torch.dtype, moments: bool, device_index: int) -> Kernel:
+    defines = {"COLUMNS": features, "MODE": _MODES[dtype], "MOMENTS": int(moments)}
+    return load_kernel("layer_norm.cu", defines, name="layer_norm", device_index=device_index)
 
 
 def _fake_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,0 +1,255 @@
+"""A product with one factor whose inputs and outputs lie in an order of choice, with its epilogue in one launch (sm_90a, halves)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.factors import ks_einsum
+from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.layer_norm import row_moments
+from flysurgery.ops.derived import derived
+from flysurgery.ops.parts import Norm
+from flysurgery.patterns import Pattern
+
+ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+_MODES = {torch.float16: 0, torch.bfloat16: 1}
+_PIECE, _STAGE = 8, 64
+_SLOT_BYTES = 64 * 2 * _STAGE
+_WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
+_MAX_SLOTS = 6
+
+
+@dataclass(frozen=True)
+class BlockTiling:
+    """Sizes of ``kernels/block_linear.cu``.
+
+    Attributes:
+        factor: the pattern that is multiplied by.
+        inputs, outputs: the feature that stands at each place of x and y.
+        classes: residues whose outputs take turns in y; 1 where those of a tile follow each other.
+        columns: outputs of a class in a tile.
+        warpgroups: of a block, 64 rows each.
+        slots: stages of x, of 64 columns, in shared memory, a warpgroup.
+    """
+
+    factor: Pattern
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    classes: int
+    columns: int
+    warpgroups: int = 0
+    slots: int = 0
+
+    @property
+    def tiles(self) -> int:
+        return len(self.outputs) // (self.classes * self.columns)
+
+    @property
+    def run(self) -> int:
+        """Tiles of 8 columns of which a lane's columns are adjacent: with those of the other classes whole vectors of 16 bytes."""
+        return next(run for run in (1, 2, 4) if 2 * run * self.classes % 8 == 0)
+
+    @cached_property
+    def pieces(self) -> np.ndarray:  # shape: (tiles, classes, pieces), places of x in eights; -1 for none
+        """The pieces of 8 columns that each class of each tile reads, the same number for all."""
+        block = blocks_of(self.inputs, self.factor.c, self.factor.d).reshape(-1, _PIECE)
+        found = [np.flatnonzero((block == each).any(axis=1)) for each in self._blocks.flat]
+        padded = np.full((len(found), -(-max(map(len, found)) // 8) * 8), -1)
+        for row, places in zip(padded, found, strict=True):
+            row[: len(places)] = places
+        return padded.reshape(self.tiles, self.classes, -1)
+
+    @cached_property
+    def _blocks(self) -> np.ndarray:  # shape: (tiles, classes)
+        """The dense block of the factor, i * d + j, that makes each class of each tile."""
+        blocks = blocks_of(self.outputs, self.factor.b, self.factor.d)
+        return blocks.reshape(self.tiles, self.columns, self.classes)[:, 0]
+
+    @property
+    def steps(self) -> int:
+        """Stages of 64 columns of x that a class reads."""
+        return self.pieces.shape[2] // 8
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        stages = self.classes * self.steps
+        held = 2 * self.run * self.classes
+        turned = 4 * self.warpgroups * 64 * held if held > 8 else 0
+        rest = self.columns * self.classes * 8 + stages * (32 + 8) + turned
+        return stages * _STAGE * self.columns * 2 + self.warpgroups * self.slots * _SLOT_BYTES + rest
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, estimated: sums, and what stands beside them."""
+        return self.classes * self.columns // 2 + 70
+
+    def defines(self, mode: int, activation: int, *, norm: bool, residual: bool) -> dict[str, int]:
+        """The macros that the kernel is compiled with."""
+        return {
+            "MODE": mode,
+            "TILES": self.tiles,
+            "D": self.classes,
+            "STEPS": self.steps,
+            "COLUMNS": self.columns,
+            "RUN": self.run,
+            "WARPGROUPS": self.warpgroups,
+            "SLOTS": self.slots,
+            "ACTIVATION": activation,
+            "NORM": int(norm),
+            "RESIDUAL": int(residual),
+        }
+
+    @cached_property
+    def weight_indices(self) -> np.ndarray:  # shape: (tiles, classes, steps, 8, columns, 8)
+        """Where each element of the image comes from in the flattened factor; -1 for zeros."""
+        _, b, c, d = self.factor.factor_shape
+        n = np.arange(self.columns)
+        within = n % (8 * self.run)
+        place = n - within + within % 8 // 2 * 2 * self.run + within // 8 * 2 + within % 2
+        outputs = np.array(self.outputs).reshape(self.tiles, self.columns, self.classes)[:, place].transpose(0, 2, 1)
+        k = self.pieces[..., None] * _PIECE + np.arange(_PIECE)
+        inputs = np.where(self.pieces[..., None] >= 0, np.array(self.inputs)[k], -1)  # shape: (tiles, classes, pieces, 8)
+        m, q = outputs[:, :, None, :, None], inputs[:, :, :, None, :]
+        i, j = m // (b * d), m % d
+        inside = (q >= 0) & (q // (c * d) == i) & (q % d == j)
+        flat = ((i * b + m // d % b) * c + q // d % c) * d + j
+        return np.where(inside, flat, -1).reshape(self.tiles, self.classes, self.steps, 8, self.columns, 8)
+
+
+def blocks_of(features: Sequence[int] | np.ndarray, size: int, stride: int) -> np.ndarray:
+    """The dense block, i * d + j, that inputs (size c) or outputs (size b) of a factor of stride d belong to."""
+    features = np.asarray(features)
+    return features // (size * stride) * stride + features % stride
+
+
+def outputs_for(factor: Pattern, readers: np.ndarray) -> np.ndarray:  # shapes: (out_features,) each
+    """A factor's outputs in the order of its dense blocks, within each of what reads them."""
+    outputs = np.arange(factor.out_features)
+    return outputs[np.lexsort((outputs, readers, blocks_of(outputs, factor.b, factor.d)))]
+
+
+def block_tiling(
+    factor: Pattern, inputs: Sequence[int] | np.ndarray, outputs: Sequence[int] | np.ndarray, classes: int, shared_limit: int
+) -> BlockTiling | str:
+    """The tiling of a product, or why there is none: the widest tile beside which three warpgroups keep three stages each.
+
+    Outputs of a dense block must stand side by side, or, those of ``classes`` blocks, in turns.
+    """
+    places, results = tuple(map(int, inputs)), tuple(map(int, outputs))
+    if len(places) % _PIECE:
+        return f"rows of {len(places)} features are no whole vectors of 16 bytes"
+    for warpgroups, fewest in ((3, 3), (2, 3), (1, 3)):
+        for columns in _WIDTHS:
+            tile = BlockTiling(factor, places, results, classes, columns, warpgroups)
+            if factor.b % columns or columns % (8 * tile.run) or tile.registers * warpgroups * 128 > 65536:
+                continue
+            for slots in range(_MAX_SLOTS, fewest - 1, -1):
+                tile = BlockTiling(factor, places, results, classes, columns, warpgroups, slots)
+                if tile.shared_bytes <= shared_limit:
+                    return tile
+    return f"no tile of {factor} fits in {shared_limit} bytes of shared memory"
+
+
+def blocks_obstacle(dtype: torch.dtype, activation: str, device_index: int) -> str | None:
+    """Why the kernel runs on no tiling at all; None where it runs on some."""
+    if dtype not in _MODES:
+        return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
+    if activation not in ACTIVATIONS:
+        return f"the kernel of dense blocks has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
+    obstacle = device_obstacle(device_index)
+    if obstacle is None and device_arch(device_index) != "sm_90a":
+        capability = torch.cuda.get_device_capability(device_index)
+        return f"the kernel of dense blocks needs a GPU of compute capability 9.0, this one has {capability}"
+    return obstacle
+
+
+def pack_blocks(
+    tile: BlockTiling,
+    factor: Tensor,  # shape: (a, b, c, d)
+    bias: Tensor | None,  # shape: (out_features,)
+    scale: Tensor | None,  # shape: (out_features,)
+    norm: Norm | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (2, outputs) float32
+    """The weights as the kernel reads them, and what the sums are multiplied by and what is added; those of a norm go into both."""
+    factor, (a, _, c, d) = factor.detach().double(), factor.shape
+    shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double()
+    if norm is not None and norm.bias is not None:
+        shift = shift + ks_einsum(norm.bias.detach().double()[None], factor)[0]
+    if norm is not None and norm.weight is not None:
+        factor = factor * norm.weight.detach().view(a, 1, c, d)
+    times = torch.ones_like(shift) if scale is None else scale.detach().double()
+    flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
+    image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)]  # -1 takes the zero at the end
+    columns = torch.stack((times, shift * times))[:, torch.tensor(tile.outputs, device=flat.device)]
+    return image.to(dtype).view(-1).view(torch.uint8), columns.float()
+
+
+class BlockLinear:
+    """The compiled kernel of one tiling on one device.
+
+    Cost of a call of R rows: ``2 * R * places of the factor that are no zeros`` operations; x is read from device memory once.
+    """
+
+    def __init__(self, tile: BlockTiling, dtype: torch.dtype, activation: str, device_index: int) -> None:
+        self.tile, self.dtype, self.activation, self.device_index = tile, dtype, activation, device_index
+        device = torch.device("cuda", device_index)
+        self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
+        self._kernels: dict[tuple[bool, bool], Kernel] = {}
+
+    def multiply(
+        self,
+        x: Tensor,  # shape: (rows, places)
+        factors: Sequence[Tensor],  # which side by side along ``dim`` are the factor, shape (a, b, c, d)
+        biases: Sequence[Tensor] = (),  # which one after the other are the bias, shape (out_features,)
+        scale: Tensor | None = None,  # shape: (out_features,)
+        residual: Tensor | None = None,  # shape: (rows, outputs)
+        *,
+        norm: Norm | None = None,
+        dim: int = 0,
+    ) -> Tensor:  # shape: (rows, outputs)
+        """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
+
+        A norm takes a launch of its own for the moments of the rows.
+        """
+        tile, rows = self.tile, x.shape[0]
+        y = x.new_empty((rows, len(tile.outputs)))
+        if rows == 0:
+            return y
+        sources = (*factors, *biases, *(() if scale is None else (scale,)), *(() if norm is None else norm.tensors))
+
+        def make() -> tuple[Tensor, ...]:
+            bias = torch.cat([part.detach() for part in biases]) if biases else None
+            factor = torch.cat([part.detach() for part in factors], dim)
+            image, columns = pack_blocks(tile, factor, bias, scale, norm, self.dtype)
+            return image, columns if self.activation == "none" else 0.5 * columns  # which the activation expects
+
+        present = None if norm is None else (norm.weight is None, norm.bias is None)
+        image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make)
+        moments = None if norm is None else row_moments(x, norm.eps)
+        blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
+        strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
+        self._kernel(norm is not None, residual is not None).launch(
+            (blocks * tile.tiles, 1, 1),
+            (128 * tile.warpgroups, 1, 1),
+            tile.shared_bytes,
+            current_stream(self.device_index),
+            *(x, image, self._pieces, columns, moments, residual, y, rows, *strides),
+        )
+        return y
+
+    def _kernel(self, norm: bool, residual: bool) -> Kernel:
+        if (norm, residual) not in self._kernels:
+            defines = self.tile.defines(_MODES[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual)
+            kernel = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
+            self._kernels[norm, residual] = kernel
+        return self._kernels[norm, residual]

@@ -1,0 +1,132 @@
+"""A feed-forward block of two butterfly layers factor by factor, for widths that no kernel takes in one launch, with its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.factors import architecture_of
+from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.ops.cuda.fused import readable
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.parts import Norm
+from flysurgery.patterns import Architecture, Pattern
+
+
+def wide_ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> str | None:
+    """Why no kernel multiplies a block factor by factor on a device; None when one does."""
+    obstacle = blocks_obstacle(dtype, activation, device_index)
+    if obstacle is not None:
+        return obstacle
+    tiles = wide_tilings(up, down, shared_limit_of(device_index))
+    return tiles if isinstance(tiles, str) else None
+
+
+@lru_cache(maxsize=64)
+def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> tuple[BlockTiling, ...] | str:
+    """The four products in the order of use, or why there are none.
+
+    The order of what lies between two of them is free. Outputs of a first factor are sorted by the block of the second that reads
+    them, and hidden units by the block that made them, so that no outputs but the last ones take turns.
+    """
+    if len(up) != 2 or len(down) != 2:
+        return f"a block is multiplied factor by factor where both layers have two, these have {len(up)} and {len(down)}"
+    (second, first), (last, third) = up.patterns, down.patterns
+    middle, hidden, narrow = _sorted(first, second), _sorted(second, third), _sorted(third, last)
+    made = (
+        block_tiling(first, range(first.in_features), middle, 1, shared_limit),
+        block_tiling(second, middle, hidden, 1, shared_limit),
+        block_tiling(third, hidden, narrow, 1, shared_limit),
+        block_tiling(last, narrow, range(last.out_features), last.d, shared_limit),
+    )
+    wrong = next((tile for tile in made if isinstance(tile, str)), None)
+    return wrong or tuple(tile for tile in made if isinstance(tile, BlockTiling))
+
+
+def _sorted(factor: Pattern, following: Pattern) -> np.ndarray:  # shape: (out_features,)
+    return outputs_for(factor, blocks_of(np.arange(factor.out_features), following.c, following.d))
+
+
+@lru_cache(maxsize=256)
+def _products(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> tuple[BlockLinear, ...]:
+    obstacle = wide_ffn_obstacle(up, down, dtype, activation, device_index)
+    tiles = wide_tilings(up, down, shared_limit_of(device_index))
+    if obstacle is not None or isinstance(tiles, str):
+        raise BackendError(obstacle or str(tiles))
+    activations = ("none", activation, "none", "none")
+    return tuple(BlockLinear(tile, dtype, each, device_index) for tile, each in zip(tiles, activations, strict=True))
+
+
+def run_wide_ffn(
+    x: Tensor,  # shape: (rows, in_features)
+    norm: Norm | None,
+    up: Sequence[Tensor],
+    up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+) -> Tensor:  # shape: (rows, out_features)
+    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one a factor.
+
+    Raises:
+        BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
+    """
+    device_index = x.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
+    first, second, third, last = _products(architecture_of(up), architecture_of(down), x.dtype, activation, device_index)
+    up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
+    x = readable(x)
+    hidden = second.multiply(first.multiply(x, up[1:], norm=norm), up[:1], up_biases)
+    return last.multiply(third.multiply(hidden, down[1:]), down[:1], down_biases, scale, x if residual else None)
+
+
+def _wide_ffn(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float | None,
+    up: Sequence[Tensor],
+    up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+) -> Tensor:
+    norm = None if eps is None else Norm(norm_weight, norm_bias, eps)
+    return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
+
+
+def _fake_wide_ffn(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float | None,
+    up: Sequence[Tensor],
+    up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+) -> Tensor:
+    a, b, _, d = down[0].shape
+    return x.new_empty((x.shape[0], a * b * d))
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define(
+    "wide_ffn(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, "
+    "Tensor? down_bias, str activation, Tensor? scale, bool residual) -> Tensor"
+)
+_library.impl("wide_ffn", _wide_ffn, "CUDA")
+torch.library.register_fake("flysurgery::wide_ffn", _fake_wide_ffn, lib=_library)

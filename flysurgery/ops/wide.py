@@ -1,0 +1,88 @@
+"""Layers of two factors that are too wide for one launch a layer: a launch a factor, from many rows on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flysurgery.ops.cuda.wide_ffn import wide_ffn_obstacle
+from flysurgery.ops.cuda.wide_group import wide_group_obstacle
+from flysurgery.ops.parts import FusedFactors, Norm
+from flysurgery.patterns import Architecture
+
+FEWEST_ROWS = 2048
+"""From so many rows on a launch a factor is faster, on an H200."""
+NARROWEST = 512
+"""Narrower rows fit whole into the kernel that multiplies both factors."""
+
+
+def wide_ffn(
+    x: Tensor,  # shape: (*batch, in_features)
+    norm: Norm | None,
+    up: FusedFactors,
+    down: FusedFactors,
+    activation: str,
+    scale: Tensor | None,  # shape: (out_features,)
+    residual: bool,
+) -> Tensor:  # shape: (*batch, out_features)
+    """``x + scale * down(activation(up(norm(x))))`` where ``takes_ffn`` holds; without ``x +`` where ``residual`` is false."""
+    parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
+    layers = list(up.factors), up.bias, list(down.factors), down.bias
+    y = torch.ops.flysurgery.wide_ffn(x.reshape(-1, x.shape[-1]), *parts, *layers, activation, scale, residual)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def wide_ffn_launches(norm: Norm | None, scale: Tensor | None, residual: bool) -> tuple[str, ...]:
+    """What the launches of ``wide_ffn`` compute, one after the other."""
+    first = ("first factor of up",) if norm is None else ("moments", "norm and first factor of up")
+    last = ["second factor of down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
+    return (*first, "second factor of up and activation", "first factor of down", " and ".join(last))
+
+
+def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors, activation: str) -> bool:
+    """Whether a feed-forward block that no kernel takes as a whole is multiplied factor by factor."""
+    return _large(x) and _ffn_obstacle(_shapes(up), _shapes(down), x.dtype, activation, x.device.index) is None
+
+
+def wide_group(
+    x: Tensor,  # shape: (*batch, in_features)
+    norm: Norm,
+    group: Sequence[FusedFactors],
+) -> Tensor:  # shape: (*batch, sum of all out_features)
+    """The linears' outputs for ``norm(x)``, side by side, where ``takes_group`` holds."""
+    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.ops.flysurgery.wide_group(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def wide_group_launches() -> tuple[str, ...]:
+    """What the launches of ``wide_group`` compute, one after the other."""
+    return "moments", "norm and first factors", "second factors"
+
+
+def takes_group(x: Tensor, group: Sequence[FusedFactors]) -> bool:
+    """Whether linears of one architecture, with a bias each or none, are multiplied factor by factor."""
+    return _large(x) and _group_obstacle(_shapes(group[0]), len(group), x.dtype, x.device.index) is None
+
+
+def _large(x: Tensor) -> bool:
+    return x.shape[-1] >= NARROWEST and x.numel() >= FEWEST_ROWS * x.shape[-1]
+
+
+@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
+def _ffn_obstacle(
+    up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...], dtype: torch.dtype, activation: str, device_index: int
+) -> str | None:
+    return wide_ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _group_obstacle(shapes: tuple[tuple[int, ...], ...], linears: int, dtype: torch.dtype, device_index: int) -> str | None:
+    return wide_group_obstacle(Architecture.of(*shapes), linears, dtype, device_index)
+
+
+def _shapes(linear: FusedFactors) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(factor.shape) for factor in linear.factors)

@@ -1,0 +1,160 @@
+"""Layers multiplied factor by factor on the GPU: against float64, beside PyTorch's own operators in the same dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flysurgery.ops import FusedFactors, Norm, composed, ffn, ks_linear, norm_linear
+from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
+from flysurgery.ops.cuda.wide_group import run_wide_group
+from flysurgery.ops.inference import ffn_launches, norm_linear_launches
+from flysurgery.patterns import Architecture
+from flysurgery.patterns.catalog import gonon, monarch
+
+pytestmark = pytest.mark.gpu
+
+K = 1.25 * 1.2
+"""Level 2 of the tolerance policy, for a product of factors in half precision."""
+UNEVEN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
+BLOCKS = [(gonon(3072, 768), gonon(768, 3072)), (monarch(3072, 768), monarch(768, 3072)), UNEVEN]
+GROUPS = [gonon(768, 768), monarch(768, 768), monarch(384, 384)]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(7)
+
+
+def normal(*shape: int, dtype: torch.dtype, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * deviation + mean).to(dtype)
+
+
+def layer(architecture: Architecture, dtype: torch.dtype) -> FusedFactors:
+    factors = tuple(normal(*pattern.factor_shape, dtype=dtype, deviation=pattern.c**-0.5) for pattern in architecture)
+    return FusedFactors(factors, normal(architecture.out_features, dtype=dtype, deviation=0.3))
+
+
+def wide(part: FusedFactors) -> FusedFactors:
+    return FusedFactors(tuple(factor.double() for factor in part.factors), None if part.bias is None else part.bias.double())
+
+
+def norm_of(features: int, dtype: torch.dtype) -> Norm:
+    return Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
+
+
+def exact(norm: Norm) -> Norm:
+    weight, bias = (None if part is None else part.double() for part in (norm.weight, norm.bias))
+    return Norm(weight, bias, norm.eps)
+
+
+def comparable(out: Tensor, yardstick: Tensor, truth: Tensor) -> None:
+    assert out.dtype == yardstick.dtype and out.shape == yardstick.shape
+    assert bool(out.isfinite().all())
+    error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, yardstick))
+    assert error <= K * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
+
+
+def plain(x: Tensor, layer: FusedFactors) -> Tensor:
+    """The layer by PyTorch's batched products, in the dtype of x."""
+    return ks_linear(x, layer.factors, layer.bias, backend="bmm")
+
+
+def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
+def plain_ffn(x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, activation: str, scale: Tensor | None) -> Tensor:
+    y = plain(composed.ACTIVATIONS[activation](plain(plain_norm(x, norm), up)), down)
+    return y if scale is None else x + y * scale
+
+
+CASES = [
+    (0, torch.float16, 1, "gelu"),
+    (0, torch.bfloat16, 197, "silu"),
+    (0, torch.float16, 8451, "gelu"),
+    (1, torch.float16, 8451, "gelu_tanh"),
+    (1, torch.bfloat16, 75, "gelu"),
+    (2, torch.float16, 197, "silu"),
+    (2, torch.bfloat16, 8451, "gelu_tanh"),
+]
+
+
+@pytest.mark.parametrize(("which", "dtype", "rows", "activation"), CASES)
+def test_feed_forward(which: int, dtype: torch.dtype, rows: int, activation: str) -> None:
+    up, down = (layer(architecture, dtype) for architecture in BLOCKS[which])
+    x, norm, scale = normal(rows, up.sizes[0], dtype=dtype), norm_of(up.sizes[0], dtype), normal(down.sizes[1], dtype=dtype)
+    out = run_wide_ffn(x, norm, up.factors, up.bias, down.factors, down.bias, activation, scale, residual=True)
+    truth = plain_ffn(x.double(), exact(norm), wide(up), wide(down), activation, scale.double())
+    comparable(out, plain_ffn(x, norm, up, down, activation, scale), truth)
+
+
+def test_feed_forward_without_what_may_be_left_out() -> None:
+    up, down = (FusedFactors(layer(architecture, torch.float16).factors) for architecture in BLOCKS[0])
+    x = normal(500, 768, dtype=torch.float16)
+    for norm in (None, Norm(None, None, 1e-6)):
+        out = run_wide_ffn(x, norm, up.factors, None, down.factors, None, "gelu", None, residual=False)
+        truth = plain_ffn(x.double(), norm, wide(up), wide(down), "gelu", None)
+        comparable(out, plain_ffn(x, norm, up, down, "gelu", None), truth)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("architecture", GROUPS, ids=str)
+@pytest.mark.parametrize(("rows", "mean"), [(197, 30.0), (8451, 0.0)])
+def test_linears_that_share_x(dtype: torch.dtype, architecture: Architecture, rows: int, mean: float) -> None:
+    x, norm = normal(rows, architecture.in_features, dtype=dtype, mean=mean), norm_of(architecture.in_features, dtype)
+    group = [layer(architecture, dtype) for _ in range(3)]
+    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
+    out = run_wide_group(x, norm, factors, biases, 3)
+    truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
+    comparable(out, torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
+
+
+def test_whole_operators_take_them() -> None:
+    up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[0])
+    norm = norm_of(768, torch.float16)
+    holder = normal(3001, 800, dtype=torch.float16, mean=30.0)
+    x = holder[:, :768]
+    assert len(ffn_launches(x, norm, up, down)) == 5
+    out, truth = ffn(x, norm, up, down), x.double() + plain_ffn(x.double(), exact(norm), wide(up), wide(down), "gelu", None)
+    comparable(out, x + plain_ffn(x, norm, up, down, "gelu", None), truth)
+    assert torch.equal(out, ffn(x.contiguous(), norm, up, down))
+    group = [layer(GROUPS[0], torch.float16) for _ in range(3)]
+    assert len(norm_linear_launches(x, norm, group)) == 3
+    truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
+    comparable(norm_linear(x, norm, group), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
+
+
+def test_a_changed_weight_is_seen_and_graphs_replay() -> None:
+    up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[2])
+    x = normal(300, 96, dtype=torch.float16)
+
+    def run() -> Tensor:
+        return run_wide_ffn(x, None, up.factors, up.bias, down.factors, down.bias, "gelu", None, residual=True)
+
+    before = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, before)
+    with torch.no_grad():
+        down.factors[0].zero_()
+    assert down.bias is not None
+    assert torch.equal(run(), (x.float() + down.bias.float()).half())
+
+
+def test_the_operators_are_well_behaved() -> None:
+    up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[2])
+    x = normal(70, 96, dtype=torch.float16)
+    norm = norm_of(96, torch.float16)
+    arguments = (x, norm.weight, norm.bias, 1e-6, list(up.factors), up.bias, list(down.factors), down.bias, "gelu", None, True)
+    torch.library.opcheck(torch.ops.flysurgery.wide_ffn.default, arguments)
+    x, norm, group = normal(70, 256, dtype=torch.float16), norm_of(256, torch.float16), [layer(monarch(256, 256), torch.float16)] * 2
+    factors, biases = [factor for member in group for factor in member.factors], [member.bias for member in group]
+    torch.library.opcheck(torch.ops.flysurgery.wide_group.default, (x, norm.weight, None, 1e-6, factors, biases, 2))
+    assert run_wide_group(x[:0], norm, factors, [], 2).shape == (0, 512)
