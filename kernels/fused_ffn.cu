@@ -10,14 +10,17 @@
 //        x: registers ──K1──> u: shared memory ──K2──> h: registers ──K3──> v: rows of y, then shared memory ──K4──> y
 //        64 rows a warpgroup from the first load to the last store; WARPGROUPS of them share the panels of weights in a ring
 //
-// One more warpgroup brings data by the copy engine: a thread the panels, a warp the rows of x, one warpgroup's after the other's, so that
-// the first begins while the last waits. A warpgroup multiplies the next piece of h while it activates the present one. u and v are core
-// matrices that wgmma reads as its first operand; tiles of 8 columns that two classes share are read by both, against zero weights. As
-// registers and shared memory are full, the slices of v wait where their rows of y will be, and come back from the L2 cache before the
-// last factor. Mean and variance are of the rows in registers, exact in two passes; the norm's weight and bias lie in K1 and bias.
+// One more warpgroup brings data by the copy engine: a thread the panels, a warp the rows of x, one warpgroup's after the other's. A warpgroup
+// multiplies the next piece of h while it activates the present one. u and v are core matrices that wgmma reads as its first operand; tiles
+// of 8 columns that two classes share are read by both, against zero weights. As registers and shared memory are full, the slices of v wait
+// where their rows of y will be, as the core matrices that they are, and come back by the copy engine in place of u. So y has whole units of 64
+// rows. Mean and variance are of the rows in registers, exact in two passes; the norm's weight and bias lie in K1 and bias.
 //
-// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
-// The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
+// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), those of K4 with their float32 biases and scales; the biases of h
+// come once. The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
+//
+// What orders the copy engine: it fills a slot after all warps have left it, which they do when their products with it are done (wgmma_wait) and
+// when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
 //
 // Times on an H200: recipes/results/fused_ffn_h200.csv (`python recipes/fused_ffn_table.py`).
 //
@@ -36,43 +39,34 @@ constexpr int kIn = A1 * C1, kOut = B4 * D4;
 constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) / 8, kTiles4 = COLUMNS4 / 8;
 constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2;  // k16 steps of a panel
 constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
-constexpr int kWeights1 = kSteps1 * kTiles1 * 256, kWeights2 = kSteps2 * kTiles2 * 256, kWeights3 = HIDDEN * kTiles3 * 16;
-constexpr int kSteps4 = STEPS4 / PARTS4, kWeights4 = kSteps4 * kTiles4 * 256;
-constexpr int kFloats4 = COLUMNS4 * 4 * (1 + SCALED);                 // its biases and scales
+constexpr int kSteps4 = STEPS4 / PARTS4;
+constexpr int kWeights4 = kSteps4 * kTiles4 * 256;                    // bytes of weights in a panel, behind which biases and scales stand
+constexpr int kBiases = B2 * D2 * 4;                                  // bytes of the hidden units' biases
 constexpr int kTilesOfV = A3 * kTiles3;
 constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
 constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
-constexpr int kRuns = kTiles4 / RUN, kPieces4 = 4 * kVectors4;        // runs of a panel, vectors of a row that four lanes hold of a run
-constexpr int kTurned = 8 * kPieces4 * 16;                            // bytes in which a warp turns 8 rows of a run
-constexpr int kRowBytes = kIn * 2 + 64;                               // of a row of x on its way: 64 bytes more keep two rows apart in the banks
+constexpr int kRuns = kTiles4 / RUN;                                  // of a panel
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int kBuffer = larger(larger(A1 * kTiles1, kTilesOfV) * 1024, 64 * kRowBytes);  // bytes of a warpgroup: x, then u, then v
+constexpr int kBuffer = larger(larger(A1 * kTiles1, kTilesOfV) * 1024, 64 * kIn * 2);  // bytes of a warpgroup: x, then u, then v
 
 // Tiles of a block of u that are multiplied together.
 __host__ __device__ constexpr int together(int tiles) {
-    int most = 8;
+    int most = 4;
     while (tiles % most != 0) --most;
     return most;
 }
-constexpr int kTogether1 = together(kTiles1);
-constexpr int kAside = kTiles3 % 4 == 0 ? 4 : 2;                      // tiles of v in a vector that waits in the rows of y
+constexpr int kTogether1 = together(kTiles1), kProducts1 = kTiles1 / kTogether1;
+constexpr int kPhases = A3 > 1 ? 2 : 1;                               // copies into a buffer a round: x, and v where it is not of one slice
 
 static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && HIDDEN % 16 == 0, "whole panels");
-static_assert(kAllPieces % 2 == 0 && kTiles3 % 2 == 0 && kTilesOfV * 8 <= kOut, "pieces come in pairs, v fits in the rows of y");
+static_assert(kAllPieces % 2 == 0 && kTilesOfV * 8 <= kOut, "pieces come in pairs, v fits in the rows of y");
 static_assert(kTiles4 % RUN == 0 && kRun % 8 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
 
 struct Panels {
     static constexpr int kFirst = A1 * PARTS1, kBlock = kAllPieces * (PARTS2 + 1), kMiddle = A3 * kBlock, kLast = kPanels4 * D4 * PARTS4;
     static constexpr int kPanels = kFirst + kMiddle + kLast, kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = ::kWarps;
-    static __device__ __forceinline__ int bytes(int panel) {
-        if (panel < kFirst) return kWeights1;
-        if (panel >= kFirst + kMiddle) return kWeights4 + ((panel - kFirst - kMiddle) % PARTS4 == 0 ? kFloats4 : 0);
-        // of the first piece, then of the next piece and the product with factor 3 in turn
-        const int place = (panel - kFirst) % kBlock, part = place < PARTS2 ? place : (place - PARTS2) % (PARTS2 + 1);
-        return part == PARTS2 || place == kBlock - 1 ? kWeights3 : part == 0 ? kWeights2 + HIDDEN * 4 : kWeights2;
-    }
 };
-static_assert(SLOTS >= PARTS1 && SLOTS >= PARTS2 + 2 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
+static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= PARTS2 + 1 && SLOTS >= 2 * PARTS4, "the panels that are in use together fit in the ring");
 
 // Tiles of u that a class of factor 2 reads, two a k16 step: first tile * 64 + (second - first) * 64 * 65536, as descriptors want them.
 __constant__ u32 kTilesOfClass2[D2][STEPS2] = U_TABLE;
@@ -121,6 +115,28 @@ __device__ __forceinline__ u64 describe(u32 panel) {
     return (u64)(128 >> 4) << 32 | (u32)(COLUMNS << 16) + (panel >> 4);
 }
 
+// Lane t of the four lanes of a row holds vectors N*t .. N*t + N-1 of 4*N; where N is odd it gets vectors t, t + 4, ...: in turn n all give their
+// n-th, which are vectors of four different lanes.
+template <int N>
+__device__ __forceinline__ int place_of(int n, int t) { return N % 2 ? n * 4 + t : t * N + n; }
+template <int N>
+__device__ __forceinline__ void exchange(Vector<16> (&v)[N], int t) {
+    if constexpr (N % 2 == 0 || N == 1) return;
+    Vector<16> got[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int from = N * (t - n) & 3, nth = (N * from + n) / 4;  // N * N = 1 modulo 8
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const u32 word = __shfl_sync(0xffffffffu, v[n].w[k], from, 4);
+#pragma unroll
+            for (int place = 0; place < N; ++place) got[place].w[k] = n == 0 || nth == place ? word : got[place].w[k];
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) v[n] = got[n];
+}
+
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
 
 // The 64 rows that a warpgroup has in a round.
@@ -139,9 +155,10 @@ struct Place {
     }
 };
 
-// One warp brings the rows of x of all warpgroups, each into its buffer as soon as that is free.
+// One warp brings the rows of x of all warpgroups, each into its buffer as soon as that is free: the rows of a warp at once where they lie side
+// by side, as the copy engine takes its time for each request.
 __device__ __forceinline__ void bring_rows(const char* x, long long rows, long long x_stride, int rounds, u32 buffers, u32 arrived, u32 freed) {
-    const int lane = threadIdx.x & 31;
+    const int lane = threadIdx.x & 31, together = x_stride == kIn * 2 ? 16 : 1;
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round)
 #pragma unroll 1
@@ -153,17 +170,20 @@ __device__ __forceinline__ void bring_rows(const char* x, long long rows, long l
             if (lane == 0) barrier_expect(arrived + 8 * w, inside * kIn * 2);
             __syncwarp();
 #pragma unroll 1
-            for (int r = lane; r < inside; r += 32) copy_bulk(buffers + w * kBuffer + r * kRowBytes, x + (row + r) * x_stride, kIn * 2, arrived + 8 * w);
+            for (int r = lane * together; r < inside; r += 32 * together) {
+                const int count = inside - r < together ? inside - r : together;
+                copy_bulk(buffers + w * kBuffer + r * (kIn * 2), x + (row + r) * x_stride, count * kIn * 2, arrived + 8 * w);
+            }
         }
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
 fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __restrict__ y, long long rows, long long x_stride, int eps_bits) {
     extern __shared__ __align__(128) char memory[];
-    // ring | barriers a warpgroup: its rows of x are there, its buffer is free | buffers | rows of y being turned
+    // ring | barriers a warpgroup: its rows of x are there, its buffer is free | a barrier: biases are there | biases | buffers
     using Ring = PanelRing<Panels>;
     const u32 ring_at = shared_address(memory), arrived = ring_at + Ring::kBytes, freed = arrived + 8 * WARPGROUPS;
-    const u32 buffers = freed + 8 * WARPGROUPS + 127 & ~127u;
+    const u32 told = freed + 8 * WARPGROUPS, biases = told + 8 + 127 & ~127u, buffers = biases + kBiases;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), warpgroup = warp / 4;
 
     if (threadIdx.x == 0) {
@@ -171,6 +191,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             barrier_init(arrived + 8 * w, 1);
             barrier_init(freed + 8 * w, 4);
         }
+        barrier_init(told, 1);
         Ring::prepare(ring_at);
     }
     __syncthreads();
@@ -179,7 +200,11 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
     const int rounds = (int)((units + (long long)WARPGROUPS * gridDim.x - 1) / ((long long)WARPGROUPS * gridDim.x));
     if (warpgroup == WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        if (threadIdx.x == 32 * kWarps) Ring::feed(image, ring_at, rounds);
+        if (threadIdx.x == 32 * kWarps) {
+            barrier_expect(told, kBiases);
+            copy_bulk(biases, image + Panels::kPanels * Panels::kStride, kBiases, told);
+            Ring::feed(image, ring_at, rounds);
+        }
         if (warp == kWarps + 1) bring_rows(x, rows, x_stride, rounds, buffers, arrived, freed);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
@@ -201,41 +226,49 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             {   // ---- u = K1 norm(x)
                 const Place at(round, rows);
                 NormRows<kIn, X_VECTOR> operands;
-                barrier_wait(arrived + 8 * warpgroup, round & 1);
-                operands.load(memory + (buffer - ring_at) + ((warp & 3) * 16 + g) * kRowBytes, kRowBytes, at.t, at.left);
+                barrier_wait(arrived + 8 * warpgroup, kPhases % 2 * round & 1);
+                operands.load(memory + (buffer - ring_at) + ((warp & 3) * 16 + g) * (kIn * 2), kIn * 2, at.t, at.left);
 #if NORM
                 operands.normalize(__int_as_float(eps_bits));
 #endif
                 meet_warpgroup(warpgroup);  // all have read x
+                float acc[2][kTogether1][4];
+                auto finish = [&](int product) {
 #pragma unroll
-                for (int i = 0; i < A1; ++i) {
-                    u64 weights[PARTS1];
-#pragma unroll
-                    for (int part = 0; part < PARTS1; ++part) weights[part] = describe<kTiles1 * 8>(ring.wait(part));
-#pragma unroll
-                    for (int first = 0; first < kTiles1; first += kTogether1) {
-                        float acc[kTogether1][4];
-                        wgmma_fence();
-#pragma unroll
-                        for (int s = 0; s < kSteps1 * PARTS1; ++s) {
-                            u32 a[4];
-                            operands.operand(a, i * kSteps1 * PARTS1 + s);
-                            Wgmma<kTogether1 * 8>::template run<0>(acc, a, weights[s / kSteps1] + s % kSteps1 * kTiles1 * 16 + first * 8, s > 0);
-                        }
-                        wgmma_commit();
-                        wgmma_wait<0>();
-#pragma unroll
-                        for (int n = 0; n < kTogether1; ++n) {
-                            store_shared(u_lane + (i * kTiles1 + first + n) * 1024, round2(acc[n][0], acc[n][1]));
-                            store_shared(u_lane + (i * kTiles1 + first + n) * 1024 + 128, round2(acc[n][2], acc[n][3]));
-                        }
+                    for (int n = 0; n < kTogether1; ++n) {
+                        const float(&sum)[4] = acc[product % 2][n];
+                        store_shared(u_lane + (product * kTogether1 + n) * 1024, round2(sum[0], sum[1]));
+                        store_shared(u_lane + (product * kTogether1 + n) * 1024 + 128, round2(sum[2], sum[3]));
                     }
-                    ring.leave<PARTS1>();
+                    if (product % kProducts1 == kProducts1 - 1) ring.template leave<PARTS1>();
+                };
+                u64 weights[PARTS1];
+#pragma unroll
+                for (int product = 0; product < A1 * kProducts1; ++product) {  // one runs while the results of the one before are stored
+                    if (product % kProducts1 == 0)
+#pragma unroll
+                        for (int part = 0; part < PARTS1; ++part) weights[part] = describe<kTiles1 * 8>(ring.wait(product > 0 ? PARTS1 + part : part));
+                    wgmma_fence();
+#pragma unroll
+                    for (int s = 0; s < kSteps1 * PARTS1; ++s) {
+                        u32 a[4];
+                        operands.operand(a, product / kProducts1 * kSteps1 * PARTS1 + s);
+                        Wgmma<kTogether1 * 8>::template run<0>(
+                            acc[product % 2], a, weights[s / kSteps1] + s % kSteps1 * kTiles1 * 16 + product % kProducts1 * kTogether1 * 8, s > 0);
+                    }
+                    wgmma_commit();
+                    if (product > 0) {
+                        wgmma_wait<1>();
+                        finish(product - 1);
+                    }
                 }
+                wgmma_wait<0>();
+                finish(A1 * kProducts1 - 1);
                 fence_copies();
                 meet_warpgroup(warpgroup);
             }
 
+            barrier_wait(told, 0);
             // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
 #pragma unroll 1
             for (int i = 0; i < A3; ++i) {
@@ -243,16 +276,15 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 u32 a[2][HIDDEN / 16][4];
                 auto begin_piece = [&](int piece, int of, int ahead) {
                     const u32* const tiles = kTilesOfClass2[piece / kPieces];
+                    u64 weights[PARTS2];
+                    broadcast(h[of], biases + (i * kAllPieces + piece) * (HIDDEN * 4), t);
 #pragma unroll
-                    for (int part = 0; part < PARTS2; ++part) {
-                        const u32 panel = ring.wait(ahead + part);
-                        const u64 weights = describe<HIDDEN>(panel);
-                        if (part == 0) broadcast(h[of], panel + kWeights2, t);
-                        wgmma_fence();
+                    for (int part = 0; part < PARTS2; ++part) weights[part] = describe<HIDDEN>(ring.wait(ahead + part));
+                    wgmma_fence();
 #pragma unroll
-                        for (int s = 0; s < kSteps2; ++s)
-                            WgmmaShared<HIDDEN>::run(h[of], (u64)(128 >> 4) << 32 | (u_descriptor + tiles[part * kSteps2 + s]), weights + s * kTiles2 * 16);
-                    }
+                    for (int s = 0; s < STEPS2; ++s)
+                        WgmmaShared<HIDDEN>::run(
+                            h[of], (u64)(128 >> 4) << 32 | (u_descriptor + tiles[s]), weights[s / kSteps2] + s % kSteps2 * kTiles2 * 16);
                     wgmma_commit();
                 };
                 begin_piece(0, 0, 0);
@@ -261,17 +293,23 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll 1
                 for (int piece = 0; piece < kAllPieces; piece += 2) {
 #pragma unroll
-                    for (int of = 0; of < 2; ++of) {  // in the second turn the first one's panel of factor 3 is still in use
+                    for (int of = 0; of < 2; ++of) {  // as the second turn begins, the first one's product with factor 3 may still run
                         const bool more = of == 0 || piece + 2 < kAllPieces;
                         if (more) begin_piece(piece + of + 1, 1 - of, of);
 #pragma unroll
-                        for (int s = 0; s < HIDDEN / 16; ++s)
+                        for (int s = 0; s < HIDDEN / 16; ++s) {
 #pragma unroll
                             for (int k = 0; k < 4; ++k) {
                                 const float* pair = &h[of][2 * s + k / 2][k % 2 * 2];
                                 a[of][s][k] = activate_pair<ACTIVATION>(pair[0], pair[1]);
                             }
-                        const u64 weights = describe<kTiles3 * 8>(ring.wait(of + (more ? PARTS2 : 0)));
+                            if (of == 1 && s == 0) {
+                                if (more) wgmma_wait<1>();
+                                else wgmma_wait<0>();
+                                ring.leave();
+                            }
+                        }
+                        const u64 weights = describe<kTiles3 * 8>(ring.wait(more ? PARTS2 : 0));
                         wgmma_fence();
 #pragma unroll
                         for (int s = 0; s < HIDDEN / 16; ++s) multiply(sums, a[of][s], weights + s * kTiles3 * 16, 1);
@@ -282,107 +320,100 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         } else {
                             wgmma_wait<0>();
                             if (more) ring.template leave<PARTS2>();
-                            ring.template leave<2>();
+                            ring.leave();
                         }
                     }
                 }
-                const Place at(round, rows);
-                char* const y_row = y + at.row * (kOut * 2) + i * (kTiles3 * 16) + at.t * (kAside * 4);
+                char* const y_unit = y + unit_of(round, warpgroup) * (64 * kOut * 2);
+                if (i < A3 - 1) {
+                    char* const v_lane = y_unit + i * (kTiles3 * 1024) + (u_lane - buffer);
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int n = 0; n < kTiles3; n += kAside) {
-                        Vector<kAside * 4> aside;
-#pragma unroll
-                        for (int k = 0; k < kAside; ++k) aside.w[k] = round2(sums[n + k][2 * h], sums[n + k][2 * h + 1]);
-                        if (at.left > h * 8) *reinterpret_cast<Vector<kAside * 4>*>(y_row + h * 8 * (kOut * 2) + n * 16) = aside;
+                    for (int n = 0; n < kTiles3; ++n) {
+                        *reinterpret_cast<u32*>(v_lane + n * 1024) = round2(sums[n][0], sums[n][1]);
+                        *reinterpret_cast<u32*>(v_lane + n * 1024 + 128) = round2(sums[n][2], sums[n][3]);
                     }
-            }
-            const Place at(round, rows);
-            char* const y_row = y + at.row * (kOut * 2);
-            {
-                u32 v[kTilesOfV][2];
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int n = 0; n < kTilesOfV; n += kAside) {
-                        Vector<kAside * 4> aside = {};
-                        if (at.left > h * 8)
-                            aside = *reinterpret_cast<const Vector<kAside * 4>*>(y_row + h * 8 * (kOut * 2) + n * 16 + at.t * (kAside * 4));
-#pragma unroll
-                        for (int k = 0; k < kAside; ++k) v[n + k][h] = aside.w[k];
+                } else {
+                    __threadfence();
+                    asm volatile("fence.proxy.async;" ::: "memory");
+                    meet_warpgroup(warpgroup);  // nobody multiplies u any more, all slices of v but the last are in memory
+                    if (A3 > 1 && (threadIdx.x & 127) == 0) {
+                        constexpr int kBytes = (A3 - 1) * kTiles3 * 1024;
+                        barrier_expect(arrived + 8 * warpgroup, kBytes);
+                        copy_bulk(buffer, y_unit, kBytes, arrived + 8 * warpgroup);
                     }
-                meet_warpgroup(warpgroup);  // nobody multiplies u any more
 #pragma unroll
-                for (int n = 0; n < kTilesOfV; ++n) {
-                    store_shared(u_lane + n * 1024, v[n][0]);
-                    store_shared(u_lane + n * 1024 + 128, v[n][1]);
+                    for (int n = 0; n < kTiles3; ++n) {
+                        store_shared(u_lane + (i * kTiles3 + n) * 1024, round2(sums[n][0], sums[n][1]));
+                        store_shared(u_lane + (i * kTiles3 + n) * 1024 + 128, round2(sums[n][2], sums[n][3]));
+                    }
                 }
             }
             fence_copies();
             meet_warpgroup(warpgroup);
+            if (A3 > 1) barrier_wait(arrived + 8 * warpgroup, 1);
+            const Place at(round, rows);
+            char* const y_row = y + at.row * (kOut * 2);
 
-            // ---- y = x + scale * (K4 v + bias), turned in shared memory, so that neighbouring lanes read and store neighbouring vectors
+            // ---- y = x + scale * (K4 v + bias); the four lanes of a row exchange vectors, so that they store neighbouring ones
             constexpr u32 kTilesOfClass4[D4][STEPS4] = V_TABLE;  // as kTilesOfClass2; kNoTile where a class has fewer steps
-            const int mine = (int)(rows - (at.row - g) < 16 ? rows - (at.row - g) : 16);  // rows of the warp that are inside
-            const char* const x_warp = x + (at.row - g) * x_stride;
-            char* const y_warp = y + (at.row - g) * (kOut * 2);
-            const u32 turned = buffers + WARPGROUPS * kBuffer + warp * kTurned;
+            const char* const x_row = x + at.row * x_stride;
 #pragma unroll 1
             for (int column = 0; column < kPanels4; ++column) {
                 float acc[D4][kTiles4][4];
                 Vector<16> residual[2][kVectors4];
-                auto byte_of = [&](int run, int piece) { return (column * kRuns + run) * (kPieces4 * 16) + piece % kPieces4 * 16; };
+                const int byte = column * (kRuns * kRun * 8);
                 auto load_residual = [&](int run) {
 #pragma unroll
                     for (int h = 0; h < 2; ++h)
 #pragma unroll
                         for (int n = 0; n < kVectors4; ++n) {
-                            const int piece = lane + n * 32, row = h * 8 + piece / kPieces4;
                             residual[h][n] = {};
-                            if (row < mine) residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_warp + row * x_stride + byte_of(run, piece));
+                            if (at.left > h * 8)
+                                residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 8 * x_stride + byte + (run * 4 + at.t) * (kRun * 2) + n * 16);
                         }
                 };
+                u32 floats[D4];
+                auto finish = [&](int j) {
+                    if (SCALED) multiply_columns(acc[j], floats[j] + COLUMNS4 * 4, t);
+                    ring.template leave<PARTS4>();
+                };
 #pragma unroll
-                for (int j = 0; j < D4; ++j) {
-                    u32 floats = 0;
+                for (int j = 0; j < D4; ++j) {  // a class is multiplied while the one before is scaled
+                    const int ahead = j > 0 ? PARTS4 : 0;
+                    u64 weights[PARTS4];
 #pragma unroll
                     for (int part = 0; part < PARTS4; ++part) {
-                        const u32 panel = ring.wait(part);
+                        const u32 panel = ring.wait(ahead + part);
+                        weights[part] = describe<COLUMNS4>(panel);
                         if (part == 0) {
-                            floats = panel + kWeights4;
-                            broadcast(acc[j], floats, t);
+                            floats[j] = panel + kWeights4;
+                            broadcast(acc[j], floats[j], t);
                         }
-                        const u64 weights = describe<COLUMNS4>(panel);
-                        wgmma_fence();
-#pragma unroll
-                        for (int s = 0; s < kSteps4; ++s) {
-                            const u32 tiles = kTilesOfClass4[j][part * kSteps4 + s];
-                            if (tiles == kNoTile) continue;
-                            WgmmaShared<COLUMNS4>::run(acc[j], (u64)(128 >> 4) << 32 | (u_descriptor + tiles), weights + s * kTiles4 * 16);
-                        }
-                        wgmma_commit();
                     }
-                    if (RESIDUAL && j == D4 - 1) load_residual(0);
-                    wgmma_wait<0>();
-                    if (SCALED) multiply_columns(acc[j], floats + COLUMNS4 * 4, t);
-                    ring.leave<PARTS4>();
+                    wgmma_fence();
+#pragma unroll
+                    for (int s = 0; s < STEPS4; ++s) {
+                        const u32 tiles = kTilesOfClass4[j][s];
+                        if (tiles == kNoTile) continue;
+                        WgmmaShared<COLUMNS4>::run(acc[j], (u64)(128 >> 4) << 32 | (u_descriptor + tiles), weights[s / kSteps4] + s % kSteps4 * kTiles4 * 16);
+                    }
+                    wgmma_commit();
+                    if (j > 0) {
+                        wgmma_wait<1>();
+                        finish(j - 1);
+                    }
                 }
+                if (RESIDUAL) load_residual(0);
+                wgmma_wait<0>();
+                finish(D4 - 1);
                 if (column == kPanels4 - 1 && lane == 0) barrier_arrive(freed + 8 * warpgroup);
 #pragma unroll
-                for (int run = 0; run < kRuns; ++run) {
-                    if (RESIDUAL && run > 0) load_residual(run);
+                for (int run = 0; run < kRuns; ++run)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        if (RESIDUAL)
+                        Vector<16> out[kVectors4];
 #pragma unroll
-                            for (int n = 0; n < kVectors4; ++n) store_shared_vector(turned + (lane + n * 32) * 16, residual[h][n].w);
-                        __syncwarp();
-#pragma unroll
-                        for (int n = 0; n < kVectors4; ++n) {
-                            const u32 place = turned + (lane * kVectors4 + n) * 16;
-                            u32 out[4] = {};
-                            if (RESIDUAL) load_shared(out, place);
+                        for (int n = 0; n < kVectors4; ++n)
 #pragma unroll
                             for (int k = 0; k < 4; ++k) {
                                 float pair[2];
@@ -391,22 +422,16 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                                     const int nth = n * 8 + k * 2 + e, p = nth / D4, j = nth % D4;
                                     pair[e] = acc[j][run * RUN + p / 2][2 * h + p % 2];
                                 }
-                                if (RESIDUAL) pair[0] += low_half(out[k]), pair[1] += high_half(out[k]);
-                                out[k] = round2(pair[0], pair[1]);
+                                if (RESIDUAL) pair[0] += low_half(residual[h][n].w[k]), pair[1] += high_half(residual[h][n].w[k]);
+                                out[n].w[k] = round2(pair[0], pair[1]);
                             }
-                            store_shared_vector(place, out);
-                        }
-                        __syncwarp();
+                        if (RESIDUAL && h == 1 && run + 1 < kRuns) load_residual(run + 1);
+                        exchange(out, at.t);
 #pragma unroll
-                        for (int n = 0; n < kVectors4; ++n) {
-                            const int piece = lane + n * 32, row = h * 8 + piece / kPieces4;
-                            Vector<16> out;
-                            load_shared(out.w, turned + piece * 16);
-                            if (row < mine) *reinterpret_cast<Vector<16>*>(y_warp + row * (kOut * 2) + byte_of(run, piece)) = out;
-                        }
-                        __syncwarp();
+                        for (int n = 0; n < kVectors4; ++n)
+                            if (at.left > h * 8)
+                                *reinterpret_cast<Vector<16>*>(y_row + h * 8 * (kOut * 2) + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16) = out[n];
                     }
-                }
             }
         }
     }

@@ -64,10 +64,6 @@ __device__ __forceinline__ void store_shared_pair(u32 address, u32 a, u32 b) {
     asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_vector(u32 address, const u32 (&r)[4]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-
 __device__ __forceinline__ u32 load_shared_one(u32 address) {  // 4 bytes
     u32 r;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");

@@ -2,8 +2,7 @@
 #pragma once
 #include "instructions.cuh"
 
-// Panels: kPanels of them a round, kSlots slots of kStride bytes for kWarps warps; panel n begins at n*kStride of the image and has
-// `bytes(n)` bytes.
+// Panels: kPanels of them a round, of kStride bytes each, and kSlots slots for kWarps warps.
 template <class Panels>
 struct PanelRing {
     u32 ring;  // slots, behind them a barrier a slot that completes when its panel is there, and one that completes when all warps have left it
@@ -32,7 +31,8 @@ struct PanelRing {
 #pragma unroll 1
             for (int panel = 0; panel < Panels::kPanels; ++panel) {
                 barrier_wait(ring + kFree + 8 * slot, phase);
-                copy_by_warp(ring + slot * Panels::kStride, image + (long long)panel * Panels::kStride, Panels::bytes(panel), ring + kFull + 8 * slot, 0);
+                barrier_expect(ring + kFull + 8 * slot, Panels::kStride);
+                copy_bulk(ring + slot * Panels::kStride, image + panel * Panels::kStride, Panels::kStride, ring + kFull + 8 * slot);
                 if (++slot == Panels::kSlots) {
                     slot = 0;
                     phase ^= 1;

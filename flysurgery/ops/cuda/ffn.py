@@ -66,7 +66,8 @@ class FusedFfn:
     def run(self, x: Tensor, image: Tensor, eps: float) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
         """Launch on the current stream."""
         rows = x.shape[0]
-        y = torch.empty((rows, self.tile.factors[3].out_features), dtype=x.dtype, device=x.device)
+        units = -(-rows // ROWS_OF_WARPGROUP)  # whole ones: a unit's rows of y hold what waits for its last factor
+        y = torch.empty((units * ROWS_OF_WARPGROUP, self.tile.factors[3].out_features), dtype=x.dtype, device=x.device)[:rows]
         if rows:
             grid = min(-(-rows // ROWS_OF_WARPGROUP), self._blocks)
             self._kernel.launch(

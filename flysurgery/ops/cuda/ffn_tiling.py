@@ -11,12 +11,10 @@ from flysurgery.patterns import Architecture, Pattern
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 WARPGROUPS = 3
 ROWS_OF_WARPGROUP = 64
-_PANEL_BYTES = 14 * 1024
-_MAX_SLOTS = 5
+_PANEL_BYTES = 9 * 1024
+_MAX_SLOTS = 12
 _REGISTERS = 160
 _REGISTERS_BESIDE_TILES = 32
-_ROW_PADDING = 64
-"""Bytes between rows of x in shared memory."""
 _NO_TILE = 0xFFFFFFFF
 
 
@@ -91,31 +89,29 @@ class FfnTiling:
         """Bytes from one panel to the next, in the image and in the ring."""
         first, second, third, last = self.panel_bytes
         floats = 4 * self.columns * (2 if self.scaled else 1)
-        return ceil(max(first, second + 4 * self.hidden, third, last + floats) / 128) * 128
+        return ceil(max(first, second, third, last + floats) / 128) * 128
 
     @property
     def least_slots(self) -> int:
         """Panels that a warpgroup holds at once."""
-        return max(self.parts[0], self.parts[1] + 2, self.parts[2])
+        return max(2 * self.parts[0], self.parts[1] + 1, 2 * self.parts[2])
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ring, barriers, the rows of each warpgroup, rows of y that are being turned."""
-        first, _, third, last = self.factors
+        """Dynamic shared memory of a block: ring, barriers, biases of hidden units, the rows of each warpgroup."""
+        first, _, third, _ = self.factors
         tiles = max(first.a * tiles_of(first), third.a * tiles_of(third))
-        buffer = max(tiles * 1024, ROWS_OF_WARPGROUP * (2 * first.in_features + _ROW_PADDING))
-        turned = 4 * 8 * 16 * self.run * last.d
-        return self.slots * (self.stride + 16) + 127 + WARPGROUPS * (16 + buffer + turned)
+        buffer = max(tiles * 1024, ROWS_OF_WARPGROUP * 2 * first.in_features)
+        return self.slots * (self.stride + 16) + 8 + 127 + 4 * self.factors[1].out_features + WARPGROUPS * (16 + buffer)
 
     @property
     def registers(self) -> int:
         """Registers a thread in its busiest stage, estimated."""
         first, _, third, last = self.factors
-        x = first.in_features // 4 + 4 * next(n for n in range(8, 0, -1) if tiles_of(first) % n == 0)
-        v = third.a * tiles_of(third) * 2
+        x = first.in_features // 4 + 8 * next(n for n in range(4, 0, -1) if tiles_of(first) % n == 0)
         middle = tiles_of(third) * 4 + self.hidden * 3 // 2
         last_product = self.columns * last.d // 2 + 2 * self.run * last.d
-        return max(x, v, middle, last_product) + _REGISTERS_BESIDE_TILES
+        return max(x, middle, last_product) + _REGISTERS_BESIDE_TILES
 
     def defines(self) -> dict[str, int | str]:
         """The macros that the kernel is compiled with, less mode, activation, norm and residual."""

@@ -24,10 +24,12 @@ BLOCKS = {
 
 
 class Panels:
-    """The image, panel by panel in the order of use."""
+    """The image, panel by panel in the order of use; behind them the biases of the hidden units, piece by piece."""
 
-    def __init__(self, image: Tensor, stride: int) -> None:
-        self.panels = list(image.view(-1, stride))
+    def __init__(self, image: Tensor, tile: FfnTiling) -> None:
+        count = sum(tile.panel_counts)
+        self.panels = list(image[: count * tile.stride].view(count, tile.stride))
+        self.biases = list(image[count * tile.stride :].view(torch.float32).double().view(-1, tile.hidden))
 
     def next(self, k: int, columns: int, floats: int = 0) -> tuple[Tensor, Tensor]:
         """Weights of shape (k, columns) and the float32 values behind them."""
@@ -44,7 +46,7 @@ class Panels:
 def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
     """What the kernel computes, in float64 and without the residual: from normalized rows to scaled outputs."""
     first, second, third, last = tile.factors
-    panels = Panels(image, tile.stride)
+    panels = Panels(image, tile)
 
     def pick(u: Tensor, steps: list[tuple[int, int]]) -> Tensor:
         padded = torch.cat([u, u.new_zeros(len(u), 8)], dim=1).view(len(u), -1, 8)
@@ -59,10 +61,10 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
         total = x.new_zeros(len(x), 8 * tiles_of(third))
         waiting: list[Tensor] = []  # hidden units whose product with the third factor comes after the next piece
         for cls in [cls for cls in range(second.d) for _ in range(tile.pieces)]:
-            weights, bias = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
+            weights, _ = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, 0, tile.parts[1])
             if waiting:
                 total += waiting.pop() @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
-            waiting.append(functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias)))
+            waiting.append(functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + panels.biases.pop(0))))
         v.append(total + waiting.pop() @ panels.next(tile.hidden, 8 * tiles_of(third))[0])
     v, y = torch.cat(v, dim=1), x.new_full((len(x), last.b, last.d), torch.nan)
     count = 2 if tile.scaled else 1
@@ -75,7 +77,7 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
             for run in range(0, tile.columns, 8 * tile.run):  # lane t stores what it holds of each tile of a run side by side
                 column = run + held // 2 * 8 + 2 * lane + held % 2
                 y[:, start + run : start + run + 8 * tile.run, cls] = out[:, column.flatten()]
-    assert not panels.panels
+    assert not panels.panels and not panels.biases
     return y.flatten(1)
 
 
@@ -109,7 +111,7 @@ def test_every_weight_is_there_and_panels_have_one_stride() -> None:
         assert isinstance(tile, FfnTiling)
         first, second, third, last = (torch.ones(pattern.factor_shape) for pattern in tile.factors)
         image = pack_ffn(tile, (first, second, third, last), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
-        assert len(image) == sum(tile.panel_counts) * tile.stride
+        assert len(image) == sum(tile.panel_counts) * tile.stride + 4 * up.out_features
         counts = [int((image.view(torch.float16) == value).sum()) for value in (1.0, 0.5)]
         assert counts == [first.numel() + third.numel() + last.numel(), second.numel()]
 
@@ -137,4 +139,4 @@ def test_panels_that_are_waited_for_together_fit_in_the_ring(width: int) -> None
     pairs = [(monarch(4 * width, width, n), monarch(width, 4 * width, n)) for n in (2, 4, 8, 16)]
     pairs += [(low_rank(4 * width, width, rank), low_rank(width, 4 * width, rank)) for rank in range(16, width // 2 + 1, 16)]
     found = [tile for pair in pairs for scaled in (False, True) if isinstance(tile := ffn_tiling(*pair, SHARED, scaled=scaled), FfnTiling)]
-    assert found and all(tile.slots >= max(tile.parts[0], tile.parts[1] + 2, tile.parts[2]) for tile in found)
+    assert found and all(tile.slots >= max(2 * tile.parts[0], tile.parts[1] + 1, 2 * tile.parts[2]) for tile in found)
