@@ -77,7 +77,8 @@ class Settings:
             self.blocks_weight is None or 0 <= self.blocks_weight < float("inf"), "blocks_weight", "zero or positive", self.blocks_weight
         )
         after = self.densify_after
-        _check(after is None or 0 < after < self.epochs, "densify_after", f"from 1 to {self.epochs - 1}, with {self.epochs} epochs", after)
+        until = f"from 1 to {self.epochs - 1}, with {self.epochs} epochs" if self.epochs > 1 else "left out where there is one epoch"
+        _check(after is None or 0 < after < self.epochs, "densify_after", until, after)
         if self.mixes and self.batch_size % 2:
             raise OptionError(f"mixup and cutmix mix images two by two, so batch_size must be even, got {self.batch_size}")
 

@@ -200,6 +200,7 @@ def test_missing_accelerate_says_how_to_install_it(converted: Make, monkeypatch:
         ({"warm_up": 1.5}, "warm_up must be between 0 and 1"),
         ({"mixup": 0.2, "batch_size": 7}, "batch_size must be even"),
         ({"epochs": 3, "densify_after": 3}, "densify_after must be from 1 to 2"),
+        ({"epochs": 1, "densify_after": 1}, "densify_after must be left out where there is one epoch, got 1"),
     ],
 )
 def test_settings_out_of_range(changes: dict, words: str) -> None:
