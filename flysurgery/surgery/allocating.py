@@ -70,7 +70,8 @@ def allocate(
     them look smaller than they are, so the samples are split in three: some are fitted to, some chosen by, and on the rest, which
     ``apply`` holds out too, the errors are reported besides. The model is only read.
 
-    Cost: every candidate of every layer is projected, and with ``calibrate`` calibrated. That is some ten times what ``apply`` does.
+    Cost: every candidate of every layer is projected, and with ``calibrate`` calibrated, side by side. These are some nine fits for
+    each that ``apply`` makes.
 
     Raises:
         OptionError: options that are out of range or contradict each other, or a budget that no choice keeps to.

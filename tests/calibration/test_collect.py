@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import collect
+from flysurgery.calibration import collect, watched
 from flysurgery.errors import DataError, SurgeryError
 
 
@@ -86,3 +86,17 @@ def test_a_model_that_fails_says_why(net: Net) -> None:
     with pytest.raises(DataError, match=r"fails on calibration inputs of shape \(4, 7\): .*7"):
         collect(net, {"first": 1}, [torch.randn(4, 7)])
     assert net.training and not net.first._forward_pre_hooks
+
+
+def test_a_pass_that_is_made_anyway_can_be_watched(net: Net, batches: list[Tensor]) -> None:
+    expected = collect(net, {"first": 1, "twice": 2}, batches)
+    net.eval()
+    with watched(net, ["first", "twice"]) as found:
+        for batch in batches:
+            net(batch.requires_grad_())
+    for fqn, moments in expected.items():
+        assert torch.allclose(found[fqn].covariance, moments.covariance, rtol=1e-12)
+        assert found[fqn].rows == moments.rows and not found[fqn].covariance.requires_grad
+    assert net.late_calls and not net.first._forward_pre_hooks
+    with pytest.raises(SurgeryError, match="unused was not called"), watched(net, ["unused"]):
+        net(batches[0])

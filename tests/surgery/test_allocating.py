@@ -228,3 +228,11 @@ def test_two_samples_are_too_few_for_a_budget(vit: nn.Module, vit_plan: Plan, im
     with pytest.raises(DataError, match="at least 3 samples, to fit to, to choose by and to report on; there are 2"):
         allocate(vit_plan, vit, budget=0.4, calibrate=images[:2])
     assert allocate(vit_plan, vit, budget=0.4, calibrate=images[:3])[1].samples == Split(1, 1, 1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_trade_off_of_the_cpu(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    _, expected = allocate(vit_plan, vit, budget=0.4, calibrate=many)
+    _, found = allocate(vit_plan, copy.deepcopy(vit).cuda(), budget=0.4, calibrate=many.cuda())
+    assert found.chosen.error == pytest.approx(expected.chosen.error, rel=1e-2)
+    assert [point.error for point in found.curve] == pytest.approx([point.error for point in expected.curve], rel=1e-2, abs=1e-6)

@@ -57,6 +57,16 @@ def test_reported_errors_are_those_of_the_modules_on_held_out_images(vit: nn.Mod
         assert errors(report)[fqn] == pytest.approx(measured, rel=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("permute", [False, True])
+def test_a_gpu_gives_the_errors_of_the_cpu(vit: nn.Module, vit_plan: Plan, many: Tensor, permute: bool) -> None:
+    there = copy.deepcopy(vit).cuda()
+    found = errors(apply(vit_plan, there, calibrate=many.cuda(), permute=permute))
+    assert all(parameter.is_cuda for parameter in there.parameters())
+    for fqn, expected in errors(apply(vit_plan, vit, calibrate=many, permute=permute)).items():
+        assert found[fqn] == pytest.approx(expected, rel=0.05 if permute else 1e-3)  # features that are nearly alike may change places
+
+
 @pytest.mark.parametrize("sequential", [False, True])
 def test_output_errors_fall_well_below_those_of_the_plain_projection(vit: nn.Module, many: Tensor, sequential: bool) -> None:
     report = convert(vit, calibrate=many, sequential=sequential)
