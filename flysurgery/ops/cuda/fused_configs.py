@@ -107,6 +107,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             0.38 * (tile.first.d / config.residues - 1),
             0.02 / config.panel_steps,
             0.3 if config.apart else 0.0,
+            0.08 if config.wgmma and config.u_shared in (0, 3) and config.panel_classes < tile.second.d else 0.0,  # waits more often
             0.1 if tile.norm and not tile.stages_row(config) else 0.0,  # x is read twice
         )
     )
