@@ -31,7 +31,7 @@ from flysurgery.ops.cuda.trained import forget_trained
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
 _MAX_CALLS = 32
-_FUSED_KINDS: dict[str, dict[str, bool]] = {
+FUSED_KINDS: dict[str, dict[str, bool]] = {
     FUSED: {},
     NORM_LINEAR: {"norm": True},
     GATED_LINEAR: {"gated": True},
@@ -110,8 +110,8 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
 
 
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
-    if case.kernel in _FUSED_KINDS:
-        return FusedLinear.candidates(case.architecture, case.mode, case.linears, **_FUSED_KINDS[case.kernel], device_index=device_index)
+    if case.kernel in FUSED_KINDS:
+        return FusedLinear.candidates(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel], device_index=device_index)
     pattern, limit = case.architecture.patterns[0], shared_limit_of(device_index)
     return factor_configs(pattern, case.mode, case.rows, limit) if case.kernel == SINGLE else grad_configs(pattern, case.mode, limit)
 
@@ -119,8 +119,8 @@ def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:
     """One candidate with random weights, as a function of x and, for gradients, dy."""
     limit = shared_limit_of(device_index)
-    if case.kernel in _FUSED_KINDS:
-        kind = _FUSED_KINDS[case.kernel]
+    if case.kernel in FUSED_KINDS:
+        kind = FUSED_KINDS[case.kernel]
         fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, **kind, device_index=device_index)
         linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])

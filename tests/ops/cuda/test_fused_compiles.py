@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from flysurgery.ops.cuda import table
+from flysurgery.ops.cuda.autotune import FUSED_KINDS
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.fused import fused_reason
 from flysurgery.ops.cuda.fused_configs import configs, fits
-from flysurgery.ops.cuda.norm_linear import NORM_LINEAR
 from flysurgery.ops.cuda.obstacles import product_obstacle
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.table import TunedCase
@@ -78,7 +78,7 @@ _SHIPPED = Path(table.__file__).parent / "tuned" / "h200.json"
 TUNED = [
     (entry.case, FusedConfig(**entry.config))
     for entry in table._read(_SHIPPED)
-    if entry.case.kernel in (FUSED, NORM_LINEAR) and entry.case.mode != "bf16"
+    if entry.case.kernel in FUSED_KINDS and entry.case.mode != "bf16"
 ]
 
 
@@ -126,9 +126,9 @@ def test_there_is_a_table() -> None:
     ids=lambda value: f"{value.kernel}-{value.architecture}-{value.mode}-{value.linears}" if isinstance(value, TunedCase) else "",
 )
 def test_the_tuned_configurations_compile(case: TunedCase, config: FusedConfig) -> None:
-    tile = tile_of(case.architecture, case.mode, case.linears, norm=case.kernel == NORM_LINEAR)
+    tile = tile_of(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel])
     assert fits(tile, config, SHARED_BYTES["sm_90a"], wgmma=True)
-    check(tile, config, "sm_90a", tuned=True)
+    check(tile, config, "sm_90a", activation=3 if tile.gated else 0, tuned=True)
 
 
 @pytest.mark.parametrize("activation", [1, 2, 3])
