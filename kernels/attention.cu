@@ -32,20 +32,9 @@ struct Strides {
     i64 batch, head, token;  // elements
 };
 
-__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
-}
-
 __device__ __forceinline__ void split(float a, float b, u32& hi, u32& lo) {
     hi = round2(a, b);
     if constexpr (kPairs) lo = round2(a - widen((u16)hi), b - widen((u16)(hi >> 16)));
-}
-
-__device__ __forceinline__ float exp2_fast(float v) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
 }
 
 // Two tiles of 8 columns += a * b, small products first; b[0..1] are the operands of the first, b[2..3] of the second.

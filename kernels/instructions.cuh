@@ -30,6 +30,19 @@ __device__ __forceinline__ void load_two_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
 }
 
+__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+
+// Loads that stay where they stand: the compiler would rather have few registers than many loads on their way.
+__device__ __forceinline__ void load_now(Vector<16>& to, const char* from) {
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(to.w[0]), "=r"(to.w[1]), "=r"(to.w[2]), "=r"(to.w[3]) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void load_now(Vector<8>& to, const char* from) {
+    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(to.w[0]), "=r"(to.w[1]) : "l"(from) : "memory");
+}
+
 // Two floats to two halves of the mode, the first in the low half.
 __device__ __forceinline__ u32 round2(float low, float high) {
     u32 r;
@@ -42,6 +55,12 @@ __device__ __forceinline__ float widen(u16 h) {
     if constexpr (MODE == 1) f = __uint_as_float((u32)h << 16);
     else asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
     return f;
+}
+
+__device__ __forceinline__ float exp2_fast(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
 }
 
 __device__ __forceinline__ float low_half(u32 w) { return widen((u16)w); }
@@ -136,5 +155,13 @@ __device__ __forceinline__ void copy_by_warp(u32 to, const char* from, int bytes
 #else
     for (int b = lane * 16; b < bytes; b += 512) copy_async<16>(to + b, from + b, 16);
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// From sm_90 on: lets the next kernel begin, if it was launched to begin early, and waits until those before have ended.
+__device__ __forceinline__ void wait_for_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

@@ -12,6 +12,8 @@ import torch
 
 from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
 from flysurgery.ops.cuda.factor_grad import FactorGrad
+from flysurgery.ops.cuda.few_attention import run_few_attention
+from flysurgery.ops.cuda.few_rows import run_few_rows
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.gated import run_gated
@@ -98,6 +100,17 @@ def run_by_factors(dtype: torch.dtype) -> None:
     print(f"by factors {dtype}")
 
 
+def run_few(dtype: torch.dtype) -> None:
+    weight, bias = torch.randn((96, 192), device="cuda").to(dtype), torch.randn(96, device="cuda").to(dtype)
+    for rows in ROWS:
+        x, residual = (torch.randn((rows, size), device="cuda").to(dtype) for size in (192, 96))
+        heads = torch.randn((1, 2, rows, 64), device="cuda").to(dtype)
+        for _ in range(2):  # the second begins early
+            run_few_rows(x, None, None, 1e-6, [weight], [0], [bias], "gelu", residual, bias)
+            run_few_attention(heads, heads, heads, 0.125)
+    print(f"few rows and queries {dtype}")
+
+
 def run_gradient(pattern: Pattern, mode: str) -> None:
     dtype = dtype_of(mode)
     for rows in ROWS:
@@ -141,6 +154,7 @@ def main() -> None:
     for mode in ("fp16", "bf16"):
         run_gather(mode)
         run_by_factors(dtype_of(mode))
+        run_few(dtype_of(mode))
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         run_transposition(dtype)
     torch.cuda.synchronize()

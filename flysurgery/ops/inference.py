@@ -16,10 +16,12 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attention import attention_obstacle
 from flysurgery.ops.cuda.dense import dense_advice, patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.few_attention import few_attention_obstacle
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
+from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
 from flysurgery.ops.gated import gated_hidden, gated_launches, gated_reason, multiplied
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
@@ -42,8 +44,9 @@ def ffn(
     """``x + scale * down(inner(activation(up(norm(x)))))``, without ``x +`` where ``residual`` is false.
 
     Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation. One launch where a kernel takes the whole
-    block; else one for the norm and what stands behind it with the activation, or one for each, and one for the last layer with scale and
-    residual, behind one for a norm before it; or, of wide layers and many rows, one for each factor and one for the norm's moments.
+    block, two for few rows; else one for the norm and what stands behind it with the activation, or one for each, and one for the last
+    layer with scale and residual, behind one for a norm before it; or, of wide layers and many rows, one for each factor and one for the
+    norm's moments.
     Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and residual are
     float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
 
@@ -53,6 +56,9 @@ def ffn(
     obstacle = ffn_reason(x, norm, up, down, activation, scale, residual, inner)
     if obstacle is not None:
         raise BackendError(obstacle)
+    if isinstance(up, FusedFactors | Dense) and _few_rows_twice(x, norm, up, down, activation, inner):
+        hidden = few_rows_linear(x, norm, (up,), activation)
+        return few_rows_linear(hidden, inner, (down,), residual=x if residual else None, scale=scale)
     if (
         isinstance(up, FusedFactors)
         and isinstance(down, FusedFactors)
@@ -77,6 +83,8 @@ def _activated(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> Ten
 
 def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
     """``residual + scale * down(hidden)``, in one launch where there is a kernel for it."""
+    if takes_few_rows(hidden, (down,)):
+        return few_rows_linear(hidden, None, (down,), residual=residual, scale=scale)
     if _added_in_one_launch(hidden, down):
         return linear_epilogue(hidden, down, residual=residual, scale=scale)
     y = multiplied(hidden, down)
@@ -105,8 +113,12 @@ def ffn_launches(
     inner: Norm | None = None,
 ) -> tuple[str, ...]:
     """What the launches of ``ffn`` compute, one after the other, where ``ffn_reason`` has none against it."""
+    added = " and ".join([*(["scale"] if scale is not None else []), *(["residual"] if residual else [])])
+    last = f"down and {added}" if added else "down"
     if isinstance(up, Gated):
         first = gated_launches(x, norm, up, activation)
+    elif _few_rows_twice(x, norm, up, down, activation, inner):
+        return ("up and activation" if norm is None else "norm, up and activation", last if inner is None else f"inner norm, {last}")
     elif (
         isinstance(down, FusedFactors)
         and isinstance(up, FusedFactors)
@@ -120,9 +132,8 @@ def ffn_launches(
     else:
         first = (*(() if norm is None else ("norm",)), "up and activation")
     before = () if inner is None else ("inner norm",)
-    added = " and ".join([*(["scale"] if scale is not None else []), *(["residual"] if residual else [])])
-    if _added_in_one_launch(x, down):
-        return (*first, *before, f"down and {added}" if added else "down")
+    if takes_few_rows(x, (down,)) or _added_in_one_launch(x, down):
+        return (*first, *before, last)
     return (*first, *before, "down", *([added] if added else []))
 
 
@@ -151,7 +162,7 @@ def ffn_reason(
     if isinstance(up, Gated):
         return norms_reason or gated_reason(x, up, activation)
     whole = _whole_obstacle(x, up, down, activation, residual, inner)
-    if whole is None:
+    if whole is None or _few_rows_twice(x, norm, up, down, activation, inner):
         return None
     if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
         return norms_reason
@@ -166,8 +177,8 @@ def norm_linear(
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """The linears' outputs for ``norm(x)``, side by side.
 
-    One launch where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of one
-    architecture; or, of wide layers and many rows, one for each factor and one for the norm's moments. A dense one is multiplied by
+    One launch for few rows and where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of
+    one architecture; or, of wide layers and many rows, one for each factor and one for the norm's moments. A dense one is multiplied by
     PyTorch, but in float32 on tensor cores, by pairs of fp16.
 
     Raises:
@@ -176,6 +187,8 @@ def norm_linear(
     obstacle = norm_linear_reason(x, norm, group)
     if obstacle is not None:
         raise BackendError(obstacle)
+    if takes_few_rows(x, group, norm):
+        return few_rows_linear(x, norm, group)
     factors = [member for member in group if isinstance(member, FusedFactors)]
     if _alike(factors) and takes_group(x, factors):
         return wide_group(x, norm, factors)
@@ -213,6 +226,8 @@ def _fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], act
 
 def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
     """What the launches of ``norm_linear`` compute, one after the other, where ``norm_linear_reason`` has none against it."""
+    if takes_few_rows(x, group, norm):
+        return ("norm and linear",)
     factors = [member for member in group if isinstance(member, FusedFactors)]
     if _alike(factors) and takes_group(x, factors):
         return wide_group_launches()
@@ -223,7 +238,7 @@ def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | 
     """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
     wrong = common_obstacle(x, (*norm.tensors, *(part for member in group for part in member.tensors)))
     wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or wrong_norm(norm, x.shape[-1])
-    if wrong is not None:
+    if wrong is not None or takes_few_rows(x, group, norm):
         return wrong
     if len(group) > 1 and any(isinstance(member, Dense) for member in group):
         return "several linears that share x are multiplied together where all of them are factors"
@@ -236,9 +251,10 @@ def attention(
     v: Tensor,  # shape: (batch, heads, keys, head)
     scale: float | None = None,
 ) -> Tensor:  # shape: (batch, heads, queries, head)
-    """``softmax(scale * q @ k.mT) @ v`` of float32 on tensor cores; ``scale`` None stands for one over the root of a head's features.
+    """``softmax(scale * q @ k.mT) @ v`` on tensor cores; ``scale`` None stands for one over the root of a head's features.
 
-    Float32 grade by pairs of fp16, or TF32 grade where PyTorch's settings allow that. The result's tokens lie before its heads in memory.
+    Of float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; of halves for few queries. The result's tokens
+    lie before its heads in memory.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``attention_reason`` answers.
@@ -246,8 +262,10 @@ def attention(
     obstacle = attention_reason(q, k, v)
     if obstacle is not None:
         raise BackendError(obstacle)
-    mode = mode_of(q.dtype, allow_tf32=tf32_allowed())
-    return torch.ops.flysurgery.attention(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mode)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.dtype != torch.float32:
+        return torch.ops.flysurgery.few_attention(q, k, v, scale)
+    return torch.ops.flysurgery.attention(q, k, v, scale, mode_of(q.dtype, allow_tf32=tf32_allowed()))
 
 
 def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -260,7 +278,10 @@ def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"expected q, k and v of shapes (batch, heads, tokens, features) that fit each other, and one dtype, got {kinds}"
     if k.shape[2] == 0:
         return "there are no keys"
-    return _attention_obstacle(q.shape[-1], mode_of(q.dtype, allow_tf32=tf32_allowed()) or str(q.dtype), q.device.index)
+    if q.dtype == torch.float32:
+        return _attention_obstacle(q.shape[-1], str(mode_of(q.dtype, allow_tf32=tf32_allowed())), q.device.index)
+    sizes = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    return few_attention_obstacle(*sizes, q.dtype) or _device_obstacle(q.device.index)
 
 
 def linear_residual(
@@ -277,6 +298,8 @@ def linear_residual(
     obstacle = linear_residual_reason(x, linear, residual, scale)
     if obstacle is not None:
         raise BackendError(obstacle)
+    if takes_few_rows(x, (linear,)):
+        return few_rows_linear(x, None, (linear,), residual=residual, scale=scale)
     return linear_epilogue(x, linear, residual=residual, scale=scale)
 
 
@@ -290,7 +313,7 @@ def linear_residual_reason(x: Tensor, linear: Linear, residual: Tensor, scale: T
     expected = (*x.shape[:-1], outputs)
     if residual.shape != expected or residual.dtype != x.dtype:
         return f"expected a residual of shape {expected} and {x.dtype}, got {tuple(residual.shape)} and {residual.dtype}"
-    return epilogue_reason(linear, x.dtype, x.device)
+    return None if takes_few_rows(x, (linear,)) else epilogue_reason(linear, x.dtype, x.device)
 
 
 def patch_embedding(
@@ -351,6 +374,11 @@ def _by_pairs(x: Tensor, dense: Dense) -> bool:
     return x.dtype == torch.float32 and not tf32_allowed() and epilogue_reason(dense, x.dtype, x.device) is None
 
 
+def _few_rows_twice(x: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: str, inner: Norm | None) -> bool:
+    """Whether x has few rows, and their kernel takes both layers of a feed-forward block."""
+    return takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner)
+
+
 def _whole_obstacle(x: Tensor, up: Linear, down: Linear, activation: str, residual: bool, inner: Norm | None) -> str | None:
     """Why no kernel takes the whole block in one launch."""
     if inner is not None:
@@ -375,6 +403,11 @@ def _ffn_obstacle(
 @torch.compiler.assume_constant_result
 def _dense_advice(inputs: int, outputs: int, mode: str, device_index: int) -> str | None:
     return dense_advice(inputs, outputs, mode, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _device_obstacle(device_index: int) -> str | None:
+    return device_obstacle(device_index)
 
 
 @torch.compiler.assume_constant_result

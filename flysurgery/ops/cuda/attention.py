@@ -19,7 +19,7 @@ _VECTOR = 4  # floats
 def attention_obstacle(head: int, mode: str) -> str | None:
     """Why the kernel takes no heads of so many features; None where it does."""
     if mode not in _MODES:
-        return f"the attention kernel has the modes {', '.join(_MODES)}, not '{mode}': PyTorch's attention of halves is on tensor cores"
+        return f"the attention kernel has the modes {', '.join(_MODES)}, not '{mode}'"
     if head % 16 or not 0 < head <= 64:
         return f"the attention kernel takes heads of 16, 32, 48 or 64 features, got {head}"
     return None

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -29,6 +29,11 @@ def device_arch(device_index: int) -> str:
     """The architecture to compile for: ``sm_90a`` on Hopper, for wgmma and bulk copies, plain ``sm_XY`` elsewhere."""
     major, minor = torch.cuda.get_device_capability(device_index)
     return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def may_begin_early(device_index: int) -> bool:
+    """Whether a kernel may begin before the one queued before it has ended."""
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
@@ -102,12 +107,14 @@ class Kernel:
         shared_bytes: int,
         stream: int,
         *arguments: Argument,
+        early: bool = False,
     ) -> None:
         """Queue the kernel on a stream. The device must be the current one.
 
         Args:
             shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
             stream: raw handle, ``current_stream(device_index)``.
+            early: begin while the kernel before still runs, where ``may_begin_early``; the kernel waits for it by itself.
             arguments: tensors and None as pointers, integers as integers of the parameter's size; a struct of pointers and
                 64-bit integers takes one argument a member.
 
@@ -116,7 +123,8 @@ class Kernel:
         """
         self.allow_shared(shared_bytes)
         with self._lock:  # the driver copies the parameters before it returns
-            self.queue((*grid, *block, shared_bytes), stream, self._parameters.fill(arguments, self.name))
+            queue = self.queue_early if early else self.queue
+            queue((*grid, *block, shared_bytes), stream, self._parameters.fill(arguments, self.name))
 
     def prepare(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int) -> Prepared:
         """The launch of a kernel whose last parameters are ``numbers``, for many calls."""
@@ -125,12 +133,28 @@ class Kernel:
 
     def queue(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """Launch with the parameters whose addresses lie at ``address``; ``sizes`` are grid, block and shared bytes."""
-        result = self.driver_launch(self.function, *sizes, stream, address, 0)[0]
-        if result == 0:
-            return
-        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+        self._queue(lambda: self.driver_launch(self.function, *sizes, stream, address, 0)[0], sizes)
+
+    def queue_early(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
+        """The same, to begin while the kernel before still runs."""
+        driver = cuda_module("bindings.driver")
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = (
+            sizes
+        )
+        config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+        self._queue(lambda: driver.cuLaunchKernelEx(config, self.function, address, 0)[0], sizes)
+
+    def _queue(self, launch: Callable[[], Any], sizes: tuple[int, ...]) -> None:
+        result = launch()
+        if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)
-            result = self.driver_launch(self.function, *sizes, stream, address, 0)[0]
+            result = launch()
         if result != 0:
             raise BackendError(
                 f"kernel {self.name} was not launched: {result.name} with grid {sizes[:3]}, block {sizes[3:6]}, "

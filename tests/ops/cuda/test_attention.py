@@ -1,4 +1,4 @@
-"""Attention of float32 on the GPU, beside PyTorch's in float32 and the truth in float64."""
+"""Attention on the GPU, of float32 and of halves for few queries, beside PyTorch's in the same dtype and the truth in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery.ops import attention, attention_reason, composed
 from tests.support.problems import keep_bits
-from tests.support.tolerance import FP32_BY_FP16_PAIRS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
+from tests.support.tolerance import BF16, FP16, FP32_BY_FP16_PAIRS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -106,7 +106,50 @@ def test_graphs_and_schema(mode: Arithmetic) -> None:
 def test_reasons() -> None:
     q, k, v = operands(1, 2, 20, 64)
     assert attention_reason(q, k, v) is None
-    assert "halves" in str(attention_reason(q.half(), k.half(), v.half()))
+    assert attention_reason(q.half(), k.half(), v.half()) is None
+    assert "got 257" in str(attention_reason(*(part.half() for part in operands(1, 2, 3, 64, 257))))
+    assert "got 400" in str(attention_reason(*(part.half() for part in operands(1, 400, 16, 64))))
     assert "got 80" in str(attention_reason(*operands(1, 1, 8, 80)))
     assert "fit each other" in str(attention_reason(q, k[:, :1], v))
     assert "no gradients" in str(attention_reason(q.requires_grad_(), k, v))
+
+
+@pytest.fixture(params=[FP16, BF16], ids=["fp16", "bf16"])
+def halves(request: pytest.FixtureRequest) -> Arithmetic:
+    return request.param
+
+
+@pytest.mark.parametrize(("batch", "tokens", "keys"), [(1, 197, None), (1, 256, None), (3, 64, None), (2, 100, 77), (1, 17, 5)])
+@pytest.mark.parametrize("head", [64, 32])
+def test_few_queries_as_accurate_as_pytorch(halves: Arithmetic, batch: int, tokens: int, keys: int | None, head: int) -> None:
+    q, k, v = (part.to(halves.dtype) for part in operands(batch, 32, tokens, head, keys))
+    truth = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert_epilogue_comparable(attention(q, k, v), scaled_dot_product_attention(q, k, v), truth, halves)
+
+
+def test_few_queries_of_one_projection_in_graphs(halves: Arithmetic) -> None:
+    x = torch.randn(1, 197, 3, 6, 64, device="cuda").to(halves.dtype)
+    q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+    expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), 0.5)
+    torch.library.opcheck(torch.ops.flysurgery.few_attention.default, (q.contiguous(), k.contiguous(), v.contiguous(), 0.125))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, 0.5)
+    assert out.transpose(1, 2).is_contiguous()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_equal(out, expected)
+
+
+def test_few_queries_one_key_and_one_row(halves: Arithmetic) -> None:
+    q, k, v = (part.to(halves.dtype) for part in operands(2, 2, 70, 64, keys=1))
+    assert_equal(attention(q, k, v), v.expand_as(q))
+    q, k, v = (part.to(halves.dtype) for part in operands(1, 2, 100, 64))
+    chosen = (q.double() @ k.double().mT).argmax(-1, keepdim=True).expand_as(v)
+    assert_equal(attention(q, k, v, 1e6), v.gather(2, chosen))
+    out = attention(q, k, v)
+    q[:, :, 3] = torch.nan
+    changed = attention(q, k, v)
+    assert bool(changed[:, :, 3].isnan().all())
+    others = [row for row in range(100) if row != 3]
+    assert_equal(changed[:, :, others], out[:, :, others])

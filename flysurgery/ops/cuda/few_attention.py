@@ -1,0 +1,92 @@
+"""Scaled dot-product attention of halves for few queries, with its registered operator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
+
+_MODES = {torch.float16: 0, torch.bfloat16: 1}
+_MOST_BLOCKS = 396  # three for each multiprocessor of an H200; PyTorch's kernels, whose blocks are larger, are not slower with more
+_STEPS = 2  # of 16 keys, of a warp
+_MOST_WARPS = 8
+_TILE = 16  # queries of a block
+_VECTOR = 8  # halves
+
+
+def few_attention_obstacle(heads: int, queries: int, keys: int, head: int, dtype: torch.dtype) -> str | None:
+    """Why the kernel does not take so many heads, of all images together, and queries and keys of one; None where it does."""
+    if dtype not in _MODES:
+        return f"the attention kernel for few queries takes float16 and bfloat16, not {dtype}"
+    if head not in (32, 64):
+        return f"the attention kernel for few queries takes heads of 32 or 64 features, got {head}"
+    if keys > 16 * _STEPS * _MOST_WARPS:
+        return f"the attention kernel for few queries takes up to {16 * _STEPS * _MOST_WARPS} keys, got {keys}"
+    blocks = -(-queries // _TILE) * heads
+    if blocks > _MOST_BLOCKS:
+        most = f"{_MOST_BLOCKS} times {_TILE} queries of a head"
+        return f"PyTorch's attention of halves is on tensor cores, and a kernel takes only up to {most}, got {blocks}"
+    return None
+
+
+def run_few_attention(
+    q: Tensor,  # shape: (batch, heads, queries, head)
+    k: Tensor,  # shape: (batch, heads, keys, head)
+    v: Tensor,  # shape: (batch, heads, keys, head)
+    scale: float,
+) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
+    """``softmax(scale * q @ k.mT) @ v`` on the current stream, sums and softmax in float32; keys and values are read once for 16 queries.
+
+    Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
+
+    Raises:
+        BackendError: sizes that ``few_attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
+    """
+    device_index = q.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_few_attention(q, k, v, scale)
+    (batch, heads, queries, head), keys = q.shape, k.shape[2]
+    obstacle = few_attention_obstacle(batch * heads, queries, keys, head, q.dtype)
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    y = q.new_empty((batch, queries, heads, head))
+    if y.numel() == 0:
+        return y.transpose(1, 2)
+    q, k, v = (part if _readable(part) else part.contiguous() for part in (q, k, v))
+    warps = -(-keys // (16 * _STEPS))
+    bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
+    _kernel(head, q.dtype, warps, device_index).launch(
+        (-(-queries // _TILE), batch * heads, 1),
+        (32 * warps, 1, 1),
+        warps * bytes_of_warp,
+        current_stream(device_index),
+        *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, keys, heads, float_bits(scale)),
+    )
+    return y.transpose(1, 2)
+
+
+def _readable(part: Tensor) -> bool:
+    *strides, adjacent = part.stride()
+    return adjacent == 1 and part.data_ptr() % 16 == 0 and not any(stride % _VECTOR for stride in strides)
+
+
+@lru_cache(maxsize=64)
+def _kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
+    defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": _MODES[dtype]}
+    return load_kernel("few_attention.cu", defines, name="few_attention", device_index=device_index)
+
+
+def _fake_few_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    batch, heads, queries, head = q.shape
+    return q.new_empty((batch, queries, heads, head)).transpose(1, 2)
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define("few_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
+_library.impl("few_attention", run_few_attention, "CUDA")
+torch.library.register_fake("flysurgery::few_attention", _fake_few_attention, lib=_library)

@@ -1,0 +1,158 @@
+"""The parts of a Vision Transformer's block for one image, by the kernels for few rows, beside PyTorch's own: one table for one GPU.
+
+``python recipes/few_rows_table.py --out recipes/results/few_rows_h200.csv``
+
+Dense layers, and those of Gonon et al., which the kernels multiply out. Times by CUDA graphs over rotating inputs larger than the L2 cache,
+all candidates of a part in one shuffled run, after a check against float64; a launch is in them. Where the kernels for few rows do not
+take a part, ``flysurgery.ops`` takes others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import recipe
+import torch
+from torch import Tensor
+
+from flysurgery import ops
+from flysurgery.bench import MODES, in_mode, time_interleaved
+from flysurgery.factors import factors_to_dense
+from flysurgery.ops import Dense, FusedFactors, Linear, Norm, composed
+from flysurgery.patterns import gonon
+
+HEAD = 64
+PARTS = ("norm and q, k, v", "attention", "output projection", "feed-forward")
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's layers."""
+
+    norm: Norm
+    group: tuple[Linear, ...]
+    out: Linear
+    up: Linear
+    down: Linear
+
+    def parts(self, operators: ModuleType) -> dict[str, Run]:
+        """The block's parts by the functions of ``flysurgery.ops`` or of ``flysurgery.ops.composed``."""
+
+        def attention(x: Tensor) -> Tensor:  # shape: (tokens, 3 * width)
+            q, k, v = x.view(1, len(x), 3, -1, HEAD).permute(2, 0, 3, 1, 4).unbind(0)
+            return operators.attention(q, k, v).transpose(1, 2).flatten(2)[0]
+
+        runs: tuple[Run, ...] = (
+            lambda x: operators.norm_linear(x, self.norm, self.group),
+            attention,
+            lambda x: operators.linear_residual(x, self.out, x),
+            lambda x: operators.ffn(x, self.norm, self.up, self.down),
+        )
+        return dict(zip(PARTS, runs, strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate. ``error`` is relative to float64, in the Frobenius norm."""
+
+    part: str
+    width: int
+    mode: str
+    rows: int
+    candidate: str
+    error: float
+    median_us: float
+    iqr_us: float
+    ratio_to_dense: float
+
+
+def draw(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float64) * deviation + mean
+
+
+def butterfly(width: int) -> Block:
+    """Random factors."""
+
+    def layer(inputs: int, outputs: int) -> FusedFactors:
+        factors = tuple(draw(*pattern.factor_shape, deviation=pattern.c**-0.5) for pattern in gonon(outputs, inputs))
+        return FusedFactors(factors, draw(outputs))
+
+    q, k, v, out = (layer(width, width) for _ in range(4))
+    return Block(Norm(draw(width, mean=1.0), draw(width), 1e-6), (q, k, v), out, layer(width, 4 * width), layer(4 * width, width))
+
+
+def changed(block: Block, of: Callable[[Linear], Linear], dtype: torch.dtype) -> Block:
+    """The block with other layers, and its norm in a dtype."""
+    weight, bias = (part.to(dtype) for part in block.norm.tensors)
+    return Block(Norm(weight, bias, block.norm.eps), tuple(map(of, block.group)), of(block.out), of(block.up), of(block.down))
+
+
+def measure(width: int, mode: str, rows: int) -> list[Row]:
+    """Check and time all parts of one width in one mode."""
+    torch.manual_seed(0)
+    dtype = MODES[mode]
+
+    def rounded(linear: Linear) -> Linear:
+        assert isinstance(linear, FusedFactors) and linear.bias is not None
+        return FusedFactors(tuple(factor.to(dtype) for factor in linear.factors), linear.bias.to(dtype))
+
+    def multiplied(linear: Linear) -> Linear:
+        assert isinstance(linear, FusedFactors) and linear.bias is not None
+        return Dense(factors_to_dense([factor.double() for factor in linear.factors]).to(dtype), linear.bias)
+
+    def wide(linear: Linear) -> Linear:
+        assert isinstance(linear, FusedFactors) and linear.bias is not None
+        return FusedFactors(tuple(factor.double() for factor in linear.factors), linear.bias.double())
+
+    factors = changed(butterfly(width), rounded, dtype)
+    exact, dense = changed(factors, wide, torch.float64), changed(factors, multiplied, dtype)
+    weights = [(part.weight, part.bias) for part in dense.group if isinstance(part, Dense) and part.bias is not None]
+    joined = Dense(*(torch.cat(each) for each in zip(*weights, strict=True)))
+    dense = replace(dense, group=(joined,))
+    candidates = {
+        "dense": dense.parts(composed),
+        "dense fused": dense.parts(ops),
+        "converted fused": factors.parts(ops),
+    }
+    found: list[Row] = []
+    for part in PARTS:
+        x = draw(rows, width * (3 if part == "attention" else 1), deviation=1.0).to(dtype)
+        runs = {name: each[part] for name, each in candidates.items() if part != "attention" or "dense" in name}
+        with torch.inference_mode():
+            truth = exact.parts(composed)[part](x.double())
+            errors = {name: float((run(x) - truth).norm() / truth.norm()) for name, run in runs.items()}
+            for name in runs:
+                if not errors[name] < 2 * errors["dense"]:
+                    raise SystemExit(f"{part} {width} {mode}: {name} is wrong, relative error {errors[name]:.2g}")
+            timings = time_interleaved(runs, x, rounds=15)
+        base = timings["dense"].median_ms
+        found += [
+            Row(part, width, mode, rows, name, errors[name], t.median_ms * 1e3, t.iqr_ms * 1e3, t.median_ms / base)
+            for name, t in timings.items()
+        ]
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = recipe.table_arguments(__doc__, modes=("fp16", "bf16"))
+    parser.add_argument("--rows", type=int, default=197, help="tokens of the image")
+    parser.add_argument("--widths", nargs="*", type=int, default=[192, 384, 768])
+    options = recipe.on_cuda(parser)
+    found: list[Row] = []
+    for mode in options.modes.split(","):
+        for width in options.widths:
+            with in_mode(mode):
+                rows = measure(width, mode, options.rows)
+            found += rows
+            for part in PARTS:
+                times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows if row.part == part)
+                print(f"{mode} {width} {part}: {times} us", flush=True)
+            recipe.keep(options, found)
+
+
+if __name__ == "__main__":
+    main()
