@@ -40,7 +40,7 @@
 // chunks, then the rest.
 //
 // Defines: PATTERN_A, PATTERN_B, PATTERN_C, PATTERN_D, MODE, WM, WN, WJ, MT, NT, R, KC, STAGES, RESIDENT, INTERLEAVED_Q, RANGES_FAST,
-// SEGMENTS, X_VECTOR and Y_VECTOR (bytes a copy or store), X_PITCH and Y_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
+// SEGMENTS, WIDE_Y (y is float32 for halves x), X_VECTOR and Y_VECTOR (bytes a copy or store), X_PITCH and Y_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
 
 #include "single_shape.cuh"
 #include "single_tiles.cuh"
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 
                     u32 words[OWN_WORDS];
                     own_words(words, sums, mt, h, nt);
                     int p = at.output_tile * BN + (at.wn * NT + nt) * 8 + 2 * at.t;
-                    if (row < rows && p < PB) write_words<OWN_WORDS>(y + row * y_stride + ((i64)at.i * PB + p) * PD * ES, words);
+                    if (row < rows && p < PB) write_words<OWN_WORDS>(y + row * y_stride + ((i64)at.i * PB + p) * PD * YS, words);
                 }
                 continue;
             }
@@ -103,9 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     x += linear * x_step * ES;
     image += linear * IMAGE;
-    y += (i64)linear * PA * PB * PD * ES;
+    y += (i64)linear * PA * PB * PD * YS;
     if (bias != nullptr) bias += (i64)linear * PA * PB * PD * ES;
-    i64 y_stride = linears * PA * PB * PD * ES;
+    i64 y_stride = linears * PA * PB * PD * YS;
 
     float* own_bias = (float*)(shared + BIAS_AT);
     for (int e = threadIdx.x; e < BN * J; e += THREADS) {

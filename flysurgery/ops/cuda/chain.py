@@ -43,12 +43,13 @@ class Chain:
         self._inputs = [single_factor(pattern, mode, device_index, rows) for pattern in reversed(patterns[1:])]
         self._outputs = [single_factor(pattern.transpose, mode, device_index, rows) for pattern in patterns[:-1]]
         self._sum = single_factor(summed, mode, device_index, rows, segments=linears)
+        self._wide_sum = single_factor(summed, mode, device_index, rows, segments=linears, wide=True)
         self._gradients = [factor_grad(pattern, mode, device_index, rows) for pattern in patterns]
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
         self._shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
-        self._plans: dict[tuple[Rows, Rows, bool, bool], _Plan] = {}
+        self._plans: dict[tuple[Rows, Rows, bool, bool, bool], _Plan] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a kind of launch."""
@@ -73,20 +74,23 @@ class Chain:
         images: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
         with_input: bool,
         with_bias: bool,
+        wide: bool = False,
     ) -> list[Tensor]:
         """The gradients of all linears' factors of each place in the product, of their biases if asked for, and of x if asked for.
 
-        Those of one place, or of the biases, follow each other along the first dimension.
+        Those of one place, or of the biases, follow each other along the first dimension. That of x has its dtype; if ``wide`` it is
+        float32, where the kernel's shared memory suffices for that.
         """
         (x, at_x), (dy, at_dy) = in_rows(x), in_rows(dy)
+        wide = wide and self._wide_sum.fits
         shapes = [*self._shapes, (at_dy.features,)] if with_bias else self._shapes
         dtype = torch.promote_types(x.dtype, torch.float32)
         found = [torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes]
         if with_input:
-            found.append(x.new_empty(x.shape))
+            found.append(x.new_empty(x.shape, dtype=torch.float32 if wide else x.dtype))
         if at_x.rows == 0:
             return [gradient.zero_() for gradient in found]
-        key = (at_x, at_dy, with_input, with_bias)
+        key = (at_x, at_dy, with_input, with_bias, wide)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(*key)
@@ -103,7 +107,7 @@ class Chain:
             torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[len(self._gradients)])
         return found
 
-    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool) -> _Plan:
+    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool, wide: bool) -> _Plan:
         """The launches for x and dy that lie so.
 
         What flows into a factor but the last, and later its gradient, which takes the same place, lie in memory of the call. So do
@@ -134,7 +138,8 @@ class Chain:
                 single = self._outputs[place]
                 launches.append((single.prepared(at_gradients[place], linears, device), (gradients[place], next(images), None, place)))
         if with_input:
-            launches.append((self._sum.prepared(at_gradients[last], 1, device), (gradients[last], next(images), None, "input")))
+            total = self._wide_sum if wide else self._sum
+            launches.append((total.prepared(at_gradients[last], 1, device), (gradients[last], next(images), None, "input")))
         sizes = [ceil(at.rows * at.features * at.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT for at in inner]
         *offsets, splits = accumulate(sizes, initial=0)
         names = [None, "x", "dy", *range(last), "splits", "splits of biases", *(f"image {index}" for index in range(self.images))]

@@ -39,18 +39,18 @@ def chosen_factor(pattern: Pattern, mode: str, device_index: int, rows: int) -> 
     return factor_product(pattern, mode, factor_config(pattern, mode, device_index, rows), shared_limit_of(device_index))
 
 
-def single_factor(pattern: Pattern, mode: str, device_index: int, rows: int, segments: int = 1) -> SingleFactor:
-    """The product with one factor in one launch; the same object for the same configuration. ``segments`` as in ``SingleFactor``."""
+def single_factor(pattern: Pattern, mode: str, device_index: int, rows: int, segments: int = 1, wide: bool = False) -> SingleFactor:
+    """The product with one factor in one launch; the same object for the same configuration. The last two as in ``SingleFactor``."""
     fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
     config = matching(fields, lambda: candidates(pattern, mode, shared_limit_of(device_index)))
-    return _single_factor(pattern, mode, config, shared_limit_of(device_index), segments)
+    return _single_factor(pattern, mode, config, shared_limit_of(device_index), segments, wide)
 
 
 def factor_product(pattern: Pattern, mode: str, config: FactorConfig | None, shared_limit: int) -> FactorProduct:
     """The product with one factor in one configuration. None takes the first for ``SingleFactor``."""
     if isinstance(config, BatchedConfig):
         return _batched_factor(pattern, mode, config)
-    return _single_factor(pattern, mode, config, shared_limit, 1)
+    return _single_factor(pattern, mode, config, shared_limit, 1, False)
 
 
 def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorGrad:
@@ -61,8 +61,8 @@ def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int) -> Fa
 
 
 @cache
-def _single_factor(pattern: Pattern, mode: str, config: SingleConfig | None, shared_limit: int, segments: int) -> SingleFactor:
-    return SingleFactor(pattern, mode, config, shared_limit=shared_limit, segments=segments)
+def _single_factor(pattern: Pattern, mode: str, config: SingleConfig | None, shared_limit: int, segments: int, wide: bool) -> SingleFactor:
+    return SingleFactor(pattern, mode, config, shared_limit=shared_limit, segments=segments, wide=wide)
 
 
 @cache

@@ -27,6 +27,7 @@ class SingleFactor:
         config: one of ``candidates``; None takes the first.
         shared_limit: bytes of shared memory that a block may use on the device.
         segments: how many linears are summed: ``pattern`` is theirs with as many times the inputs c, and x holds theirs side by side.
+        wide: float32 results for halves x, for which the configuration may need too much shared memory: ``fits`` tells.
 
     Raises:
         BackendError: the kernel cannot run this; ``single_reason`` tells beforehand.
@@ -37,13 +38,23 @@ class SingleFactor:
 
     takes_addresses = True
 
-    def __init__(self, pattern: Pattern, mode: str, config: SingleConfig | None = None, *, shared_limit: int, segments: int = 1) -> None:
+    def __init__(
+        self,
+        pattern: Pattern,
+        mode: str,
+        config: SingleConfig | None = None,
+        *,
+        shared_limit: int,
+        segments: int = 1,
+        wide: bool = False,
+    ) -> None:
         reason = single_reason(pattern, mode, shared_limit)
         if config is None and reason is not None:
             raise BackendError(reason)
         self.pattern = pattern
         self.mode = mode
-        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments)
+        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments, wide)
+        self.fits = self.tile.shared_bytes <= shared_limit
         self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
         self._out_features = pattern.out_features
         self._launches: dict[tuple[Rows, int, int], Prepared] = {}
@@ -101,7 +112,7 @@ class SingleFactor:
         Rows of x may be strided, and of any alignment of whole elements; what does not lie so is copied first.
         """
         x, at = in_rows(x)
-        y = x.new_empty((*x.shape[:-1], linears * self._out_features))
+        y = x.new_empty((*x.shape[:-1], linears * self._out_features), dtype=torch.float32 if self.tile.wide else x.dtype)
         if at.rows:
             device = x.device.index
             launch = self.prepared(at, linears, device)

@@ -65,13 +65,19 @@ class SingleConfig:
 class SingleTiling:
     """The sizes that follow from a pattern, a mode and a configuration.
 
-    ``segments``: how many linears are summed, as one factor of as many times the inputs q.
+    ``segments``: how many linears are summed, as one factor of as many times the inputs q. ``wide``: y is float32 whatever x is.
     """
 
     pattern: Pattern
     mode: str
     config: SingleConfig
     segments: int = 1
+    wide: bool = False
+
+    @property
+    def y_bytes(self) -> int:
+        """Bytes an element of y."""
+        return 4 if self.wide else self.element_bytes
 
     @property
     def element_bytes(self) -> int:
@@ -126,22 +132,22 @@ class SingleTiling:
     @property
     def y_pitch(self) -> int:
         """Bytes from row to row of a slab of y."""
-        config, width = self.config, self.element_bytes
+        config, width = self.config, self.y_bytes
         key = writes(config.residue_warps, config.residues, width)
         return best_pitch(config.block_outputs * config.block_residues * width, key)[0]
 
     @property
     def x_vector(self) -> int:
         """Widest copy, in bytes, that the pattern's alignment allows; x itself may force a narrower one."""
-        return self._vector(self.pattern.c // self.segments, self.config.chunk)
+        return self._vector(self.pattern.c // self.segments, self.config.chunk, self.element_bytes)
 
     @property
     def y_vector(self) -> int:
         """Widest store, in bytes, that the pattern's alignment allows."""
-        return self._vector(self.pattern.b, self.config.block_outputs)
+        return self._vector(self.pattern.b, self.config.block_outputs, self.y_bytes)
 
-    def _vector(self, block: int, tile: int) -> int:
-        d, residues, width = self.pattern.d, self.config.block_residues, self.element_bytes
+    def _vector(self, block: int, tile: int, width: int) -> int:
+        d, residues = self.pattern.d, self.config.block_residues
         spans = (block * d, tile * d) if residues == d else (d, residues)
         return gcd(16, *(span * width for span in spans))
 
@@ -198,6 +204,7 @@ class SingleTiling:
             "INTERLEAVED_Q": int(config.interleaved),
             "RANGES_FAST": self.ranges_fast,
             "SEGMENTS": self.segments,
+            "WIDE_Y": int(self.wide),
             "X_VECTOR": x_vector,
             "Y_VECTOR": self.y_vector,
             "X_PITCH": self.x_pitch,

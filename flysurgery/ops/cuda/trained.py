@@ -43,10 +43,10 @@ class Trained:
         meet(self.product, x)
         return self.product.run(x, self._images(packed)[: -self.chain.images], self._with_bias)
 
-    def backward(self, dy: Tensor, x: Tensor, packed: Tensor, with_input: bool, with_bias: bool) -> list[Tensor]:
+    def backward(self, dy: Tensor, x: Tensor, packed: Tensor, with_input: bool, with_bias: bool, wide: bool) -> list[Tensor]:
         """The gradients; as ``Chain.run``."""
         meet(self.chain, x)
-        return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias)
+        return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias, wide)
 
     def _images(self, packed: Tensor) -> Sequence[Tensor | int]:
         """The weights of each launch, by their addresses where the product takes these, too: that takes less time."""

@@ -50,7 +50,7 @@ class EmulatedProduct:
 class EmulatedSingle:
     """Stands in for ``SingleFactor``."""
 
-    def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int, segments: int = 1) -> None:
+    def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int, segments: int = 1, wide: bool = False) -> None:
         self.pattern, self.segments = pattern, segments
 
     def pack(self, factor: Tensor) -> Tensor:

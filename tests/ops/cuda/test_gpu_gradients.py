@@ -48,7 +48,7 @@ def gradients(x: Tensor, factors: list[list[Tensor]], biases: list[Tensor], dy: 
                 value = ks_einsum(value, factor)
             parts.append(value + bias)
         out = torch.cat(parts, dim=1)
-    return list(torch.autograd.grad(out, (x, *others), dy.to(dtype)))
+    return list(torch.autograd.grad(out, (x, *others), dy.to(out.dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -62,6 +62,16 @@ def test_gradients_are_exact(architecture: Architecture, linears: int, dtype: to
         for left, right in zip(found, expected, strict=True):
             assert left.dtype == dtype
             assert_equal(left.double(), right)
+
+
+@pytest.mark.parametrize(("architecture", "linears"), GROUPS)
+def test_autocast_gives_exact_gradients_in_float32(architecture: Architecture, linears: int) -> None:
+    x, factors, biases, dy = tensors(architecture, linears, 517, torch.float32)
+    with torch.autocast("cuda", torch.float16):
+        found = gradients(x, factors, biases, dy, torch.float32, ours=True)
+    for left, right in zip(found, gradients(x, factors, biases, dy, torch.float64, ours=False), strict=True):
+        assert left.dtype == torch.float32
+        assert_equal(left.double(), right)
 
 
 def test_two_runs_give_equal_bits() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.compile import compile_cubin
+from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.single import SingleFactor, candidates, single_reason
 from flysurgery.ops.cuda.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
@@ -177,6 +178,8 @@ MAX_SPILL_BYTES = 12
     ids=str,
 )
 def test_variants_compile_with_hardly_a_spill(pattern: Pattern, mode: str, arch: str) -> None:
-    tile = SingleTiling(pattern, mode, candidates(pattern, mode, 163 * 1024)[0])
-    for vector in {tile.x_vector, tile.element_bytes}:
-        assert compile_cubin("single_factor.cu", tile.defines(vector), arch=arch, name="single_factor").spill_bytes <= MAX_SPILL_BYTES
+    config = candidates(pattern, mode, 163 * 1024)[0]
+    for wide in (False, True) if mode in HALVES else (False,):
+        tile = SingleTiling(pattern, mode, config, wide=wide)
+        for vector in {tile.x_vector, tile.element_bytes}:
+            assert compile_cubin("single_factor.cu", tile.defines(vector), arch=arch, name="single_factor").spill_bytes <= MAX_SPILL_BYTES
