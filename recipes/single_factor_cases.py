@@ -67,11 +67,13 @@ def grad_jobs(product: FactorGrad, arch: str, misaligned: bool) -> set[Job]:
     """The kernels that one gradient needs."""
     tile = product.tile
     vectors = {(tile.x_vector, tile.dy_vector)} | ({(tile.element_bytes, tile.dy_vector)} if misaligned else set())
-    return {
-        ("factor_grad.cu", tuple(tile.defines(x_vector, dy_vector, bias=False).items()), arch, name)
-        for x_vector, dy_vector in vectors
-        for name in ("factor_grad", "factor_grad_sum")
-    }
+    portable = {("factor_grad.cu", tuple(tile.defines(*pair, bias=False).items()), arch, "factor_grad") for pair in vectors}
+    own = (
+        set()
+        if product.wgmma_tile is None
+        else {("factor_grad_wgmma.cu", tuple(product.wgmma_tile.defines(bias=False).items()), arch, "factor_grad")}
+    )
+    return {*portable, *own, ("factor_grad_sum.cu", (), arch, "factor_grad_sum")}
 
 
 def random_x(rows: int, pattern: Pattern, dtype: torch.dtype, kind: str, generator: torch.Generator) -> Tensor:

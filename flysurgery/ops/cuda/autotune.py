@@ -15,10 +15,11 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.configured import SINGLE, factor_configs, factor_product
 from flysurgery.ops.cuda.cubins import SERIALIZED_WARNING
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
+from flysurgery.ops.cuda.factor_grad import FactorGrad, gradient_configs
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
 from flysurgery.ops.cuda.gradients import forget_chains
+from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import forget_products
@@ -113,7 +114,9 @@ def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
     if case.kernel in FUSED_KINDS:
         return FusedLinear.candidates(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel], device_index=device_index)
     pattern, limit = case.architecture.patterns[0], shared_limit_of(device_index)
-    return factor_configs(pattern, case.mode, case.rows, limit) if case.kernel == SINGLE else grad_configs(pattern, case.mode, limit)
+    if case.kernel == SINGLE:
+        return factor_configs(pattern, case.mode, case.rows, limit)
+    return gradient_configs(pattern, case.mode, limit, wgmma=device_arch(device_index) == "sm_90a")
 
 
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:

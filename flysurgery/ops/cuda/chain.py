@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, single_factor
+from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, joined_pattern, single_factor
 from flysurgery.ops.cuda.gather import Packer
 from flysurgery.ops.cuda.kernel import Prepared, Rows, address_of, current_stream, in_rows
+from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
 
@@ -44,7 +45,9 @@ class Chain:
         self._outputs = [single_factor(pattern.transpose, mode, device_index, rows) for pattern in patterns[:-1]]
         self._sum = single_factor(summed, mode, device_index, rows, segments=linears)
         self._wide_sum = single_factor(summed, mode, device_index, rows, segments=linears, wide=True)
-        self._gradients = [factor_grad(pattern, mode, device_index, rows) for pattern in patterns]
+        eights = mode in HALVES and patterns[-1].b * patterns[-1].d % 8 == 0
+        self._joined = [*[1] * (len(patterns) - 1), linears if eights else 1]  # of the last factor, all linears meet the same x
+        self._gradients = [factor_grad(p, mode, device_index, rows, joined) for p, joined in zip(patterns, self._joined, strict=True)]
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
@@ -55,7 +58,8 @@ class Chain:
         """What to autotune for calls of so many rows: one case a kind of launch."""
         device = torch.cuda.get_device_name(self.device_index)
         found = [TunedCase(device, SINGLE, Architecture((pattern,)), self.mode, 1, rows) for pattern in self._products]
-        return [*found, *(TunedCase(device, GRADIENT, Architecture((pattern,)), self.mode, 1, rows) for pattern in self.architecture)]
+        wide = [joined_pattern(pattern, joined) for pattern, joined in zip(self.architecture, self._joined, strict=True)]
+        return [*found, *(TunedCase(device, GRADIENT, Architecture((pattern,)), self.mode, 1, rows) for pattern in wide)]
 
     def _pack(self, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An image a launch: of the factors but the leftmost, from right to left, then of all transposed, from left to right."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from flysurgery.ops.cuda.batched import BatchedConfig, BatchedFactor, batched_configs, batched_pays
-from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs
-from flysurgery.ops.cuda.grad_tiling import GradConfig
+from flysurgery.ops.cuda.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
+from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor, candidates
 from flysurgery.ops.cuda.single_tiling import SingleConfig
@@ -53,11 +53,18 @@ def factor_product(pattern: Pattern, mode: str, config: FactorConfig | None, sha
     return _single_factor(pattern, mode, config, shared_limit, 1, False)
 
 
-def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorGrad:
-    """The gradient of one factor; the same object for the same configuration."""
-    fields = tuned_config(GRADIENT, Architecture((pattern,)), mode, 1, device_index, rows)
-    config = matching(fields, lambda: grad_configs(pattern, mode, shared_limit_of(device_index)))
-    return _factor_grad(pattern, mode, config, shared_limit_of(device_index))
+def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int, joined: int = 1) -> FactorGrad:
+    """The gradient of one factor; the same object for the same configuration. ``joined`` as in ``FactorGrad``."""
+    wide = joined_pattern(pattern, joined)
+    fields = tuned_config(GRADIENT, Architecture((wide,)), mode, 1, device_index, rows)
+    configs = gradient_configs(wide, mode, shared_limit_of(device_index), wgmma=device_arch(device_index) == "sm_90a")
+    config = matching(fields, lambda: configs) or next(iter(configs), None)
+    return _factor_grad(pattern, mode, config, shared_limit_of(device_index), joined)
+
+
+def joined_pattern(pattern: Pattern, linears: int) -> Pattern:
+    """The pattern of linears that share x, their outputs side by side in each block."""
+    return Pattern(pattern.a, linears * pattern.b, pattern.c, pattern.d)
 
 
 @cache
@@ -71,5 +78,5 @@ def _batched_factor(pattern: Pattern, mode: str, config: BatchedConfig) -> Batch
 
 
 @cache
-def _factor_grad(pattern: Pattern, mode: str, config: GradConfig | None, shared_limit: int) -> FactorGrad:
-    return FactorGrad(pattern, mode, config, shared_limit=shared_limit)
+def _factor_grad(pattern: Pattern, mode: str, config: AnyGradConfig | None, shared_limit: int, joined: int) -> FactorGrad:
+    return FactorGrad(pattern, mode, config, shared_limit=shared_limit, joined=joined)

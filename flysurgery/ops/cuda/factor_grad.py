@@ -11,12 +11,21 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.grad_choice import grad_configs, grad_reason
 from flysurgery.ops.cuda.grad_tiling import GradConfig, GradTiling
+from flysurgery.ops.cuda.grad_wgmma import ALIGNMENT, WgmmaGradConfig, WgmmaGradTiling, wgmma_grad_configs
 from flysurgery.ops.cuda.kernel import Prepared, Rows, current_stream, in_rows, load_kernel
 from flysurgery.patterns import Pattern
 
-__all__ = ["FactorGrad", "grad_configs", "grad_reason"]
+__all__ = ["FactorGrad", "grad_configs", "grad_reason", "gradient_configs"]
 
 _SUMS_A_BLOCK = 32
+_MOST_CONFIGS, _MOST_WGMMA = 12, 9
+AnyGradConfig = GradConfig | WgmmaGradConfig
+
+
+def gradient_configs(pattern: Pattern, mode: str, shared_limit: int, *, wgmma: bool) -> tuple[AnyGradConfig, ...]:
+    """Ways to run a factor gradient on a device with or without wgmma, the most promising first, a dozen at most."""
+    first: tuple[AnyGradConfig, ...] = wgmma_grad_configs(pattern, mode, shared_limit)[:_MOST_WGMMA] if wgmma else ()
+    return (*first, *grad_configs(pattern, mode, shared_limit))[:_MOST_CONFIGS]
 
 
 class GradLaunches(NamedTuple):
@@ -34,8 +43,9 @@ class FactorGrad:
     Args:
         pattern: compiled into the kernel.
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
-        config: one of ``grad_configs``; None takes the first.
+        config: one of ``gradient_configs``; None takes the first of ``grad_configs``, which every device runs.
         shared_limit: bytes of shared memory that a block may use on the device.
+        joined: how many linears share x and have their outputs side by side, so that x may be read once for all of them.
 
     Raises:
         BackendError: the kernel cannot run this; ``grad_reason`` tells beforehand.
@@ -44,13 +54,15 @@ class FactorGrad:
     memory once, and a workspace of at most 32 MiB or one factor. Two runs give equal bits.
     """
 
-    def __init__(self, pattern: Pattern, mode: str, config: GradConfig | None = None, *, shared_limit: int) -> None:
+    def __init__(self, pattern: Pattern, mode: str, config: AnyGradConfig | None = None, *, shared_limit: int, joined: int = 1) -> None:
         reason = grad_reason(pattern, mode, shared_limit)
-        if config is None and reason is not None:
+        if reason is not None and not isinstance(config, GradConfig):
             raise BackendError(reason)
         self.pattern = pattern
         self.mode = mode
-        self.tile = GradTiling(pattern, mode, config or grad_configs(pattern, mode, shared_limit)[0])
+        portable = config if isinstance(config, GradConfig) else grad_configs(pattern, mode, shared_limit)[0]
+        self.tile = GradTiling(pattern, mode, portable)
+        self.wgmma_tile = WgmmaGradTiling(pattern, mode, config, joined) if isinstance(config, WgmmaGradConfig) else None
         self._launches: dict[tuple[Rows, Rows, int, bool, int], GradLaunches] = {}
 
     @property
@@ -89,19 +101,25 @@ class FactorGrad:
         return found
 
     def _prepare(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int) -> GradLaunches:
-        tile, pattern = self.tile, self.pattern
-        x_vector = tile.x_vector if x.aligned(tile.x_vector) else tile.element_bytes
-        dy_vector = tile.dy_vector if dy.aligned(tile.dy_vector) else tile.element_bytes
-        defines = tile.defines(x_vector, dy_vector, with_bias)
+        pattern, shared_x = self.pattern, x.features == self.pattern.in_features
+        wgmma = self.wgmma_tile
+        if wgmma is not None and x.aligned(ALIGNMENT) and dy.aligned(ALIGNMENT) and wgmma.joined in (1, linears if shared_x else 1):
+            tile, source, shared_bytes, joined = wgmma, "factor_grad_wgmma.cu", wgmma.shared_bytes(with_bias), wgmma.joined
+            defines = wgmma.defines(with_bias)
+        else:
+            tile, source, shared_bytes, joined = self.tile, "factor_grad.cu", self.tile.shared_bytes, 1
+            x_vector = tile.x_vector if x.aligned(tile.x_vector) else tile.element_bytes
+            dy_vector = tile.dy_vector if dy.aligned(tile.dy_vector) else tile.element_bytes
+            defines = tile.defines(x_vector, dy_vector, with_bias)
         splits, chunks = tile.splits(x.rows, torch.cuda.get_device_properties(device_index).multi_processor_count, linears)
         of_factors = linears * pattern.nnz
         size = of_factors + (linears * pattern.out_features if with_bias else 0)
-        step = 0 if x.features == pattern.in_features else pattern.in_features
-        kernel = load_kernel("factor_grad.cu", defines, name="factor_grad", device_index=device_index)
-        grid, block = (tile.groups * linears * splits, 1, 1), (tile.config.threads, 1, 1)
+        step = 0 if shared_x else pattern.in_features
+        kernel = load_kernel(source, defines, name="factor_grad", device_index=device_index)
+        grid, block = (tile.groups * linears // joined * splits, 1, 1), (tile.config.threads, 1, 1)
         numbers = (x.rows, x.stride, dy.stride, chunks, size, linears, step, pattern.out_features)
-        product, total = kernel.prepare(grid, block, tile.shared_bytes, *numbers), None
+        product, total = kernel.prepare(grid, block, shared_bytes, *numbers), None
         if splits > 1:
-            kernel = load_kernel("factor_grad.cu", defines, name="factor_grad_sum", device_index=device_index)
+            kernel = load_kernel("factor_grad_sum.cu", {}, name="factor_grad_sum", device_index=device_index)
             total = kernel.prepare((ceil(size / _SUMS_A_BLOCK), 1, 1), (256, 1, 1), 0, splits, size, of_factors)
         return GradLaunches(product, total, splits * size, of_factors)

@@ -154,14 +154,23 @@ class GradTiling:
 
     def splits(self, rows: int, multiprocessors: int, linears: int = 1) -> tuple[int, int]:
         """How many splits of the rows to launch, and the chunks of rows of each."""
-        chunks = ceil(rows / self.config.chunk)
-        slots = multiprocessors * self.config.min_blocks
-        groups = self.groups * linears
-        most = max(1, min(chunks, _PARTIAL_BYTES // (4 * self.pattern.nnz * linears)))
+        groups, slots = self.groups * linears, multiprocessors * self.config.min_blocks
+        return splits_of(ceil(rows / self.config.chunk), groups, slots, self.pattern.nnz * linears)
 
-        def waves(splits: int) -> float:
-            return ceil(groups * splits / slots) * (ceil(chunks / splits) + 4) + 0.02 * splits
 
-        best = min(range(1, min(most, 2 * slots) + 1), key=waves)
-        each = ceil(chunks / best)
-        return ceil(chunks / each), each
+def splits_of(chunks: int, groups: int, slots: int, nnz: int) -> tuple[int, int]:
+    """How many splits of so many chunks of rows to launch, and the chunks of each.
+
+    Args:
+        groups: blocks a split.
+        slots: blocks that run at the same time.
+        nnz: elements of the gradients, of which each split has its own.
+    """
+    most = max(1, min(chunks, _PARTIAL_BYTES // (4 * nnz)))
+
+    def waves(splits: int) -> float:
+        return ceil(groups * splits / slots) * (ceil(chunks / splits) + 4) + 0.02 * splits
+
+    best = min(range(1, min(most, 2 * slots) + 1), key=waves)
+    each = ceil(chunks / best)
+    return ceil(chunks / each), each

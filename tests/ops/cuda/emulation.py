@@ -77,7 +77,7 @@ class EmulatedGradient:
 
     sums_dy = True
 
-    def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int) -> None:
+    def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int, joined: int = 1) -> None:
         self.pattern = pattern
 
     def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int | None) -> GradLaunches:

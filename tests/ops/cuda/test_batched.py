@@ -116,6 +116,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cache: object) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     for module in (configured, products):
         monkeypatch.setattr(module, "shared_limit_of", lambda index: HOPPER)
+    monkeypatch.setattr(configured, "device_arch", lambda index: "sm_90a")
     table._by_case.cache_clear()
 
 

@@ -9,8 +9,9 @@ from itertools import product
 import pytest
 
 from flysurgery.ops.cuda.compile import compile_cubin
-from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs, grad_reason
+from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs, grad_reason, gradient_configs
 from flysurgery.ops.cuda.grad_tiling import GradConfig, GradTiling
+from flysurgery.ops.cuda.grad_wgmma import WgmmaGradConfig, WgmmaGradTiling, wgmma_grad_configs
 from flysurgery.patterns import Pattern
 
 HOPPER = 227 * 1024
@@ -45,10 +46,46 @@ def test_tiles_number_every_feature_once_and_fit(pattern: Pattern, mode: str) ->
         assert GradConfig(**json.loads(json.dumps(asdict(config)))) == config
 
 
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_hopper_has_its_kernel_for_halves_and_few_residues(pattern: Pattern) -> None:
+    configs = wgmma_grad_configs(pattern, "bf16", HOPPER)
+    assert bool(configs) == (pattern in (Pattern(1, 48, 48, 1), Pattern(6, 64, 64, 1), Pattern(1, 192, 48, 2)))
+    assert not wgmma_grad_configs(pattern, "tf32", HOPPER)
+    both = gradient_configs(pattern, "bf16", HOPPER, wgmma=True)
+    assert both[: len(configs)][:1] == configs[:1] and any(isinstance(config, GradConfig) for config in both)
+    assert gradient_configs(pattern, "bf16", HOPPER, wgmma=False) == grad_configs(pattern, "bf16", HOPPER)
+    for config in configs:
+        tile = WgmmaGradTiling(pattern, "bf16", config)
+        assert tile.shared_bytes(bias=True) * config.min_blocks <= HOPPER
+        assert config.block_outputs - 64 < pattern.b * pattern.d and config.block_inputs < 2 * pattern.c * pattern.d + 16
+        assert WgmmaGradConfig(**json.loads(json.dumps(asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("pattern", "joined", "bias"),
+    [
+        (Pattern(1, 768, 192, 2), 1, True),
+        (Pattern(2, 48, 192, 1), 3, False),
+        (Pattern(1, 128, 128, 3), 1, True),
+        (Pattern(6, 64, 256, 1), 1, False),
+        (Pattern(1, 384, 96, 4), 1, True),
+    ],
+    ids=str,
+)
+def test_wgmma_variants_compile_without_spills_or_waits(pattern: Pattern, joined: int, bias: bool) -> None:
+    wide = Pattern(pattern.a, joined * pattern.b, pattern.c, pattern.d)
+    tile = WgmmaGradTiling(pattern, "fp16", wgmma_grad_configs(wide, "fp16", HOPPER)[0], joined)
+    compiled = compile_cubin("factor_grad_wgmma.cu", tile.defines(bias), arch="sm_90a", name="factor_grad")
+    assert compiled.spill_bytes == 0 and not compiled.serialized
+    assert compiled.registers <= 65536 // tile.config.threads
+
+
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 25088, 10**6])
 def test_splits_cover_all_rows_and_bound_the_workspace(rows: int) -> None:
-    for pattern in PATTERNS:
-        tile = FactorGrad(pattern, "bf16", shared_limit=HOPPER).tile
+    tiles = [FactorGrad(pattern, "bf16", shared_limit=HOPPER).tile for pattern in PATTERNS]
+    hopper = [WgmmaGradTiling(p, "bf16", configs[0]) for p in PATTERNS if (configs := wgmma_grad_configs(p, "bf16", HOPPER))]
+    for tile in (*tiles, *hopper):
+        pattern = tile.pattern
         for linears in (1, 3):
             splits, chunks = tile.splits(rows, 132, linears)
             assert (splits - 1) * chunks * tile.config.chunk < rows <= splits * chunks * tile.config.chunk
