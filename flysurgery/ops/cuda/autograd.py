@@ -24,22 +24,25 @@ class EagerLinear(torch.autograd.Function):
         train = True in ctx.needs_input_grad[5 : 5 + count]
         trained = trained_for(x, parameters, count, linears, mode) if train else None
         packed = None if trained is None else trained.pack(parameters)
-        ctx.of_call = linears, mode, count, trained, wide
-        ctx.save_for_backward(x if train else None, packed, *parameters)
         if trained is None or packed is None:
-            return multiply(x, parameters[:count], parameters[count:], linears, mode)
-        return trained.forward(x, packed)
+            y, kept = multiply(x, parameters[:count], parameters[count:], linears, mode), []
+        else:
+            y, kept = trained.forward(x, packed)
+        ctx.of_call = linears, mode, count, trained, wide, len(kept)
+        ctx.save_for_backward(x if train else None, packed, *kept, *parameters)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, packed, *parameters = ctx.saved_tensors
-        linears, mode, count, trained, wide = ctx.of_call
+        linears, mode, count, trained, wide, keeps = ctx.of_call
+        x, packed, *others = ctx.saved_tensors
+        kept, parameters = others[:keeps], others[keeps:]
         _, _, _, _, needs_x, *needs = ctx.needs_input_grad
         factors, biases = parameters[:count], parameters[count:]
         bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[count:], strict=True)]
         again = torch.is_grad_enabled()  # for a second derivative, which the registered operators refuse with a reason
         if packed is not None and not again:
-            found = trained.backward(dy, x, packed, needs_x, any(bias_dtypes), wide)
+            found = trained.backward(dy, x, kept, packed, needs_x, any(bias_dtypes), wide)
             dx, of_factors, of_biases = hand_out(found, factors, bias_dtypes, linears, needs_x)
         else:
             of_all = torch.ops.flysurgery.ks_linear_gradients if again else all_gradients

@@ -32,8 +32,9 @@ class _Plan(NamedTuple):
 class Chain:
     """The kernels of the backward pass of several linears of one architecture that share x, for one mode and device.
 
-    The inputs of all factors but the last are computed again from x rather than kept from the forward pass, which takes an eighth
-    of the backward pass of a ViT-S/16 and saves, for its q, k and v, three quarters of the memory that x takes.
+    The inputs of all factors but the last are computed again from x rather than kept from the forward pass, which saves, for q, k
+    and v of a ViT-S/16, three quarters of the memory that x takes. Where they are at most half as wide as x, as in the second layer
+    of its feed-forward blocks, they are kept (``keeps``): to read x twice takes longer than to write and read them.
     """
 
     def __init__(self, architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> None:
@@ -51,8 +52,9 @@ class Chain:
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
+        self.keeps = linears == 1 < len(patterns) and 2 * sum(architecture.inner_features) <= architecture.in_features
         self._shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
-        self._plans: dict[tuple[Rows, Rows, bool, bool, bool], _Plan] = {}
+        self._plans: dict[tuple[Rows, Rows, bool, bool, bool, bool], _Plan] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a kind of launch."""
@@ -71,6 +73,18 @@ class Chain:
         joined = torch.cat([factor.transpose(1, 2) for factor in places[-1]], dim=2)
         return (*images, self._sum.pack(joined))
 
+    def inputs(
+        self,
+        x: Tensor,  # shape: (*batch, in_features)
+        images: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
+    ) -> list[Tensor]:  # shapes: (*batch, linears * inner_features)
+        """What flows into each factor but the last, the leftmost first, for ``run`` to take."""
+        found: list[Tensor] = []
+        for single, image in zip(self._inputs, images, strict=False):
+            x = single.run(x, image, None, self.linears)
+            found.insert(0, x)
+        return found
+
     def run(
         self,
         dy: Tensor,  # shape: (*batch, linears * out_features)
@@ -79,6 +93,7 @@ class Chain:
         with_input: bool,
         with_bias: bool,
         wide: bool = False,
+        kept: Sequence[Tensor] = (),  # what ``inputs`` gave, or nothing
     ) -> list[Tensor]:
         """The gradients of all linears' factors of each place in the product, of their biases if asked for, and of x if asked for.
 
@@ -94,7 +109,7 @@ class Chain:
             found.append(x.new_empty(x.shape, dtype=torch.float32 if wide else x.dtype))
         if at_x.rows == 0:
             return [gradient.zero_() for gradient in found]
-        key = (at_x, at_dy, with_input, with_bias, wide)
+        key = (at_x, at_dy, with_input, with_bias, wide, bool(kept))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(*key)
@@ -103,7 +118,7 @@ class Chain:
         addresses = [0, x.data_ptr(), dy.data_ptr()]
         addresses += [start + offset for offset in plan.offsets]
         addresses += map(address_of, images)
-        addresses += map(Tensor.data_ptr, found)
+        addresses += map(Tensor.data_ptr, (*found, *kept))
         stream = current_stream(x.device.index)
         for launch, operands in plan.launches:
             launch(stream, *operands(addresses))
@@ -111,22 +126,22 @@ class Chain:
             torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[len(self._gradients)])
         return found
 
-    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool, wide: bool) -> _Plan:
+    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool, wide: bool, kept: bool) -> _Plan:
         """The launches for x and dy that lie so.
 
-        What flows into a factor but the last, and later its gradient, which takes the same place, lie in memory of the call. So do
-        the gradients of splits of the rows.
+        What flows into a factor but the last, unless it was kept, and later its gradient, which takes the same place, lie in memory of
+        the call. So do the gradients of splits of the rows.
         """
         patterns, linears, device = self.architecture.patterns, self.linears, self.device_index
         last = len(patterns) - 1
         inner = [Rows(x.rows, linears * n, linears * n, 0, x.dtype) for n in self.architecture.inner_features]
         at_inputs, at_gradients = [*inner, x], [dy, *inner]
-        inputs, gradients = [*range(last), "x"], ["dy", *range(last)]
+        inputs, gradients = [*(f"kept {place}" if kept else place for place in range(last)), "x"], ["dy", *range(last)]
         images = iter([f"image {index}" for index in range(self.images)])
         launches: list[tuple[Prepared, tuple[Hashable, ...]]] = []
-        for place, single in zip(reversed(range(last)), self._inputs, strict=True):
-            source = at_inputs[place + 1]
-            launches.append((single.prepared(source, linears, device), (inputs[place + 1], next(images), None, inputs[place])))
+        for place, single, image in zip(reversed(range(last)), self._inputs, images, strict=False):
+            if not kept:
+                launches.append((single.prepared(at_inputs[place + 1], linears, device), (inputs[place + 1], image, None, inputs[place])))
         split_bytes, of_factors = 0, 0
         for place, gradient in enumerate(self._gradients):
             summed = with_bias and place == 0 and gradient.sums_dy
@@ -147,7 +162,8 @@ class Chain:
         sizes = [ceil(at.rows * at.features * at.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT for at in inner]
         *offsets, splits = accumulate(sizes, initial=0)
         names = [None, "x", "dy", *range(last), "splits", "splits of biases", *(f"image {index}" for index in range(self.images))]
-        names += [*(f"factors {place}" for place in range(last + 1)), *(["biases"] if with_bias else []), "input"]
+        names += [*(f"factors {place}" for place in range(last + 1)), *(["biases"] if with_bias else [])]
+        names += [*(["input"] if with_input else []), *(f"kept {place}" for place in range(last))]
         return _Plan(
             launches=[(launch, itemgetter(*map(names.index, operands))) for launch, operands in launches],
             offsets=[*offsets, splits, splits + 4 * of_factors],

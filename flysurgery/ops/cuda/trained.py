@@ -20,33 +20,44 @@ _trained: dict[tuple[object, ...], Trained] = {}
 
 
 class Trained:
-    """A product and its backward pass. Looking weights up in a cache would take longer than packing halves does."""
+    """A product and its backward pass. Looking weights up in a cache would take longer than packing halves does.
+
+    Args:
+        product: that of all factors, or of the leftmost alone where the chain keeps its input.
+    """
 
     def __init__(self, product: Product, chain: Chain, factors: int, with_bias: bool) -> None:
         self.product, self.chain = product, chain
         self._factors, self._with_bias = factors, with_bias
+        self._keeps = len(product.architecture) < len(chain.architecture)
+        self._multiplied = 1 if self._keeps else factors
         self._by_address = product.takes_addresses
         self.packer = Packer(self._pack, product.mode)
 
     def _pack(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images of the product, those of its biases, and those of the backward pass."""
         factors, biases = sources[: self._factors], sources[self._factors :]
-        return (*self.product.pack_plainly(factors, biases, transposed=False), *self.chain.pack.plainly(factors))
+        multiplied = self.product.pack_plainly(factors[: self._multiplied], biases, transposed=False)
+        return (*multiplied, *self.chain.pack.plainly(factors))
 
     def pack(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
         """The weights for both passes; None where no table packs these factors and biases."""
         gather = self.packer.gather_for(parameters)
         return None if gather is None else gather(parameters)
 
-    def forward(self, x: Tensor, packed: Tensor) -> Tensor:
-        """The product; as ``Product.run``."""
+    def forward(self, x: Tensor, packed: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The product, as ``Product.run`` gives it, and what ``backward`` takes beside x."""
         meet(self.product, x)
-        return self.product.run(x, self._images(packed)[: -self.chain.images], self._with_bias)
+        images = self._images(packed)
+        kept = self.chain.inputs(x, images[-self.chain.images :]) if self._keeps else []
+        return self.product.run(kept[0] if kept else x, images[: -self.chain.images], self._with_bias), kept
 
-    def backward(self, dy: Tensor, x: Tensor, packed: Tensor, with_input: bool, with_bias: bool, wide: bool) -> list[Tensor]:
+    def backward(
+        self, dy: Tensor, x: Tensor, kept: Sequence[Tensor], packed: Tensor, with_input: bool, with_bias: bool, wide: bool
+    ) -> list[Tensor]:
         """The gradients; as ``Chain.run``."""
         meet(self.chain, x)
-        return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias, wide)
+        return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias, wide, kept)
 
     def _images(self, packed: Tensor) -> Sequence[Tensor | int]:
         """The weights of each launch, by their addresses where the product takes these, too: that takes less time."""
@@ -64,8 +75,9 @@ def trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: 
     found = _trained.get(key)
     if found is None:
         factors = parameters[:count]
-        product = product_for(factors, linears, mode, device_index, rows, False)
-        found = _trained[key] = Trained(product, chain_for(factors, linears, mode, device_index, rows), count, len(parameters) > count)
+        chain = chain_for(factors, linears, mode, device_index, rows)
+        product = product_for(factors[:1] if chain.keeps else factors, linears, mode, device_index, rows, False)
+        found = _trained[key] = Trained(product, chain, count, len(parameters) > count)
     return found
 
 

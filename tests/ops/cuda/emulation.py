@@ -57,6 +57,10 @@ class EmulatedSingle:
         self.dtype = factor.dtype
         return factor.detach().reshape(-1).clone()
 
+    def run(self, x: Tensor, image: Tensor, bias: None, linears: int) -> Tensor:
+        a, b, c, d = self.pattern.factor_shape
+        return torch.cat([ks_einsum(x, factor) for factor in image.to(x.dtype).view(linears, a, b, c, d)], dim=-1)
+
     def prepared(self, x: Rows, linears: int, device_index: int | None) -> Callable[..., None]:
         def launch(stream: int, x_at: int, image_at: int, bias_at: int, y_at: int) -> None:
             a, b, c, d = self.pattern.factor_shape

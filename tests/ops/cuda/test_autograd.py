@@ -13,6 +13,7 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import ks_einsum
 from flysurgery.ops import derived as derivation
 from flysurgery.ops.cuda.autograd import EagerLinear
+from flysurgery.ops.cuda.chain import Chain
 from flysurgery.patterns import Architecture
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
@@ -159,6 +160,24 @@ def test_backward_finds_the_parameters_in_the_cache(emulated: type[EmulatedProdu
     eager(x, factors, biases, 1).sum().backward()
     assert len(kept) == 2, "one entry for the forward pass and one for the backward pass"
     assert all(derivation._entries[key].tensors is tensors for key, tensors in kept.items())
+
+
+@pytest.mark.parametrize("architecture", [Architecture.of((1, 4, 4, 2), (2, 4, 16, 1)), THREE], ids=str)
+def test_inputs_of_factors_may_be_kept(architecture: Architecture) -> None:
+    x, factors, _ = operands(architecture, 1)
+    x, *factors = (tensor.detach() for tensor in (x, *factors))
+    dy = make_integers((4, architecture.out_features), seed=90, mode=FP64)
+    kernels = Chain(architecture, "fp32", 1, 0, 4)
+    assert kernels.keeps == (architecture is not THREE)
+    images = kernels.pack(tuple(factors))
+    kept = kernels.inputs(x, images)
+    values = [tensor.clone() for tensor in kept]
+    for _ in range(2):  # a graph that is retained runs backward again
+        found = kernels.run(dy, x, images, True, True, kept=kept)
+        for left, right in zip(found, kernels.run(dy, x, images, True, True), strict=True):
+            assert_equal(left, right)
+    for left, right in zip(kept, values, strict=True):
+        assert_equal(left, right)
 
 
 def test_any_strides_are_taken() -> None:
