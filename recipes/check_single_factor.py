@@ -17,7 +17,7 @@ from single_factor_cases import DTYPES, bmm, compile_all, grad_jobs, grid_patter
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum, to_blocks
-from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason
+from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason, gradient_configs
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor
@@ -161,12 +161,13 @@ def check_gradients(every: int) -> int:
     modes = ("fp16", "bf16", "tf32", "fp32")
     patterns = itertools.islice(grid_patterns(), 0, None, every)
     cases = [(p, mode) for p in patterns for mode in modes if grad_reason(p, mode, shared_limit_of(0)) is None]
-    compile_all(
-        {job for pattern, mode in cases for job in grad_jobs(FactorGrad(pattern, mode, shared_limit=shared_limit_of(0)), arch, True)}
-    )
+    limit, wgmma = shared_limit_of(0), arch == "sm_90a"
+    configs = [(case, {gradient_configs(*case, limit, wgmma=either)[0] for either in {False, wgmma}}) for case in cases]
+    products = [FactorGrad(*case, config, shared_limit=limit) for case, found in configs for config in found]
+    compile_all({job for product in products for job in grad_jobs(product, arch, True)})
     failures = count = 0
-    for pattern, mode in cases:
-        product, dtype = FactorGrad(pattern, mode, shared_limit=shared_limit_of(0)), DTYPES[mode]
+    for product in products:
+        pattern, mode, dtype = product.pattern, product.mode, DTYPES[product.mode]
         for rows in (1, 7, 129, 5000):
             wide = torch.randn((rows, pattern.in_features + 1), device="cuda").to(dtype)
             x = wide[:, 1:] if rows == 7 else wide[:, 1:].contiguous()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
-from flysurgery.ops.cuda.factor_grad import FactorGrad
+from flysurgery.ops.cuda.factor_grad import FactorGrad, gradient_configs
 from flysurgery.ops.cuda.few_attention import run_few_attention
 from flysurgery.ops.cuda.few_rows import run_few_rows
 from flysurgery.ops.cuda.fused import FusedLinear
@@ -34,7 +34,7 @@ ROWS = (1, 75)
 SMALL = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
 UNCHAINED = Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
 UP, DOWN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
-ODD = Pattern(2, 19, 37, 3)
+ODD, EIGHTS = Pattern(2, 19, 37, 3), Pattern(2, 24, 40, 3)
 
 
 def factors_of(architecture: Architecture, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -116,7 +116,9 @@ def run_gradient(pattern: Pattern, mode: str) -> None:
     for rows in ROWS:
         x = torch.randn((rows, pattern.in_features), device="cuda").to(dtype)
         dy = torch.randn((rows, pattern.out_features), device="cuda").to(dtype)
-        FactorGrad(pattern, mode, shared_limit=shared_limit_of(0)).run(x, dy)
+        for wgmma in {False, device_arch(0) == "sm_90a"}:
+            config = gradient_configs(pattern, mode, shared_limit_of(0), wgmma=wgmma)[0]
+            FactorGrad(pattern, mode, config, shared_limit=shared_limit_of(0)).run(x, dy)
     print(f"gradient {mode} {pattern}")
 
 
@@ -143,6 +145,7 @@ def main() -> None:
         run_fused(SMALL, mode, 1)
         run_single(ODD, mode)
         run_gradient(ODD, mode)
+        run_gradient(EIGHTS, mode)
         run_dense_layer(mode)
         run_gates(mode)
     for mode in ("fp16", "fp32"):

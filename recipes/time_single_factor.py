@@ -26,7 +26,7 @@ from flysurgery.bench.paper_patterns import ROWS, time_patterns
 from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.ops.cuda.configured import factor_configs, factor_product
-from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_configs, grad_reason
+from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason, gradient_configs
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import single_reason
@@ -125,7 +125,7 @@ def time_gradient(pattern: Pattern, mode: str, count: int, flush: Tensor) -> Row
     x = torch.randn((ROWS, pattern.in_features), device="cuda").to(DTYPES[mode])
     dy = torch.randn((ROWS, pattern.out_features), device="cuda").to(DTYPES[mode])
     ours, limit = [], shared_limit_of(0)
-    for config in grad_configs(pattern, mode, limit)[:count]:
+    for config in gradient_configs(pattern, mode, limit, wgmma=device_arch(0) == "sm_90a")[:count]:
         product = FactorGrad(pattern, mode, config, shared_limit=limit)
         ours.append(median_us(lambda product=product: product.run(x, dy), flush))
     left, right = dy.unflatten(1, (pattern.a, pattern.b, pattern.d)), x.unflatten(1, (pattern.a, pattern.c, pattern.d))
@@ -184,7 +184,7 @@ def main() -> None:
         jobs = {
             job
             for p, m in cases
-            for c in grad_configs(p, m, limit)[:count]
+            for c in gradient_configs(p, m, limit, wgmma=arch == "sm_90a")[:count]
             for job in grad_jobs(FactorGrad(p, m, c, shared_limit=limit), arch, False)
         }
     compile_all(jobs)
