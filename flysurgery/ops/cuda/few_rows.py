@@ -142,8 +142,8 @@ def run_few_rows(
 ) -> Tensor:  # shape: (rows, sum of all out_features)
     """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
-    Without a norm where ``eps`` is None. Factors are multiplied out when they are packed, in float64, and rounded once, into the memory of a
-    dense layer: for few rows the arithmetic that they save takes no time. Parameters may be wider than x.
+    Without a norm where ``eps`` is None. Factors are multiplied out when they are packed, in float64, and rounded once, into the
+    memory of a dense layer: for few rows the arithmetic that they save takes no time. Parameters may be wider than x.
 
     Raises:
         BackendError: there are more than ``most_rows``, or the kernel does not compile or launch.
