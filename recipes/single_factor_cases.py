@@ -68,12 +68,9 @@ def grad_jobs(product: FactorGrad, arch: str, misaligned: bool) -> set[Job]:
     tile = product.tile
     vectors = {(tile.x_vector, tile.dy_vector)} | ({(tile.element_bytes, tile.dy_vector)} if misaligned else set())
     portable = {("factor_grad.cu", tuple(tile.defines(*pair, bias=False).items()), arch, "factor_grad") for pair in vectors}
-    own = (
-        set()
-        if product.wgmma_tile is None
-        else {("factor_grad_wgmma.cu", tuple(product.wgmma_tile.defines(bias=False).items()), arch, "factor_grad")}
-    )
-    return {*portable, *own, ("factor_grad_sum.cu", (), arch, "factor_grad_sum")}
+    tiles = [] if product.wgmma_tile is None else [product.wgmma_tile]
+    wgmma = {("factor_grad_wgmma.cu", tuple(tile.defines(bias=False).items()), arch, "factor_grad") for tile in tiles}
+    return portable | wgmma | {("factor_grad_sum.cu", (("VECTOR", vector),), arch, "factor_grad_sum") for vector in (1, 4)}
 
 
 def random_x(rows: int, pattern: Pattern, dtype: torch.dtype, kind: str, generator: torch.Generator) -> Tensor:

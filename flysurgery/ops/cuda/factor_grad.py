@@ -17,7 +17,7 @@ from flysurgery.patterns import Pattern
 
 __all__ = ["FactorGrad", "grad_configs", "grad_reason", "gradient_configs"]
 
-_SUMS_A_BLOCK = 32
+_LANES_A_BLOCK = 32
 _MOST_CONFIGS, _MOST_WGMMA = 12, 9
 AnyGradConfig = GradConfig | WgmmaGradConfig
 
@@ -120,6 +120,7 @@ class FactorGrad:
         numbers = (x.rows, x.stride, dy.stride, chunks, size, linears, step, pattern.out_features)
         product, total = kernel.prepare(grid, block, shared_bytes, *numbers), None
         if splits > 1:
-            kernel = load_kernel("factor_grad_sum.cu", {}, name="factor_grad_sum", device_index=device_index)
-            total = kernel.prepare((ceil(size / _SUMS_A_BLOCK), 1, 1), (256, 1, 1), 0, splits, size, of_factors)
+            vector = 1 if size % 4 or of_factors % 4 else 4
+            kernel = load_kernel("factor_grad_sum.cu", {"VECTOR": vector}, name="factor_grad_sum", device_index=device_index)
+            total = kernel.prepare((ceil(size / (vector * _LANES_A_BLOCK)), 1, 1), (256, 1, 1), 0, splits, size, of_factors)
         return GradLaunches(product, total, splits * size, of_factors)

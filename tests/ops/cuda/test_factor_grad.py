@@ -115,3 +115,9 @@ def test_variants_compile_without_spills(pattern: Pattern, mode: str, arch: str)
     for x_vector, bias in product((tile.x_vector, tile.element_bytes), biases):
         defines = tile.defines(x_vector, tile.dy_vector, bias)
         assert compile_cubin("factor_grad.cu", defines, arch=arch, name="factor_grad").spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("vector", [1, 4])
+def test_sums_of_splits_compile(vector: int, arch: str) -> None:
+    assert compile_cubin("factor_grad_sum.cu", {"VECTOR": vector}, arch=arch, name="factor_grad_sum").spill_bytes == 0
