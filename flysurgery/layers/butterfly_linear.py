@@ -73,7 +73,7 @@ class ButterflyLinear(nn.Module):
         """``tuple(self.factors)``, at a tenth of its cost where the list holds plain parameters, as every call asks for it."""
         if torch.compiler.is_compiling():
             return tuple(self.factors)
-        parameters = self.factors._parameters
+        parameters = self._modules["factors"]._parameters  # pyright: ignore[reportOptionalMemberAccess]
         try:
             return tuple([parameters[name] for name in self._names])  # pyright: ignore[reportReturnType] - None is no factor
         except KeyError:  # parametrized, or replaced by plain tensors

@@ -31,7 +31,9 @@ def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hash
     if is_tracing(*tensors):
         return decide()
     x = tensors[0]
-    autocast = autocast_dtype(x.device.type) if torch._C._is_any_autocast_enabled() else None
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        autocast = autocast_dtype("cuda" if x.is_cuda else x.device.type)
     tf32 = autocast is None and x.dtype == torch.float32 and x.is_cuda and tf32_allowed()
     gradients = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *map(_looks, tensors))

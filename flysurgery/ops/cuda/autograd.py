@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.gradients import all_gradients, hand_out, input_gradient, layer_gradients
 from flysurgery.ops.cuda.multiply import multiply
-from flysurgery.ops.cuda.trained import trained_for
+from flysurgery.ops.cuda.trained import TrainedCall
 
 
 class EagerLinear(torch.autograd.Function):
@@ -17,27 +17,28 @@ class EagerLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dtype: torch.dtype, linears: int, mode: str, count: int, x: Tensor, *parameters: Tensor
+        ctx: Any, call: TrainedCall, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         wide = x.dtype == torch.float32  # then dx is, too: PyTorch would convert it after us
-        x = x.to(dtype)
-        train = True in ctx.needs_input_grad[5 : 5 + count]
-        trained = trained_for(x, parameters, count, linears, mode) if train else None
+        x, count = x.to(call.dtype), call.count
+        train = True in ctx.needs_input_grad[2 : 2 + count]
+        trained = call.trained(x, parameters) if train else None
         packed = None if trained is None else trained.pack(parameters)
         if trained is None or packed is None:
-            y, kept = multiply(x, parameters[:count], parameters[count:], linears, mode), []
+            y, kept = multiply(x, parameters[:count], parameters[count:], call.linears, call.mode), []
         else:
             y, kept = trained.forward(x, packed)
-        ctx.of_call = linears, mode, count, trained, wide, len(kept)
+        ctx.of_call = call, trained, wide, len(kept)
         ctx.save_for_backward(x if train else None, packed, *kept, *parameters)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        linears, mode, count, trained, wide, keeps = ctx.of_call
+        call, trained, wide, keeps = ctx.of_call
+        linears, count = call.linears, call.count
         x, packed, *others = ctx.saved_tensors
         kept, parameters = others[:keeps], others[keeps:]
-        _, _, _, _, needs_x, *needs = ctx.needs_input_grad
+        _, needs_x, *needs = ctx.needs_input_grad
         factors, biases = parameters[:count], parameters[count:]
         bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[count:], strict=True)]
         again = torch.is_grad_enabled()  # for a second derivative, which the registered operators refuse with a reason
@@ -47,5 +48,5 @@ class EagerLinear(torch.autograd.Function):
         else:
             of_all = torch.ops.flysurgery.ks_linear_gradients if again else all_gradients
             of_input = torch.ops.flysurgery.ks_linear_input_gradient if again else input_gradient
-            dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, linears, mode, needs_x, of_all, of_input)
-        return (None, None, None, None, dx, *of_factors, *of_biases)
+            dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, linears, call.mode, needs_x, of_all, of_input)
+        return (None, dx, *of_factors, *of_biases)

@@ -17,6 +17,7 @@ from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
+from flysurgery.ops.cuda.trained import TrainedCall
 from flysurgery.ops.problem import Problem, is_exporting, problem_of
 from flysurgery.patterns import Architecture
 
@@ -76,8 +77,9 @@ class CudaBackend(Backend):
         """Multiplies x by several linears of one architecture in one launch; their outputs lie side by side."""
         mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
         assert mode is not None, "can_run has refused other dtypes"
-        run = _registered if problem.tracing else _with_gradients if problem.requires_grad else _without_gradients
-        return partial(run, problem.dtype, linears, mode)
+        if problem.requires_grad and not problem.tracing:
+            return partial(_with_gradients, TrainedCall(problem.dtype, linears, mode, linears * len(problem.architecture)))
+        return partial(_registered if problem.tracing else _without_gradients, problem.dtype, linears, mode)
 
 
 Operands = Sequence[Tensor]
@@ -89,8 +91,8 @@ def _registered(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors:
     return product.reshape(*x.shape[:-1], product.shape[1])
 
 
-def _with_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    return EagerLinear.apply(dtype, linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+def _with_gradients(call: TrainedCall, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    return EagerLinear.apply(call, x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 def _without_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:

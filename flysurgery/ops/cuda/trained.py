@@ -17,6 +17,7 @@ from flysurgery.ops.cuda.product import Product
 from flysurgery.ops.cuda.table import rows_bucket
 
 _trained: dict[tuple[object, ...], Trained] = {}
+_forgotten = 0
 
 
 class Trained:
@@ -66,8 +67,28 @@ class Trained:
         return gather.addresses(packed) if self._by_address else torch.split_with_sizes(packed, gather.sizes)
 
 
-def trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: int, mode: str) -> Trained | None:
-    """The kernels for ``count`` factors, and biases behind them; None where the weights had better be kept, or x is on another device."""
+class TrainedCall:
+    """What stays the same from call to call of linears that share x: the dtype that x is cast to, the mode, and the kernels.
+
+    Args:
+        count: how many of the parameters are factors. Biases lie behind them.
+    """
+
+    def __init__(self, dtype: torch.dtype, linears: int, mode: str, count: int) -> None:
+        self.dtype, self.linears, self.mode, self.count = dtype, linears, mode, count
+        self._known: tuple[torch.Size, int, int, int] | None = None
+        self._trained: Trained | None = None
+
+    def trained(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Trained | None:
+        """The kernels for both passes; None where the weights had better be kept, or x is on another device. Shapes but that of x stay."""
+        known = x.shape, x.get_device(), torch.cuda.current_device(), _forgotten
+        if known != self._known:
+            self._trained = _trained_for(x, parameters, self.count, self.linears, self.mode)
+            self._known = known
+        return self._trained
+
+
+def _trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: int, mode: str) -> Trained | None:
     device_index, rows = x.device.index, x.numel() // x.shape[-1]
     if rows == 0 or mode not in HALVES or device_index != torch.cuda.current_device():
         return None
@@ -83,4 +104,6 @@ def trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: 
 
 def forget_trained() -> None:
     """Choose kernels anew at the next call, after the table of configurations has changed."""
+    global _forgotten
+    _forgotten += 1
     _trained.clear()

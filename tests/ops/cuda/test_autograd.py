@@ -14,6 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops import derived as derivation
 from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.ops.cuda.chain import Chain
+from flysurgery.ops.cuda.trained import TrainedCall
 from flysurgery.patterns import Architecture
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
@@ -40,7 +41,7 @@ def operands(architecture: Architecture, linears: int, rows: int = 4) -> tuple[T
 
 
 def eager(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
-    return EagerLinear.apply(x.dtype, linears, "fp32", len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+    return EagerLinear.apply(TrainedCall(x.dtype, linears, "fp32", len(factors)), x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 def registered(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
@@ -77,7 +78,7 @@ def test_one_row_without_leading_dimensions(trained: bool, mode: str) -> None:
     factors = [factor.detach().requires_grad_(trained) for factor in factors]
     row = x.detach()[0].requires_grad_()
     wanted = [*biases, *(factors if trained else [])]
-    out = EagerLinear.apply(x.dtype, 1, mode, len(factors), row, *factors, *biases)
+    out = EagerLinear.apply(TrainedCall(x.dtype, 1, mode, len(factors)), row, *factors, *biases)
     dx, *found = torch.autograd.grad(out.sum(), (row, *wanted))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     expected_dx, *expected = torch.autograd.grad(reference(x, factors, biases, 1).sum(), (x, *wanted))
     assert_equal(dx, expected_dx[0])
@@ -146,7 +147,7 @@ def test_operators_keep_their_schemas(linears: int) -> None:
 def test_the_exact_mode_has_gradients_of_its_own() -> None:
     x, factors, biases = operands(THREE, 1)
     parameters = (x, *factors, *biases)
-    out = EagerLinear.apply(x.dtype, 1, "exact", len(factors), *parameters)
+    out = EagerLinear.apply(TrainedCall(x.dtype, 1, "exact", len(factors)), *parameters)
     expected = reference(x, factors, biases, 1)
     dy = make_integers(tuple(expected.shape), seed=90, mode=FP64)
     for left, right in zip(torch.autograd.grad(out, parameters, dy), torch.autograd.grad(expected, parameters, dy), strict=True):
