@@ -58,6 +58,7 @@ class Gather:
     def __init__(self, tables: Sequence[Tensor], sources: Sequence[Tensor], mode: str) -> None:
         filled = [torch.nn.functional.pad(table, (0, -len(table) % _ALIGNMENT), value=-1) for table in tables]
         self._table = torch.cat(filled)
+        self._table_at, self._device_index = self._table.data_ptr(), self._table.device.index
         self._dtype = dtype_of(mode)
         self._starts = [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
         self._launches: dict[torch.dtype, Prepared] = {}
@@ -66,11 +67,10 @@ class Gather:
 
     def __call__(self, sources: Sequence[Tensor]) -> Tensor:
         """The images one after the other, each filled up to where the next one begins, on the current stream."""
-        table, dtype = self._table, sources[0].dtype
-        images = torch.empty_like(table, dtype=self._dtype)
+        dtype = sources[0].dtype
+        images = torch.empty_like(self._table, dtype=self._dtype)
         launch = self._launches.get(dtype) or self._prepare(dtype)
-        addresses = [source.data_ptr() for source in sources]
-        launch(current_stream(table.device.index), *addresses, table.data_ptr(), images.data_ptr())
+        launch(current_stream(self._device_index), *map(Tensor.data_ptr, sources), self._table_at, images.data_ptr())
         return images
 
     def addresses(self, images: Tensor) -> list[int]:
@@ -81,7 +81,7 @@ class Gather:
     def _prepare(self, dtype: torch.dtype) -> Prepared:
         table, starts = self._table, self._starts
         defines = {"SLOTS": len(starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
-        kernel = load_kernel("gather.cu", defines, name="gather", device_index=table.device.index)
+        kernel = load_kernel("gather.cu", defines, name="gather", device_index=self._device_index)
         grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
         launch = self._launches[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(table), *starts)
         return launch
