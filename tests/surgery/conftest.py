@@ -77,6 +77,13 @@ def vit_plan(_vit: nn.Module) -> Plan:
 
 
 @pytest.fixture
+def many() -> Tensor:
+    """60 images whose pixels hang together, so that layers' inputs have a decaying covariance."""
+    noise = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+    return nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
+
+
+@pytest.fixture
 def images() -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(4))
 

@@ -16,13 +16,6 @@ from tests.surgery.conftest import TOKENS, WIDTH
 from tests.surgery.test_rollback import unchanged
 
 
-@pytest.fixture
-def many() -> Tensor:
-    """60 images whose pixels hang together, so that layers' inputs have a decaying covariance."""
-    noise = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(5))
-    return nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
-
-
 def inputs_of(model: nn.Module, fqns: list[str], x: Tensor) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
 

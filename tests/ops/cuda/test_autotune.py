@@ -109,9 +109,8 @@ def test_tuned_kernels_are_used_and_right(architecture: object, cache: Path, mon
     assert first.tried > 1 and first.entry.median_us > 0
     check(layer(x), layer, x)
     if architecture is SQUARE:
-        product = next(iter(multiplication._products.values()))
-        assert isinstance(product.kernels, FusedLinear)
-        assert vars(product.kernels.config) == first.entry.config
+        kernels = [product.kernels for product in multiplication._products.values()]
+        assert first.entry.config in [vars(kernel.config) for kernel in kernels if isinstance(kernel, FusedLinear)]
     table._by_case.cache_clear()
 
 

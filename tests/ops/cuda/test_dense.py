@@ -35,8 +35,8 @@ def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param and device_arch(0) != "sm_90a":
         pytest.skip("wgmma needs compute capability 9.0")
 
-    def tiling(in_features: int, out_features: int, mode: str, device_index: int) -> DenseTiling | str:
-        return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), wgmma=request.param)
+    def tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
+        return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), request.param, gated)
 
     monkeypatch.setattr(dense, "_tiling", tiling)
     return request.param

@@ -22,6 +22,12 @@ SMALL_GONON, WIDE = (gonon(768, 192), gonon(192, 768)), (gonon(3072, 768), gonon
 Block = tuple[Norm, FusedFactors, FusedFactors, Tensor]
 
 
+@pytest.fixture(autouse=True)
+def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, too, by the kernel that has the whole block."""
+    monkeypatch.setattr("flysurgery.ops.inference.takes_few_rows", lambda *_: False)
+
+
 def make_block(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> Block:
     make = torch.Generator("cuda").manual_seed(5)
 
