@@ -15,7 +15,7 @@ from torch.nn import functional
 import flysurgery
 from flysurgery.inference import clock, measure_groups
 from flysurgery.inference.look import look
-from tests.inference.models import ready
+from tests.inference.models import images, ready
 from tests.inference.test_optimize import SMALL
 from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 
@@ -143,6 +143,17 @@ def test_an_active_dropout_is_no_group(called: list[str]) -> None:
     fused = {row.fqn for row in flysurgery.optimize(model).fused}
     assert "blocks.0.mlp.fc2" not in fused
     assert "blocks.1.mlp.fc2" in fused
+
+
+@pytest.mark.usefixtures("compilable")
+@pytest.mark.parametrize("name", ["eva02_base_patch14_224", "vit_giant_patch14_dinov2"])
+def test_compiled_whole(name: str) -> None:
+    model = ready(timm.create_model(name, **{**SMALL, "depth": 1, "mlp_ratio": 2}))
+    x = images(model)
+    before = model(x)
+    assert any(row.group == "ffn" for row in flysurgery.optimize(model).fused)
+    with torch.no_grad():
+        assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
 
 
 def test_choices_of_all_layers_of_a_block_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,17 @@ def test_a_graph_replays_and_new_weights_are_seen() -> None:
     assert torch.equal(out, after)
 
 
+@pytest.mark.parametrize("kind", ["dense-dense-packed", "monarch-monarch-packed", "monarch-monarch-apart"])
+def test_compiled_in_one_graph(kind: str) -> None:
+    up, down = block(kind, 192, 512, torch.float16)
+    x, norm = normal(70, 192, dtype=torch.float16), affine(192, torch.float16)
+
+    def run(x: Tensor) -> Tensor:
+        return ffn(x, norm, up, down, "silu")
+
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+
+
 def test_reasons() -> None:
     x, (up, down) = normal(8, 384, dtype=torch.float16), block("dense-dense-apart", 384, 1024, torch.float16)
     assert "fit each other" in str(ffn_reason(x, None, up, dense(1000, 384, torch.float16), "silu"))
