@@ -16,8 +16,8 @@
 // where their rows of y will be, as the core matrices that they are, and come back by the copy engine in place of u. So y has whole units of 64
 // rows. Mean and variance are of the rows in registers, exact in two passes; the norm's weight and bias lie in K1 and bias.
 //
-// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), those of K4 with their float32 biases and scales; the biases of h
-// come once. The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
+// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
+// The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
 //
 // What orders the copy engine: it fills a slot after all warps have left it, which they do when their products with it are done (wgmma_wait) and
 // when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
@@ -40,8 +40,7 @@ constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) /
 constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2;  // k16 steps of a panel
 constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
 constexpr int kSteps4 = STEPS4 / PARTS4;
-constexpr int kWeights4 = kSteps4 * kTiles4 * 256;                    // bytes of weights in a panel, behind which biases and scales stand
-constexpr int kBiases = B2 * D2 * 4;                                  // bytes of the hidden units' biases
+constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel, behind which floats stand
 constexpr int kTilesOfV = A3 * kTiles3;
 constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
 constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
@@ -63,7 +62,7 @@ static_assert(kAllPieces % 2 == 0 && kTilesOfV * 8 <= kOut, "pieces come in pair
 static_assert(kTiles4 % RUN == 0 && kRun % 8 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
 
 struct Panels {
-    static constexpr int kFirst = A1 * PARTS1, kBlock = kAllPieces * (PARTS2 + 1), kMiddle = A3 * kBlock, kLast = kPanels4 * D4 * PARTS4;
+    static constexpr int kFirst = A1 * PARTS1, kMiddle = A3 * kAllPieces * (PARTS2 + 1), kLast = kPanels4 * D4 * PARTS4;
     static constexpr int kPanels = kFirst + kMiddle + kLast, kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = ::kWarps;
 };
 static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= PARTS2 + 1 && SLOTS >= 2 * PARTS4, "the panels that are in use together fit in the ring");
@@ -180,10 +179,10 @@ __device__ __forceinline__ void bring_rows(const char* x, long long rows, long l
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
 fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __restrict__ y, long long rows, long long x_stride, int eps_bits) {
     extern __shared__ __align__(128) char memory[];
-    // ring | barriers a warpgroup: its rows of x are there, its buffer is free | a barrier: biases are there | biases | buffers
+    // ring | barriers a warpgroup: its rows of x are there, its buffer is free | buffers
     using Ring = PanelRing<Panels>;
     const u32 ring_at = shared_address(memory), arrived = ring_at + Ring::kBytes, freed = arrived + 8 * WARPGROUPS;
-    const u32 told = freed + 8 * WARPGROUPS, biases = told + 8 + 127 & ~127u, buffers = biases + kBiases;
+    const u32 buffers = freed + 8 * WARPGROUPS + 127 & ~127u;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), warpgroup = warp / 4;
 
     if (threadIdx.x == 0) {
@@ -191,7 +190,6 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             barrier_init(arrived + 8 * w, 1);
             barrier_init(freed + 8 * w, 4);
         }
-        barrier_init(told, 1);
         Ring::prepare(ring_at);
     }
     __syncthreads();
@@ -200,11 +198,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
     const int rounds = (int)((units + (long long)WARPGROUPS * gridDim.x - 1) / ((long long)WARPGROUPS * gridDim.x));
     if (warpgroup == WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        if (threadIdx.x == 32 * kWarps) {
-            barrier_expect(told, kBiases);
-            copy_bulk(biases, image + Panels::kPanels * Panels::kStride, kBiases, told);
-            Ring::feed(image, ring_at, rounds);
-        }
+        if (threadIdx.x == 32 * kWarps) Ring::feed(image, ring_at, rounds);
         if (warp == kWarps + 1) bring_rows(x, rows, x_stride, rounds, buffers, arrived, freed);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
@@ -268,33 +262,37 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 meet_warpgroup(warpgroup);
             }
 
-            barrier_wait(told, 0);
             // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
+            char* const y_unit = y + unit_of(round, warpgroup) * (64 * kOut * 2);
+            float h[2][kTiles2][4];
+            auto begin_piece = [&](int piece, int of, int ahead) {
+                const u32* const tiles = kTilesOfClass2[piece % kAllPieces / kPieces];
+                u64 weights[PARTS2];
+#pragma unroll
+                for (int part = 0; part < PARTS2; ++part) {
+                    const u32 panel = ring.wait(ahead + part);
+                    weights[part] = describe<HIDDEN>(panel);
+                    if (part == 0) broadcast(h[of], panel + kWeights2, t);
+                }
+                wgmma_fence();
+#pragma unroll
+                for (int s = 0; s < STEPS2; ++s)
+                    WgmmaShared<HIDDEN>::run(
+                        h[of], (u64)(128 >> 4) << 32 | (u_descriptor + tiles[s]), weights[s / kSteps2] + s % kSteps2 * kTiles2 * 16);
+                wgmma_commit();
+            };
+            begin_piece(0, 0, 0);
+            wgmma_wait<0>();
+            ring.template leave<PARTS2>();
 #pragma unroll 1
             for (int i = 0; i < A3; ++i) {
-                float sums[kTiles3][4] = {}, h[2][kTiles2][4];
+                float sums[kTiles3][4] = {};
                 u32 a[2][HIDDEN / 16][4];
-                auto begin_piece = [&](int piece, int of, int ahead) {
-                    const u32* const tiles = kTilesOfClass2[piece / kPieces];
-                    u64 weights[PARTS2];
-                    broadcast(h[of], biases + (i * kAllPieces + piece) * (HIDDEN * 4), t);
-#pragma unroll
-                    for (int part = 0; part < PARTS2; ++part) weights[part] = describe<HIDDEN>(ring.wait(ahead + part));
-                    wgmma_fence();
-#pragma unroll
-                    for (int s = 0; s < STEPS2; ++s)
-                        WgmmaShared<HIDDEN>::run(
-                            h[of], (u64)(128 >> 4) << 32 | (u_descriptor + tiles[s]), weights[s / kSteps2] + s % kSteps2 * kTiles2 * 16);
-                    wgmma_commit();
-                };
-                begin_piece(0, 0, 0);
-                wgmma_wait<0>();
-                ring.template leave<PARTS2>();
 #pragma unroll 1
-                for (int piece = 0; piece < kAllPieces; piece += 2) {
+                for (int piece = i * kAllPieces; piece < (i + 1) * kAllPieces; piece += 2) {
 #pragma unroll
                     for (int of = 0; of < 2; ++of) {  // as the second turn begins, the first one's product with factor 3 may still run
-                        const bool more = of == 0 || piece + 2 < kAllPieces;
+                        const bool more = of == 0 || piece + 2 < A3 * kAllPieces;
                         if (more) begin_piece(piece + of + 1, 1 - of, of);
 #pragma unroll
                         for (int s = 0; s < HIDDEN / 16; ++s) {
@@ -324,7 +322,6 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         }
                     }
                 }
-                char* const y_unit = y + unit_of(round, warpgroup) * (64 * kOut * 2);
                 if (i < A3 - 1) {
                     char* const v_lane = y_unit + i * (kTiles3 * 1024) + (u_lane - buffer);
 #pragma unroll
@@ -337,9 +334,8 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     asm volatile("fence.proxy.async;" ::: "memory");
                     meet_warpgroup(warpgroup);  // nobody multiplies u any more, all slices of v but the last are in memory
                     if (A3 > 1 && (threadIdx.x & 127) == 0) {
-                        constexpr int kBytes = (A3 - 1) * kTiles3 * 1024;
-                        barrier_expect(arrived + 8 * warpgroup, kBytes);
-                        copy_bulk(buffer, y_unit, kBytes, arrived + 8 * warpgroup);
+                        barrier_expect(arrived + 8 * warpgroup, (A3 - 1) * kTiles3 * 1024);
+                        copy_bulk(buffer, y_unit, (A3 - 1) * kTiles3 * 1024, arrived + 8 * warpgroup);
                     }
 #pragma unroll
                     for (int n = 0; n < kTiles3; ++n) {

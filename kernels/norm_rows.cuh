@@ -33,21 +33,22 @@ struct NormRows {
             operand(a, s);
             mma(sums, a, kOnes, kOnes);
         }
-        float mean[2], rstd[2];
+        float rstd[2], shift[2];
         u32 zero[2];  // which the compiler does not know: it must widen x again, as registers have no room for what was widened before
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            mean[h] = sums[2 * h] * (1.0f / COLUMNS);
+            const float mean = sums[2 * h] * (1.0f / COLUMNS);
             float low = 0.0f, high = 0.0f;
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
 #pragma unroll
                 for (int k = 0; k < VECTOR / 2; ++k) {
-                    const float a = low_half(w[v][h][k]) - mean[h], b = high_half(w[v][h][k]) - mean[h];
+                    const float a = low_half(w[v][h][k]) - mean, b = high_half(w[v][h][k]) - mean;
                     low = fmaf(a, a, low);
                     high = fmaf(b, b, high);
                 }
             rstd[h] = rsqrtf(over_quad_sum(low + high) * (1.0f / COLUMNS) + eps);
+            shift[h] = -mean * rstd[h];
             zero[h] = (u32)(__float_as_int(rstd[h]) >> 31);
         }
 #pragma unroll
@@ -57,7 +58,7 @@ struct NormRows {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const u32 again = w[v][h][k] ^ zero[h];
-                    w[v][h][k] = round2((low_half(again) - mean[h]) * rstd[h], (high_half(again) - mean[h]) * rstd[h]);
+                    w[v][h][k] = round2(fmaf(low_half(again), rstd[h], shift[h]), fmaf(high_half(again), rstd[h], shift[h]));
                 }
     }
 

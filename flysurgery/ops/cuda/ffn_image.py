@@ -143,17 +143,16 @@ def _take(values: Tensor, index: np.ndarray) -> Tensor:
 
 
 def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tensor) -> Tensor:
-    """Panels of all factors in the order of use, each padded to the stride, then the biases of the hidden units.
+    """Panels of all factors in the order of use, each padded to the stride.
 
-    In a block of the third factor the second factor's panels of the next piece stand before the third factor's of the present one.
+    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one.
     """
     first, second, third, last = (value.view(torch.uint8) for value in weights)
-    blocks = tile.factors[2].a
-    up = _padded(second, tile.stride).view(blocks, -1, tile.parts[1], tile.stride)
-    down = _padded(third, tile.stride).view(blocks, -1, 1, tile.stride)
-    middle_panels = torch.cat([up[:, 0], torch.cat([up[:, 1:], down[:, :-1]], dim=2).flatten(1, 2), down[:, -1]], dim=1)
+    up = torch.stack(_parts(tile, second, middle), dim=1)
+    down = _padded(third, tile.stride).view(-1, 1, tile.stride)
+    middle_panels = torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
     panels = [_padded(first, tile.stride), middle_panels, torch.stack(_parts(tile, last, ends), dim=1)]
-    return torch.cat([value.flatten() for value in (*panels, middle.view(torch.uint8))])
+    return torch.cat([value.flatten() for value in panels])
 
 
 def _parts(tile: FfnTiling, weights: Tensor, floats: Tensor) -> list[Tensor]:

@@ -89,7 +89,7 @@ class FfnTiling:
         """Bytes from one panel to the next, in the image and in the ring."""
         first, second, third, last = self.panel_bytes
         floats = 4 * self.columns * (2 if self.scaled else 1)
-        return ceil(max(first, second, third, last + floats) / 128) * 128
+        return ceil(max(first, second + 4 * self.hidden, third, last + floats) / 128) * 128
 
     @property
     def least_slots(self) -> int:
@@ -98,11 +98,11 @@ class FfnTiling:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ring, barriers, biases of hidden units, the rows of each warpgroup."""
+        """Dynamic shared memory of a block: ring, barriers, the rows of each warpgroup."""
         first, _, third, _ = self.factors
         tiles = max(first.a * tiles_of(first), third.a * tiles_of(third))
         buffer = max(tiles * 1024, ROWS_OF_WARPGROUP * 2 * first.in_features)
-        return self.slots * (self.stride + 16) + 8 + 127 + 4 * self.factors[1].out_features + WARPGROUPS * (16 + buffer)
+        return self.slots * (self.stride + 16) + 127 + WARPGROUPS * (16 + buffer)
 
     @property
     def registers(self) -> int:
@@ -208,7 +208,7 @@ def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: i
     for hidden in (n for n in (64, 48, 32, 16) if share % n == 0 and share // n * second.d % 2 == 0):
         for columns in (n for n in (64, 48, 32, 24, 16) if last.b % n == 0 and n % unit == 0):
             tile = _cut(replace(base, hidden=hidden, columns=columns))
-            choices = range(tile.least_slots, max(_MAX_SLOTS, tile.least_slots) + 1)
+            choices = range(tile.least_slots, min(max(_MAX_SLOTS, tile.least_slots), sum(tile.panel_counts) - 1) + 1)
             slots = [n for n in choices if replace(tile, slots=n).shared_bytes <= shared_limit]
             if tile.registers <= _REGISTERS and slots:
                 found.append(replace(tile, slots=slots[-1]))

@@ -24,12 +24,10 @@ BLOCKS = {
 
 
 class Panels:
-    """The image, panel by panel in the order of use; behind them the biases of the hidden units, piece by piece."""
+    """The image, panel by panel in the order of use."""
 
-    def __init__(self, image: Tensor, tile: FfnTiling) -> None:
-        count = sum(tile.panel_counts)
-        self.panels = list(image[: count * tile.stride].view(count, tile.stride))
-        self.biases = list(image[count * tile.stride :].view(torch.float32).double().view(-1, tile.hidden))
+    def __init__(self, image: Tensor, stride: int) -> None:
+        self.panels = list(image.view(-1, stride))
 
     def next(self, k: int, columns: int, floats: int = 0) -> tuple[Tensor, Tensor]:
         """Weights of shape (k, columns) and the float32 values behind them."""
@@ -46,7 +44,7 @@ class Panels:
 def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
     """What the kernel computes, in float64 and without the residual: from normalized rows to scaled outputs."""
     first, second, third, last = tile.factors
-    panels = Panels(image, tile)
+    panels = Panels(image, tile.stride)
 
     def pick(u: Tensor, steps: list[tuple[int, int]]) -> Tensor:
         padded = torch.cat([u, u.new_zeros(len(u), 8)], dim=1).view(len(u), -1, 8)
@@ -56,17 +54,16 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
     for block in x.view(len(x), first.a, first.c).unbind(1):
         weights, _ = panels.joined(first.c, 8 * tiles_of(first), 0, tile.parts[0])
         u.append(block[:, torch.from_numpy(input_order(first.c, tile.vector))] @ weights)
-    u, v = torch.cat(u, dim=1), []
-    for _ in range(third.a):
-        total = x.new_zeros(len(x), 8 * tiles_of(third))
-        waiting: list[Tensor] = []  # hidden units whose product with the third factor comes after the next piece
-        for cls in [cls for cls in range(second.d) for _ in range(tile.pieces)]:
-            weights, _ = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, 0, tile.parts[1])
-            if waiting:
-                total += waiting.pop() @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
-            waiting.append(functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + panels.biases.pop(0))))
-        v.append(total + waiting.pop() @ panels.next(tile.hidden, 8 * tiles_of(third))[0])
-    v, y = torch.cat(v, dim=1), x.new_full((len(x), last.b, last.d), torch.nan)
+    u, hidden = torch.cat(u, dim=1), []
+    v = x.new_zeros(third.a, len(x), 8 * tiles_of(third))
+    blocks = [block for block in range(third.a) for _ in range(second.d * tile.pieces)]
+    for piece, cls in enumerate([cls for _ in range(third.a) for cls in range(second.d) for _ in range(tile.pieces)]):
+        weights, bias = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
+        hidden.append(functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias)))
+        if piece > 0:  # the product of a piece with the third factor comes after the next piece
+            v[blocks[piece - 1]] += hidden[piece - 1] @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
+    v[-1] += hidden[-1] @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
+    v, y = torch.cat(v.unbind(), dim=1), x.new_full((len(x), last.b, last.d), torch.nan)
     count = 2 if tile.scaled else 1
     lane, held = torch.arange(4)[:, None], torch.arange(2 * tile.run)[None, :]
     for start in range(0, last.b, tile.columns):
@@ -77,7 +74,7 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
             for run in range(0, tile.columns, 8 * tile.run):  # lane t stores what it holds of each tile of a run side by side
                 column = run + held // 2 * 8 + 2 * lane + held % 2
                 y[:, start + run : start + run + 8 * tile.run, cls] = out[:, column.flatten()]
-    assert not panels.panels and not panels.biases
+    assert not panels.panels
     return y.flatten(1)
 
 
@@ -111,7 +108,7 @@ def test_every_weight_is_there_and_panels_have_one_stride() -> None:
         assert isinstance(tile, FfnTiling)
         first, second, third, last = (torch.ones(pattern.factor_shape) for pattern in tile.factors)
         image = pack_ffn(tile, (first, second, third, last), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
-        assert len(image) == sum(tile.panel_counts) * tile.stride + 4 * up.out_features
+        assert len(image) == sum(tile.panel_counts) * tile.stride
         counts = [int((image.view(torch.float16) == value).sum()) for value in (1.0, 0.5)]
         assert counts == [first.numel() + third.numel() + last.numel(), second.numel()]
 
