@@ -138,7 +138,7 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = recipe.table_arguments(__doc__, modes=("fp16", "bf16"))
+    parser = recipe.table_arguments(__doc__, modes=("fp16",))
     parser.add_argument("--rows", type=int, default=197, help="tokens of the image")
     parser.add_argument("--widths", nargs="*", type=int, default=[192, 384, 768])
     options = recipe.on_cuda(parser)

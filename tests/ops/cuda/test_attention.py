@@ -119,7 +119,7 @@ def halves(request: pytest.FixtureRequest) -> Arithmetic:
     return request.param
 
 
-@pytest.mark.parametrize(("batch", "tokens", "keys"), [(1, 197, None), (1, 256, None), (3, 64, None), (2, 100, 77), (1, 17, 5)])
+@pytest.mark.parametrize(("batch", "tokens", "keys"), [(1, 197, None), (1, 256, None), (3, 64, None), (2, 100, 77), (1, 37, 5)])
 @pytest.mark.parametrize("head", [64, 32])
 def test_few_queries_as_accurate_as_pytorch(halves: Arithmetic, batch: int, tokens: int, keys: int | None, head: int) -> None:
     q, k, v = (part.to(halves.dtype) for part in operands(batch, 6, tokens, head, keys))
