@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.context import BaseContext
 
 import torch
 
@@ -34,13 +35,22 @@ def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> It
     index = device.index or 0
     limit = shared_limit_of(index)
     prepare = partial(prepared, rows=rows, shared_limit=limit, arch=device_arch(index))
-    pool = ProcessPoolExecutor(min(_PROCESSES, os.cpu_count() or 1), mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(min(_PROCESSES, os.cpu_count() or 1), mp_context=_context())
     try:
         for (pattern, mode), found in zip(cases, pool.map(prepare, cases), strict=True):
             remember(pattern, mode, limit, found)
             yield pattern, mode
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _context() -> BaseContext:
+    """Processes that know nothing of this one's CUDA device, and where there is a fork server import PyTorch once for all."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def prepared(case: Case, *, rows: int, shared_limit: int, arch: str) -> tuple[SingleConfig, ...]:
