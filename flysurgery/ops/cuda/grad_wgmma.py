@@ -19,9 +19,9 @@ _MOST_RESIDUES = 4
 """The arithmetic grows with the residues: beyond, the kernel that takes them apart is expected to be faster."""
 _REGISTERS_BESIDE_SUMS = 26
 _ROWS, _MULTIPROCESSORS = 25088, 132
-_BYTES_PER_US, _FLOPS_PER_US = 3e4, 5e6
+_BYTES_PER_US, _FLOPS_PER_US = 4e4, 5e6
 """Of one multiprocessor."""
-_CHUNK_US, _LATENCY_US = 0.3, 0.8
+_CHUNK_US, _LATENCY_US = 0.1, 0.8
 """What a chunk takes beside its products, and a copy until it is there."""
 
 
@@ -133,6 +133,8 @@ def _enumerate(outputs: int, inputs: int) -> Iterator[WgmmaGradConfig]:
         rows, columns = 64 * output_groups * output_tiles, 8 * input_groups * input_tiles
         if rows >= outputs + 64 or (columns >= 2 * inputs and columns > 16):
             continue
+        if 128 * output_groups % input_tiles:  # the threads copy whole rows of x, each the same columns
+            continue
         for (chunk, stages), min_blocks in product(((64, 4), (64, 3), (32, 6), (32, 4)), (1, 2, 3)):
             yield WgmmaGradConfig(output_groups, input_groups, output_tiles, input_tiles, chunk, stages, min_blocks)
 
@@ -155,5 +157,5 @@ def _cost(tile: WgmmaGradTiling) -> float:
     products = rows * 2 * area / _FLOPS_PER_US
     ahead = (config.stages - 1) * config.chunk * 2 * sides * config.min_blocks
     waits = each * waves * _CHUNK_US / min(config.min_blocks, 2) + _LATENCY_US * rows * 2 * sides / ahead
-    results = waves * config.min_blocks * 12 * area / tile.pattern.d / _BYTES_PER_US
-    return max(reads, products, waits) + 0.3 * (reads + products + waits) + results
+    results = waves * config.min_blocks * 24 * area / tile.pattern.d / _BYTES_PER_US
+    return max(reads, products, waits) + 0.3 * (reads + products * config.output_tiles + waits) + results
