@@ -13,7 +13,7 @@ from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
 
 FEWEST_ROWS = 2048
-"""From so many rows on a launch a factor is faster, on an H200."""
+"""Fewer rows, whose launches are short, stay with a launch a layer."""
 NARROWEST = 512
 """Narrower rows fit whole into the kernel that multiplies both factors."""
 
