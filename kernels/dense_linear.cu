@@ -18,8 +18,8 @@
 // Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/ops/cuda/dense.py) is
 // [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
 //
-// Floor: the bytes of x, residual, y and weights. Its share of a whole model's time is in recipes/results/optimized_vit_headline_h200.csv and
-// optimized_vit_fp32_h200.csv, as the gain of "dense optimized"; no recipe times it alone.
+// Floor: the bytes of x, residual, y and weights. Its share of a whole model's time is in recipes/results/optimized_vit_h200.csv, as the gain
+// of "dense optimized"; no recipe times it alone.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).
 // Patches: where PATCH_WIDE is not 0, x is images (image, channel, row, column) without gaps, and a row of the product is a patch of PATCH_HIGH x

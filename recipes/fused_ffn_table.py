@@ -71,13 +71,17 @@ class DenseBlock(nn.Module):
 def make_block(name: str, width: int, dtype: torch.dtype) -> tuple[Norm, FusedFactors, FusedFactors]:
     """Random weights of the sizes of a trained block."""
 
-    def layer(architecture: Architecture) -> FusedFactors:
-        factors = tuple((torch.randn(p.factor_shape, device="cuda") * p.c**-0.5).to(dtype) for p in architecture)
-        return FusedFactors(factors, (torch.randn(architecture.out_features, device="cuda") * 0.1).to(dtype))
+    def drawn(*shape: int, deviation: float, mean: float = 0.0) -> Tensor:
+        # On the CPU: a graph that could not be captured, of the block before, leaves CUDA's generator unusable.
+        return (torch.randn(shape) * deviation + mean).to("cuda", dtype)
 
-    weight, bias = (1 + 0.2 * torch.randn(width, device="cuda")).to(dtype), (0.2 * torch.randn(width, device="cuda")).to(dtype)
+    def layer(architecture: Architecture) -> FusedFactors:
+        factors = tuple(drawn(*p.factor_shape, deviation=p.c**-0.5) for p in architecture)
+        return FusedFactors(factors, drawn(architecture.out_features, deviation=0.1))
+
     build = ARCHITECTURES[name]
-    return Norm(weight, bias, 1e-6), layer(build(4 * width, width)), layer(build(width, 4 * width))
+    norm = Norm(drawn(width, deviation=0.2, mean=1.0), drawn(width, deviation=0.2), 1e-6)
+    return norm, layer(build(4 * width, width)), layer(build(width, 4 * width))
 
 
 def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) -> list[Row]:
@@ -85,7 +89,7 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
     dtype = DTYPES[dtype_name]
     torch.manual_seed(0)
     norm, up, down = make_block(name, width, dtype)
-    x = torch.randn(rows, width, device="cuda", dtype=dtype)
+    x = torch.randn(rows, width).to("cuda", dtype)
     dense = DenseBlock(norm, up, down, activation, dtype)
     compiled = torch.compile(dense, mode="max-autotune-no-cudagraphs")
 
