@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flysurgery.bench.compiled import forget_compiled
 from flysurgery.bench.measuring import one_line
 from flysurgery.bench.variants import by_definition, dense_linear
 from flysurgery.layers import ButterflyLinear
@@ -45,6 +46,7 @@ def rivals(
     architecture: Architecture, device: torch.device, dtype: torch.dtype, *, densities: tuple[float, ...] = DENSITIES
 ) -> Iterator[Rival]:
     """Dense, the butterfly, and its rivals for a layer with bias of the same size, random weights."""
+    forget_compiled()  # after eight linears of torchao it would leave the next ones as they are
     layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     dense = dense_linear(layer)
     yield Rival("dense", 1.0, dense, _exact(layer))
@@ -124,7 +126,7 @@ def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Rival:
         model = nn.Sequential(copy.deepcopy(dense))
         # Its settings of the compiler would let float32 products of the whole process use TF32.
         quantization.quantize_(model, getattr(quantization, config)(set_inductor_config=False))
-        compiled = torch.compile(model)
+        compiled = torch.compile(model, dynamic=False)
         compiled(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
     except Exception as error:  # whatever an optional package of another version raises
         return Rival(name, 1.0, None, None, f"no: {one_line(error)}")
