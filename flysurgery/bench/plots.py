@@ -47,10 +47,11 @@ def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], 
     names = list(dict.fromkeys(record[series] for record in timed))
     figure, axes = plt.subplots(figsize=(max(6.0, 0.35 * len(groups) * len(names) / 2 + 2), 4.5), layout="constrained")
     width = 0.8 / max(1, len(names))
+    colours = plt.get_cmap("tab20" if len(names) > 10 else "tab10").colors
     for index, name in enumerate(names):
         places = [(groups.index(tuple(record[key] for key in group)), record) for record in timed if record[series] == name]
         left = [place + (index - (len(names) - 1) / 2) * width for place, _ in places]
-        axes.bar(left, [float(record["ratio_to_dense"]) for _, record in places], width, label=name)
+        axes.bar(left, [float(record["ratio_to_dense"]) for _, record in places], width, label=name, color=colours[index % len(colours)])
         paper = [(x, float(record["paper_ratio"])) for x, (_, record) in zip(left, places, strict=True) if record.get("paper_ratio")]
         axes.hlines([y for _, y in paper], [x - width / 2 for x, _ in paper], [x + width / 2 for x, _ in paper], "black")
     axes.axhline(1, color="grey", linewidth=0.8)
