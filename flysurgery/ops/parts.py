@@ -37,6 +37,11 @@ class FusedFactors:
         return architecture.in_features, architecture.out_features
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the factors."""
+        return tuple(tuple(factor.shape) for factor in self.factors)
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.factors if self.bias is None else (*self.factors, self.bias)
 

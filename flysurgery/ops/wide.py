@@ -43,7 +43,7 @@ def wide_ffn_launches(norm: Norm | None, scale: Tensor | None, residual: bool) -
 
 def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors, activation: str) -> bool:
     """Whether a feed-forward block that no kernel takes as a whole is multiplied factor by factor."""
-    return _large(x) and _ffn_obstacle(_shapes(up), _shapes(down), x.dtype, activation, x.device.index) is None
+    return _large(x) and _ffn_obstacle(up.shapes, down.shapes, x.dtype, activation, x.device.index) is None
 
 
 def wide_group(
@@ -65,7 +65,7 @@ def wide_group_launches() -> tuple[str, ...]:
 
 def takes_group(x: Tensor, group: Sequence[FusedFactors]) -> bool:
     """Whether linears of one architecture, with a bias each or none, are multiplied factor by factor."""
-    return _large(x) and _group_obstacle(_shapes(group[0]), len(group), x.dtype, x.device.index) is None
+    return _large(x) and _group_obstacle(group[0].shapes, len(group), x.dtype, x.device.index) is None
 
 
 def _large(x: Tensor) -> bool:
@@ -82,7 +82,3 @@ def _ffn_obstacle(
 @torch.compiler.assume_constant_result
 def _group_obstacle(shapes: tuple[tuple[int, ...], ...], linears: int, dtype: torch.dtype, device_index: int) -> str | None:
     return wide_group_obstacle(Architecture.of(*shapes), linears, dtype, device_index)
-
-
-def _shapes(linear: FusedFactors) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(factor.shape) for factor in linear.factors)

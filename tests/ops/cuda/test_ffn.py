@@ -25,7 +25,7 @@ Block = tuple[Norm, FusedFactors, FusedFactors, Tensor]
 @pytest.fixture(autouse=True)
 def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, too, by the kernel that has the whole block."""
-    monkeypatch.setattr("flysurgery.ops.inference.takes_few_rows", lambda *_: False)
+    monkeypatch.setattr("flysurgery.ops.feed_forward.takes_few_rows", lambda *_: False)
 
 
 def make_block(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> Block:

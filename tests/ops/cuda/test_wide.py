@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops import FusedFactors, Norm, composed, ffn, ks_linear, norm_linear
+from flysurgery.ops import FusedFactors, Norm, composed, ffn, ffn_launches, ks_linear, norm_linear, norm_linear_launches
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
 from flysurgery.ops.cuda.wide_group import run_wide_group
-from flysurgery.ops.inference import ffn_launches, norm_linear_launches
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
 

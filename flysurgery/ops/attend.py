@@ -1,0 +1,62 @@
+"""Attention on tensor cores where PyTorch has none or a slower one, and why no kernel takes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.attention import attention_obstacle
+from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.few_attention import few_attention_obstacle
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.epilogue import common_obstacle
+
+
+def attention(
+    q: Tensor,  # shape: (batch, heads, queries, head)
+    k: Tensor,  # shape: (batch, heads, keys, head)
+    v: Tensor,  # shape: (batch, heads, keys, head)
+    scale: float | None = None,
+) -> Tensor:  # shape: (batch, heads, queries, head)
+    """``softmax(scale * q @ k.mT) @ v`` on tensor cores; ``scale`` None stands for one over the root of a head's features.
+
+    Of float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; of halves for few queries. The result's tokens
+    lie before its heads in memory.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``attention_reason`` answers.
+    """
+    obstacle = attention_reason(q, k, v)
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if q.dtype != torch.float32:
+        return torch.ops.flysurgery.few_attention(q, k, v, scale)
+    return torch.ops.flysurgery.attention(q, k, v, scale, mode_of(q.dtype, allow_tf32=tf32_allowed()))
+
+
+def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why no kernel takes this attention; None where one does."""
+    wrong = common_obstacle(q, (k, v))
+    if wrong is not None:
+        return wrong
+    if q.dim() != 4 or k.shape != (*q.shape[:2], k.shape[-2], q.shape[-1]) or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
+        kinds = ", ".join(f"{tuple(part.shape)} of {part.dtype}" for part in (q, k, v))
+        return f"expected q, k and v of shapes (batch, heads, tokens, features) that fit each other, and one dtype, got {kinds}"
+    if k.shape[2] == 0:
+        return "there are no keys"
+    if q.dtype == torch.float32:
+        return _attention_obstacle(q.shape[-1], str(mode_of(q.dtype, allow_tf32=tf32_allowed())), q.device.index)
+    sizes = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
+    return few_attention_obstacle(*sizes, q.dtype) or _device_obstacle(q.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _device_obstacle(device_index: int) -> str | None:
+    return device_obstacle(device_index)
+
+
+@torch.compiler.assume_constant_result
+def _attention_obstacle(head: int, mode: str, device_index: int) -> str | None:
+    return device_obstacle(device_index) or attention_obstacle(head, mode)

@@ -1,0 +1,107 @@
+"""Linears behind a layer norm, and why no kernel takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear as torch_linear
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
+from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size
+from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
+from flysurgery.ops.group import ks_linear_group
+from flysurgery.ops.multiply import ks_linear
+from flysurgery.ops.normed import norm_reason, normed, wrong_norm
+from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm
+from flysurgery.ops.wide import takes_group, wide_group, wide_group_launches
+from flysurgery.patterns import Architecture
+
+
+def norm_linear(
+    x: Tensor,  # shape: (*batch, in_features)
+    norm: Norm,
+    group: Sequence[Linear],
+) -> Tensor:  # shape: (*batch, sum of all out_features)
+    """The linears' outputs for ``norm(x)``, side by side.
+
+    One launch for few rows and where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of
+    one architecture; or, of wide layers and many rows, one for each factor and one for the norm's moments. A dense one is multiplied by
+    PyTorch, but in float32 on tensor cores, by pairs of fp16.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
+    """
+    obstacle = norm_linear_reason(x, norm, group)
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    if takes_few_rows(x, group, norm):
+        return few_rows_linear(x, norm, group)
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    if _alike(factors) and takes_group(x, factors):
+        return wide_group(x, norm, factors)
+    if in_one_launch(x, factors):
+        return fused_norm_linear(x, norm, factors, "none")
+    entering = normed(x, norm)
+    if len(group) == 1 and isinstance(group[0], Dense):
+        dense = group[0]
+        return linear_epilogue(entering, dense) if _by_pairs(x, dense) else torch_linear(entering, dense.weight, dense.bias)
+    if len(factors) == 1:
+        return ks_linear(entering, factors[0].factors, factors[0].bias)
+    return ks_linear_group(entering, [member.factors for member in factors], [member.bias for member in factors])
+
+
+def in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
+    """Whether the fused kernel takes the linears with their norm."""
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return _alike(group) and mode is not None and _norm_linear_obstacle(group[0].shapes, mode, len(group), x.device.index) is None
+
+
+def _alike(group: Sequence[FusedFactors]) -> bool:
+    """Whether linears are of one architecture, with a bias each or none."""
+    if not group:
+        return False
+    shapes, biased = group[0].shapes, group[0].bias is not None
+    return all(member.shapes == shapes and (member.bias is not None) == biased for member in group)
+
+
+def fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], activation: str) -> Tensor:
+    rows, mode = x.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
+    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
+    y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
+    """What the launches of ``norm_linear`` compute, one after the other, where ``norm_linear_reason`` has none against it."""
+    if takes_few_rows(x, group, norm):
+        return ("norm and linear",)
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    if _alike(factors) and takes_group(x, factors):
+        return wide_group_launches()
+    return ("norm and linear",) if in_one_launch(x, factors) else ("norm", "linear")
+
+
+def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
+    """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
+    wrong = common_obstacle(x, (*norm.tensors, *(part for member in group for part in member.tensors)))
+    wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or wrong_norm(norm, x.shape[-1])
+    if wrong is not None or takes_few_rows(x, group, norm):
+        return wrong
+    if len(group) > 1 and any(isinstance(member, Dense) for member in group):
+        return "several linears that share x are multiplied together where all of them are factors"
+    return norm_reason(norm, x.shape[-1], x.dtype)
+
+
+def _by_pairs(x: Tensor, dense: Dense) -> bool:
+    """Whether a dense product without an epilogue is float32, and a kernel makes it on tensor cores."""
+    return x.dtype == torch.float32 and not tf32_allowed() and epilogue_reason(dense, x.dtype, x.device) is None
+
+
+@torch.compiler.assume_constant_result
+def _norm_linear_obstacle(shapes: tuple[tuple[int, ...], ...], mode: str, linears: int, device_index: int) -> str | None:
+    return device_obstacle(device_index) or norm_linear_obstacle(Architecture.of(*shapes), mode, linears, device_index)
