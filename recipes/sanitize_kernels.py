@@ -1,4 +1,4 @@
-"""Launch every kernel on small shapes, for NVIDIA's compute-sanitizer to watch.
+"""Launch the kernels on small shapes, for NVIDIA's compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python recipes/sanitize_kernels.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python recipes/sanitize_kernels.py
