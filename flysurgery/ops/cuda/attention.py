@@ -13,7 +13,6 @@ from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_
 _MODES = {"tf32": 2, "fp32": 3}
 _KEYS = 48
 """Of a block: more run out of registers, fewer meet more often."""
-_VECTOR = 4  # floats
 
 
 def attention_obstacle(head: int, mode: str) -> str | None:
@@ -47,10 +46,10 @@ def run_attention(
     obstacle = attention_obstacle(head, mode)
     if obstacle is not None:
         raise BackendError(obstacle)
-    y = q.new_empty((batch, queries, heads, head))
+    y = tokens_before_heads(q)
     if y.numel() == 0:
-        return y.transpose(1, 2)
-    q, k, v = (part if _readable(part) else part.contiguous() for part in (q, k, v))
+        return y
+    q, k, v = in_vectors(q, k, v)
     warps = 8 if queries > 64 else 4
     images, pitch = 4 if mode == "fp32" else 2, 2 * head + 16
     _kernel(head, mode, warps, device_index).launch(
@@ -60,12 +59,23 @@ def run_attention(
         current_stream(device_index),
         *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, k.shape[2], heads, float_bits(scale)),
     )
-    return y.transpose(1, 2)
+    return y
+
+
+def in_vectors(*parts: Tensor) -> tuple[Tensor, ...]:
+    """The parts, those copied whose features are not adjacent or whose rows do not begin at multiples of 16 bytes."""
+    return tuple(part if _readable(part) else part.contiguous() for part in parts)
 
 
 def _readable(part: Tensor) -> bool:
     *strides, adjacent = part.stride()
-    return adjacent == 1 and part.data_ptr() % 16 == 0 and not any(stride % _VECTOR for stride in strides)
+    return adjacent == 1 and part.data_ptr() % 16 == 0 and not any(stride * part.element_size() % 16 for stride in strides)
+
+
+def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)
+    """An empty tensor of the shape of q, tokens before heads in memory."""
+    batch, heads, queries, head = q.shape
+    return q.new_empty((batch, queries, heads, head)).transpose(1, 2)
 
 
 @lru_cache(maxsize=64)
@@ -75,8 +85,7 @@ def _kernel(head: int, mode: str, warps: int, device_index: int) -> Kernel:
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mode: str) -> Tensor:
-    batch, heads, queries, head = q.shape
-    return q.new_empty((batch, queries, heads, head)).transpose(1, 2)
+    return tokens_before_heads(q)
 
 
 _library = torch.library.Library("flysurgery", "FRAGMENT")

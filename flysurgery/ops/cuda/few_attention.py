@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.attention import in_vectors, tokens_before_heads
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1}
-_MOST_BLOCKS = 396  # three for each multiprocessor of an H200; PyTorch's kernels, whose blocks are larger, are not slower with more
+_MOST_BLOCKS = 396
+"""Three for each multiprocessor of an H200, which then run at once; more are left to PyTorch's kernels, whose blocks are larger."""
 _STEPS = 2  # of 16 keys, of a warp
 _MOST_WARPS = 8
 _TILE = 16  # queries of a block
-_VECTOR = 8  # halves
 
 
 def few_attention_obstacle(heads: int, queries: int, keys: int, head: int, dtype: torch.dtype) -> str | None:
@@ -54,10 +55,10 @@ def run_few_attention(
     obstacle = few_attention_obstacle(batch * heads, queries, keys, head, q.dtype)
     if obstacle is not None:
         raise BackendError(obstacle)
-    y = q.new_empty((batch, queries, heads, head))
+    y = tokens_before_heads(q)
     if y.numel() == 0:
-        return y.transpose(1, 2)
-    q, k, v = (part if _readable(part) else part.contiguous() for part in (q, k, v))
+        return y
+    q, k, v = in_vectors(q, k, v)
     warps = -(-keys // (16 * _STEPS))
     bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
     _kernel(head, q.dtype, warps, device_index).launch(
@@ -67,12 +68,7 @@ def run_few_attention(
         current_stream(device_index),
         *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, keys, heads, float_bits(scale)),
     )
-    return y.transpose(1, 2)
-
-
-def _readable(part: Tensor) -> bool:
-    *strides, adjacent = part.stride()
-    return adjacent == 1 and part.data_ptr() % 16 == 0 and not any(stride % _VECTOR for stride in strides)
+    return y
 
 
 @lru_cache(maxsize=64)
@@ -82,8 +78,7 @@ def _kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Ker
 
 
 def _fake_few_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    batch, heads, queries, head = q.shape
-    return q.new_empty((batch, queries, heads, head)).transpose(1, 2)
+    return tokens_before_heads(q)
 
 
 _library = torch.library.Library("flysurgery", "FRAGMENT")

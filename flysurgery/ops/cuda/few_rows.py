@@ -103,7 +103,7 @@ def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_lim
 def most_rows(in_features: int, out_features: int, norm: bool, activation: str, dtype: torch.dtype, device_index: int) -> int:
     """The most rows for which the kernel takes a layer: their blocks all run at once. 0 where it does not take it at all.
 
-    For more rows, kernels that read each weight once for many of them are faster.
+    More rows are for kernels that read each weight once for many of them.
     """
     if dtype not in _MODES or activation not in ACTIVATIONS:
         return 0

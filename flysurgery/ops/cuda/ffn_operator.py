@@ -9,6 +9,12 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.ffn import run_ffn
 
+FFN_SCHEMA = (
+    "(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
+    "str activation, Tensor? scale, bool residual) -> Tensor"
+)
+"""Of every operator for a feed-forward block."""
+
 
 def _ffn(
     x: Tensor,
@@ -27,7 +33,7 @@ def _ffn(
     return run_ffn(x, norm, eps or 0.0, up, up_bias, down, down_bias, activation, scale, residual)
 
 
-def _fake_ffn(
+def fake_ffn(
     x: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
@@ -40,14 +46,12 @@ def _fake_ffn(
     scale: Tensor | None,
     residual: bool,
 ) -> Tensor:
+    """The shape and dtype of what an operator of ``FFN_SCHEMA`` gives."""
     a, b, _, d = down[0].shape
     return x.new_empty((x.shape[0], a * b * d))
 
 
 _library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
-    "ffn(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
-    "str activation, Tensor? scale, bool residual) -> Tensor"
-)
+_library.define("ffn" + FFN_SCHEMA)
 _library.impl("ffn", _ffn, "CUDA")
-torch.library.register_fake("flysurgery::ffn", _fake_ffn, lib=_library)
+torch.library.register_fake("flysurgery::ffn", fake_ffn, lib=_library)

@@ -12,6 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.ops.cuda.ffn_operator import FFN_SCHEMA, fake_ffn
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.parts import Norm
@@ -106,27 +107,7 @@ def _wide_ffn(
     return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
 
 
-def _fake_wide_ffn(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    up: Sequence[Tensor],
-    up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    activation: str,
-    scale: Tensor | None,
-    residual: bool,
-) -> Tensor:
-    a, b, _, d = down[0].shape
-    return x.new_empty((x.shape[0], a * b * d))
-
-
 _library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
-    "wide_ffn(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, "
-    "Tensor? down_bias, str activation, Tensor? scale, bool residual) -> Tensor"
-)
+_library.define("wide_ffn" + FFN_SCHEMA)
 _library.impl("wide_ffn", _wide_ffn, "CUDA")
-torch.library.register_fake("flysurgery::wide_ffn", _fake_wide_ffn, lib=_library)
+torch.library.register_fake("flysurgery::wide_ffn", fake_ffn, lib=_library)
