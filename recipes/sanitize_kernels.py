@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import torch
 
+from flysurgery.ops.cuda.attention import run_attention
 from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
 from flysurgery.ops.cuda.factor_grad import FactorGrad, gradient_configs
 from flysurgery.ops.cuda.few_attention import run_few_attention
 from flysurgery.ops.cuda.few_rows import run_few_rows
+from flysurgery.ops.cuda.ffn import run_ffn
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.gated import run_gated
@@ -29,6 +31,7 @@ from flysurgery.ops.cuda.transposition import Transposition
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
+from flysurgery.patterns.catalog import gonon, monarch
 
 ROWS = (1, 75)
 SMALL = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
@@ -100,6 +103,26 @@ def run_by_factors(dtype: torch.dtype) -> None:
     print(f"by factors {dtype}")
 
 
+def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
+    if device_arch(0) != "sm_90a":
+        return
+    up, down = (factors_of(architecture, dtype) for architecture in architectures)
+    features = architectures[1].out_features
+    bias = torch.randn(features, device="cuda").to(dtype)
+    for rows in ROWS:
+        x = torch.randn((rows, features), device="cuda").to(dtype)
+        run_ffn(x, (bias, bias), 1e-6, up, None, down, bias, "gelu", bias, True)
+        run_ffn(x, None, 0.0, up, None, down, None, "gelu_tanh", None, False)
+    print(f"feed-forward {dtype} {architectures[0]} {architectures[1]}")
+
+
+def run_attention_layer(mode: str) -> None:
+    for tokens in ROWS:
+        q, k, v = torch.randn((2, tokens, 3, 2, 32), device="cuda").permute(2, 0, 3, 1, 4)
+        run_attention(q, k, v, 0.125, mode)
+    print(f"attention {mode}")
+
+
 def run_few(dtype: torch.dtype) -> None:
     weight, bias = torch.randn((96, 192), device="cuda").to(dtype), torch.randn(96, device="cuda").to(dtype)
     for rows in ROWS:
@@ -153,10 +176,14 @@ def main() -> None:
         run_fused(SMALL, mode, 3, norm=True)
         run_fused(UNCHAINED, mode, 1)
         run_single(Pattern(1, 48, 64, 1), mode)
+    for mode in ("tf32", "fp32"):
+        run_attention_layer(mode)
     run_single(ODD, "exact")
     for mode in ("fp16", "bf16"):
         run_gather(mode)
         run_by_factors(dtype_of(mode))
+        for named in (gonon, monarch):
+            run_feed_forward((named(768, 192), named(192, 768)), dtype_of(mode))
         run_few(dtype_of(mode))
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         run_transposition(dtype)
