@@ -59,7 +59,7 @@ def _is_cached(hub_id: str) -> bool:
 
 
 def _instead(reason: str) -> str:
-    return f"{reason}; give the weights with --checkpoint FILE, or convert random ones with --no-pretrained"
+    return f"{reason}; give a folder that holds them, a file with --checkpoint FILE, or convert random ones with --no-pretrained"
 
 
 def _first_line(error: BaseException) -> str:

@@ -36,9 +36,9 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
     elif Path(name).is_dir():
         transform = transform_of(wanted)
         paths = _image_files(Path(name))
-        inputs = _read(paths, lambda path: transform(read_image(str(path), wanted.channels)), samples, skipped)
+        inputs = _read(Path(name), paths, lambda path: transform(read_image(str(path), wanted.channels)), samples, skipped)
         if not inputs:
-            raise DataError(f"none of the {len(paths)} images in {name} can be read, the first is {paths[0].name}")
+            raise DataError(f"none of the {len(paths)} images in {name} can be read, the first is {skipped[0]}")
         if skipped and len(inputs) < (samples or 2):
             raise DataError(
                 f"{name}: {samples or 2} samples are needed, and only {len(inputs)} images can be read; "
@@ -69,14 +69,14 @@ def _spread(dataset: Dataset[Any], samples: int | None) -> list[Tensor]:
     return [dataset[index][0] for index in _order(count, wanted)[:wanted]]
 
 
-def _read(paths: list[Path], read: Any, samples: int | None, skipped: list[str]) -> list[Tensor]:
+def _read(folder: Path, paths: list[Path], read: Any, samples: int | None, skipped: list[str]) -> list[Tensor]:
     wanted = samples or DEFAULT_SAMPLES
     found: list[Tensor] = []
     for index in _order(len(paths), wanted):
         try:
             found.append(read(paths[index]))
         except DataError:
-            skipped.append(paths[index].name)
+            skipped.append(paths[index].relative_to(folder).as_posix())
         if len(found) == wanted:
             break
     return found

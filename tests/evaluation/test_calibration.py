@@ -48,8 +48,8 @@ def test_unreadable_images_are_left_out_named_and_made_up_for(folder: Path) -> N
     (folder / "a" / "0.png").write_text("broken")
     (folder / "b" / "c" / "6.png").write_bytes((folder / "b" / "c" / "6.png").read_bytes()[:40])
     found = load_calibration(folder, model(7), samples=5)
-    assert len(found) == 5 and found.skipped == ("0.png", "6.png")
-    with pytest.raises(DataError, match=r"9 samples are needed, and only 8 images can be read; unreadable are 0\.png, 6\.png$"):
+    assert len(found) == 5 and found.skipped == ("a/0.png", "b/c/6.png")
+    with pytest.raises(DataError, match=r"9 samples are needed, and only 8 images can be read; unreadable are a/0\.png, b/c/6\.png$"):
         load_calibration(folder, model(7), samples=9)
 
 
