@@ -133,14 +133,15 @@ class Fractals(Dataset[Any]):
         bounds, first = self._bounds[classes][..., None], MAPS * torch.arange(batch, device=self.device)[:, None]
         # All choices at once, shape (steps, batch, walkers): few large operations, since a GPU waits for the launch of small ones.
         chosen = first + sum((self._table[:, None] > bounds[:, k]).long() for k in range(MAPS - 1))
-        a, b, c, d, e, f = maps.view(batch * MAPS, 6).T[:, chosen]
-        x, y = (torch.zeros(batch, walkers, device=self.device) for _ in range(2))
-        path = []
-        for step in range(len(chosen)):
+        # Of (x, y) -> (a x + b y + e, c x + d y + f) what x is multiplied by, what y is, and what is added, both outputs in one operation.
+        ordered = maps.view(batch * MAPS, 6).T[[0, 2, 1, 3, 4, 5]].view(3, 2, batch * MAPS)
+        place, path = torch.zeros(2, batch, walkers, device=self.device), []
+        for by_x, by_y, shift in zip(*(part.unbind(1) for part in ordered[:, :, chosen]), strict=True):
+            x, y = place.unbind()
             # A bent map may have ceased to contract; what has run away is far outside the picture, and stays finite.
-            x, y = (a[step] * x + b[step] * y + e[step]).clamp(-9, 9), (c[step] * x + d[step] * y + f[step]).clamp(-9, 9)
-            path.append((x, y))
-        x, y = (torch.stack(places) for places in zip(*path[BURN_IN:], strict=True))
+            place = torch.addcmul(torch.addcmul(shift, by_x, x), by_y, y).clamp_(-9, 9)
+            path.append(place)
+        x, y = torch.stack(path[BURN_IN:], dim=1)
         u, v = _in_frame(x, y, _frame(x[0], y[0], drawn[:, MAPS * 12 :]))
         column, row = ((u + 1) * (width / 2)).floor().long(), ((v + 1) * (height / 2)).floor().long()
         inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)

@@ -37,11 +37,18 @@ def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
         OptionError: a precision that this machine does not have.
     """
     check_installed(settings)
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedDataParallelKwargs
 
     logger = "tensorboard" if settings.tensorboard and folder is not None else None
     try:
-        accelerator = Accelerator(cpu=settings.cpu, mixed_precision=settings.precision, log_with=logger, project_dir=folder)
+        accelerator = Accelerator(
+            cpu=settings.cpu,
+            mixed_precision=settings.precision,
+            log_with=logger,
+            project_dir=folder,
+            # Gradients stay where they were reduced, in place of a copy of each.
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
     except ValueError as error:
         raise OptionError(f"accelerate cannot run with these options: {str(error).splitlines()[0].rstrip('.')}") from error
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from timm.loss.cross_entropy import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -51,13 +52,14 @@ def blocks_loss(outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
     Raises:
         TrainingError: the teacher's blocks are of another width.
     """
-    terms = []
+    errors, sizes = [], []
     for name, theirs in wanted.items():
         if outputs[name].shape != theirs.shape:
             raise TrainingError(
                 f"block {name} gives {tuple(outputs[name].shape)} and the teacher's {tuple(theirs.shape)}; "
                 "give --blocks-weight 0 to imitate its scores alone"
             )
-        mine, theirs = outputs[name].float(), theirs.float()
-        terms.append((mine - theirs).square().mean() / theirs.square().mean().clamp_min(1e-12))
-    return sum(terms[1:], terms[0]) / len(terms)
+        theirs = theirs.float()
+        errors.append(functional.mse_loss(outputs[name].float(), theirs))
+        sizes.append(torch.linalg.vector_norm(theirs) / theirs.numel() ** 0.5)
+    return (torch.stack(errors) / torch.stack(sizes).square().clamp_min(1e-12)).mean()

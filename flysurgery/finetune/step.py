@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data.mixup import Mixup
-from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.optim import create_optimizer_v2, get_optimizer_class  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
 
@@ -37,8 +38,13 @@ class Stepper:
         self._outputs = Outputs(model, teacher.blocks if teacher is not None else ())
         self._own_forward = "forward" in vars(model)
         try:
+            fused = _fused(settings.optimizer) if accelerator.device.type == "cuda" else {}
             optimizer = create_optimizer_v2(
-                parameter_groups(model, settings), settings.optimizer, lr=settings.learning_rate, weight_decay=settings.weight_decay
+                parameter_groups(model, settings),
+                settings.optimizer,
+                lr=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                **fused,
             )
         except (ValueError, KeyError, AssertionError) as error:
             raise OptionError(f"timm has no optimizer '{settings.optimizer}'; adamw, lamb and sgd are some that it has") from error
@@ -64,7 +70,8 @@ class Stepper:
         Nothing is read from the device, so that it need not wait.
         """
         settings, accelerator = self._settings, self._accelerator
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         self._schedule.step_update(number + 1)
         self.optimizer.zero_grad()
         sums = torch.zeros(4, device=accelerator.device)
@@ -114,3 +121,9 @@ class Stepper:
         share = settings.logits_weight
         total = (1 - share) * of_classes + share * of_logits + self._teacher.weight * of_blocks
         return Losses(total, of_classes, of_logits, of_blocks)
+
+
+def _fused(optimizer: str) -> dict[str, Any]:
+    """What has timm make an optimizer that steps by few launches, where it is one of PyTorch's that can."""
+    parameters = inspect.signature(get_optimizer_class(optimizer, bind_defaults=False)).parameters
+    return {"fused": True} if "fused" in parameters else {}
