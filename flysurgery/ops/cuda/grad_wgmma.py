@@ -30,17 +30,14 @@ class WgmmaGradConfig:
     """One way to run a factor gradient; every field is a compile-time constant of ``kernels/factor_grad_wgmma.cu``.
 
     Attributes:
-        output_groups, input_groups: warpgroups a block along the columns of dy and x.
-        output_tiles: tiles of 64 columns of dy a warpgroup.
-        input_tiles: tiles of 8 columns of x a warpgroup.
+        output_groups: warpgroups a block, 64 columns of dy each.
+        input_tiles: tiles of 8 columns of x, which all warpgroups share; they divide the threads.
         chunk: rows staged at once.
         stages: chunks on their way or in shared memory.
         min_blocks: blocks a multiprocessor that registers are limited for.
     """
 
     output_groups: int
-    input_groups: int
-    output_tiles: int
     input_tiles: int
     chunk: int
     stages: int
@@ -48,15 +45,15 @@ class WgmmaGradConfig:
 
     @property
     def threads(self) -> int:
-        return 128 * self.output_groups * self.input_groups
+        return 128 * self.output_groups
 
     @property
     def block_outputs(self) -> int:
-        return 64 * self.output_tiles * self.output_groups
+        return 64 * self.output_groups
 
     @property
     def block_inputs(self) -> int:
-        return 8 * self.input_tiles * self.input_groups
+        return 8 * self.input_tiles
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,12 @@ class WgmmaGradTiling:
     @property
     def registers(self) -> int:
         """Registers a thread, estimated, sums of dy included."""
-        return 4 * self.config.output_tiles * (self.config.input_tiles + 1) + _REGISTERS_BESIDE_SUMS
+        return 4 * (self.config.input_tiles + 1) + _REGISTERS_BESIDE_SUMS
 
     def shared_bytes(self, bias: bool) -> int:
         """Dynamic shared memory of a block."""
         config = self.config
-        panels = config.output_groups * config.output_tiles + config.input_groups * ceil((config.input_tiles + bias) / 8)
+        panels = config.output_groups + ceil((config.input_tiles + bias) / 8)
         return config.stages * panels * config.chunk * 128
 
     def defines(self, bias: bool) -> dict[str, int]:
@@ -98,8 +95,6 @@ class WgmmaGradTiling:
             "PATTERN_D": pattern.d,
             "MODE": MODES.index(self.mode),
             "WM": config.output_groups,
-            "WN": config.input_groups,
-            "MT": config.output_tiles,
             "NT": config.input_tiles,
             "KR": config.chunk,
             "STAGES": config.stages,
@@ -128,15 +123,13 @@ def wgmma_grad_configs(pattern: Pattern, mode: str, shared_limit: int) -> tuple[
 
 
 def _enumerate(outputs: int, inputs: int) -> Iterator[WgmmaGradConfig]:
-    sizes = product((1, 2, 3, 4), (1, 2), (1, 2), (2, 4, 6, 8, 12, 16, 24, 32))
-    for output_groups, input_groups, output_tiles, input_tiles in sizes:
-        rows, columns = 64 * output_groups * output_tiles, 8 * input_groups * input_tiles
-        if rows >= outputs + 64 or (columns >= 2 * inputs and columns > 16):
+    for output_groups, input_tiles in product((1, 2, 3, 4), (2, 4, 6, 8, 12, 16, 24, 32)):
+        if 64 * output_groups >= outputs + 64 or (8 * input_tiles >= 2 * inputs and input_tiles > 2):
             continue
-        if 128 * output_groups % input_tiles:  # the threads copy whole rows of x, each the same columns
+        if 128 * output_groups % input_tiles:  # the threads copy whole rows, each the same columns
             continue
         for (chunk, stages), min_blocks in product(((64, 4), (64, 3), (32, 6), (32, 4)), (1, 2, 3)):
-            yield WgmmaGradConfig(output_groups, input_groups, output_tiles, input_tiles, chunk, stages, min_blocks)
+            yield WgmmaGradConfig(output_groups, input_tiles, chunk, stages, min_blocks)
 
 
 def _fits(tile: WgmmaGradTiling, shared_limit: int) -> bool:
@@ -158,4 +151,4 @@ def _cost(tile: WgmmaGradTiling) -> float:
     ahead = (config.stages - 1) * config.chunk * 2 * sides * config.min_blocks
     waits = each * waves * _CHUNK_US / min(config.min_blocks, 2) + _LATENCY_US * rows * 2 * sides / ahead
     results = waves * config.min_blocks * 24 * area / tile.pattern.d / _BYTES_PER_US
-    return max(reads, products, waits) + 0.3 * (reads + products * config.output_tiles + waits) + results
+    return max(reads, products, waits) + 0.3 * (reads + products + waits) + results
