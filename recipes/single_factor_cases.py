@@ -70,7 +70,7 @@ def grad_jobs(product: FactorGrad, arch: str, misaligned: bool) -> set[Job]:
     portable = {("factor_grad.cu", tuple(tile.defines(*pair, bias=False).items()), arch, "factor_grad") for pair in vectors}
     tiles = [] if product.wgmma_tile is None else [product.wgmma_tile]
     wgmma = {("factor_grad_wgmma.cu", tuple(tile.defines(bias=False).items()), arch, "factor_grad") for tile in tiles}
-    return portable | wgmma | {("factor_grad_sum.cu", (("VECTOR", vector),), arch, "factor_grad_sum") for vector in (1, 4)}
+    return portable | wgmma | {("factor_grad_sum.cu", (("PARTS", 1), ("VECTOR", vector)), arch, "factor_grad_sum") for vector in (1, 4)}
 
 
 def random_x(rows: int, pattern: Pattern, dtype: torch.dtype, kind: str, generator: torch.Generator) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.gradients import all_gradients, hand_out, input_gradient, layer_gradients
+from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.trained import TrainedCall
 
@@ -20,33 +20,34 @@ class EagerLinear(torch.autograd.Function):
         ctx: Any, call: TrainedCall, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         wide = x.dtype == torch.float32  # then dx is, too: PyTorch would convert it after us
-        x, count = x.to(call.dtype), call.count
+        if x.dtype != call.dtype:
+            x = x.to(call.dtype)
+        count = call.count
         train = True in ctx.needs_input_grad[2 : 2 + count]
         trained = call.trained(x, parameters) if train else None
-        packed = None if trained is None else trained.pack(parameters)
-        if trained is None or packed is None:
-            y, kept = multiply(x, parameters[:count], parameters[count:], call.linears, call.mode), []
-        else:
-            y, kept = trained.forward(x, packed)
-        ctx.of_call = call, trained, wide, len(kept)
-        ctx.save_for_backward(x if train else None, packed, *kept, *parameters)
+        done = None if trained is None else trained.forward(x, parameters)
+        if done is None:
+            done = multiply(x, parameters[:count], parameters[count:], call.linears, call.mode), None, ()
+        y, memory, offsets = done
+        ctx.of_call = call, trained, offsets, wide
+        ctx.save_for_backward(x if train else None, memory, *parameters)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, trained, wide, keeps = ctx.of_call
-        linears, count = call.linears, call.count
-        x, packed, *others = ctx.saved_tensors
-        kept, parameters = others[:keeps], others[keeps:]
-        _, needs_x, *needs = ctx.needs_input_grad
-        factors, biases = parameters[:count], parameters[count:]
-        bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[count:], strict=True)]
+        call, trained, offsets, wide = ctx.of_call
+        x, memory, *parameters = ctx.saved_tensors
+        needs, count = ctx.needs_input_grad, call.count
         again = torch.is_grad_enabled()  # for a second derivative, which the registered operators refuse with a reason
-        if packed is not None and not again:
-            found = trained.backward(dy, x, kept, packed, needs_x, any(bias_dtypes), wide)
-            dx, of_factors, of_biases = hand_out(found, factors, bias_dtypes, linears, needs_x)
-        else:
-            of_all = torch.ops.flysurgery.ks_linear_gradients if again else all_gradients
-            of_input = torch.ops.flysurgery.ks_linear_input_gradient if again else input_gradient
-            dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, linears, call.mode, needs_x, of_all, of_input)
+        if memory is not None and not again:
+            with_bias = True in needs[2 + count :]
+            dx, found = trained.backward(dy, x, memory, offsets, parameters, needs[1], with_bias, wide)
+            if parameters[0].dtype != torch.float32:
+                found = [gradient.to(parameters[0].dtype) for gradient in found]
+            return (None, dx, *found) if with_bias else (None, dx, *found, *[None] * (len(parameters) - count))
+        factors, biases = parameters[:count], parameters[count:]
+        bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[2 + count :], strict=True)]
+        of_all = torch.ops.flysurgery.ks_linear_gradients if again else all_gradients
+        of_input = torch.ops.flysurgery.ks_linear_input_gradient if again else input_gradient
+        dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, call.linears, call.mode, needs[1], of_all, of_input)
         return (None, dx, *of_factors, *of_biases)

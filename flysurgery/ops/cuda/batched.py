@@ -59,8 +59,6 @@ class BatchedFactor:
     Cost of a call of R rows: ``R * flops_per_row`` operations; x and y are read and written once, and twice more where d > 1.
     """
 
-    takes_addresses = False
-
     def __init__(self, pattern: Pattern, mode: str, config: BatchedConfig) -> None:
         a, b, c, d = pattern.factor_shape
         self.pattern, self.mode = pattern, mode
@@ -82,12 +80,11 @@ class BatchedFactor:
     def run(
         self,
         x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
-        image: Tensor | int,
-        bias: Tensor | int | None = None,  # shape: (linears*a*b*d,)
+        image: Tensor,
+        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
         linears: int = 1,
     ) -> Tensor:  # shape: (*batch, linears*a*b*d)
-        """As ``SingleFactor.run``, but image and bias are no addresses. What fills them up is left out."""
-        assert isinstance(image, Tensor) and not isinstance(bias, int), "PyTorch's products take tensors"
+        """As ``SingleFactor.run``. What fills image and bias up is left out."""
         y = x.new_empty((*x.shape[:-1], linears * self.pattern.out_features))
         if x.numel() == 0:
             return y

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from math import ceil
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, joined_pattern, single_factor
+from flysurgery.ops.cuda.factor_grad import Part, sum_of_splits
 from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.kernel import Prepared, Rows, address_of, current_stream, in_rows
+from flysurgery.ops.cuda.kernel import Prepared, Rows, Series, current_stream, in_rows
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
@@ -22,9 +22,9 @@ _ALIGNMENT = 256
 
 
 class _Plan(NamedTuple):
-    """The launches of a call, each with what picks its operands out of all addresses, and the memory that they need."""
+    """The launches of a call, and the memory that they need."""
 
-    launches: list[tuple[Prepared, Callable[[list[int]], tuple[int, ...]]]]
+    launches: Series
     offsets: list[int]  # into the memory of the call: bytes
     memory_bytes: int
 
@@ -54,7 +54,17 @@ class Chain:
         self.images = len(self._products)
         self.keeps = linears == 1 < len(patterns) and 2 * sum(architecture.inner_features) <= architecture.in_features
         self._shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
-        self._plans: dict[tuple[Rows, Rows, bool, bool, bool, bool], _Plan] = {}
+        self._plans: dict[tuple[Hashable, ...], _Plan] = {}
+
+    @property
+    def takes_wide(self) -> bool:
+        """Whether the gradient of x may be float32 where x is in halves: that takes more shared memory."""
+        return self._wide_sum.fits
+
+    @property
+    def sums_dy(self) -> bool:
+        """Whether ``queue`` gives gradients of biases."""
+        return self._gradients[0].sums_dy
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a kind of launch."""
@@ -73,64 +83,77 @@ class Chain:
         joined = torch.cat([factor.transpose(1, 2) for factor in places[-1]], dim=2)
         return (*images, self._sum.pack(joined))
 
-    def inputs(
-        self,
-        x: Tensor,  # shape: (*batch, in_features)
-        images: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
-    ) -> list[Tensor]:  # shapes: (*batch, linears * inner_features)
-        """What flows into each factor but the last, the leftmost first, for ``run`` to take."""
-        found: list[Tensor] = []
-        for single, image in zip(self._inputs, images, strict=False):
-            x = single.run(x, image, None, self.linears)
-            found.insert(0, x)
+    def input_launches(self, x: Rows) -> list[tuple[Prepared, Rows]]:
+        """What computes the inputs of all factors but the last, the rightmost first, from an x that lies so, and how each lies.
+
+        A launch takes the addresses of what flows in, of an image, of no bias, and of what flows out.
+        """
+        found: list[tuple[Prepared, Rows]] = []
+        for single, features in zip(self._inputs, reversed(self.architecture.inner_features), strict=True):
+            launch, wide = single.prepared(x, self.linears, self.device_index), self.linears * features
+            x = Rows(x.rows, wide, wide, 0, x.dtype)
+            found.append((launch, x))
         return found
 
     def run(
         self,
         dy: Tensor,  # shape: (*batch, linears * out_features)
         x: Tensor,  # shape: (*batch, in_features)
-        images: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses
+        images: Sequence[Tensor],  # what ``pack`` gives
         with_input: bool,
         with_bias: bool,
-        wide: bool = False,
-        kept: Sequence[Tensor] = (),  # what ``inputs`` gave, or nothing
     ) -> list[Tensor]:
         """The gradients of all linears' factors of each place in the product, of their biases if asked for, and of x if asked for.
 
-        Those of one place, or of the biases, follow each other along the first dimension. That of x has its dtype; if ``wide`` it is
-        float32, where the kernel's shared memory suffices for that.
+        Those of one place, or of the biases, follow each other along the first dimension. That of x has its dtype.
         """
-        (x, at_x), (dy, at_dy) = in_rows(x), in_rows(dy)
-        wide = wide and self._wide_sum.fits
-        shapes = [*self._shapes, (at_dy.features,)] if with_bias else self._shapes
+        linears, count = self.linears, len(self._shapes)
+        shapes = [*self._shapes, (dy.shape[-1],)] if with_bias else self._shapes
         dtype = torch.promote_types(x.dtype, torch.float32)
         found = [torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes]
-        if with_input:
-            found.append(x.new_empty(x.shape, dtype=torch.float32 if wide else x.dtype))
-        if at_x.rows == 0:
-            return [gradient.zero_() for gradient in found]
-        key = (at_x, at_dy, with_input, with_bias, wide, bool(kept))
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if with_input else None
+        results = found if dx is None else [*found, dx]
+        if x.numel() == 0:
+            return [gradient.zero_() for gradient in results]
+        own = [[gradient.data_ptr() + n * gradient.nbytes // linears for n in range(linears)] for gradient in found]
+        summed = own[count:] if self.sums_dy else []
+        addresses = [at for linear in zip(*own[:count], strict=True) for at in linear] + [at for part in summed for at in part]
+        self.queue(dy, x, [image.data_ptr() for image in images], addresses, dx)
+        if with_bias and not self.sums_dy:
+            torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[count])
+        return results
+
+    def queue(
+        self,
+        dy: Tensor,  # shape: (*batch, linears * out_features)
+        x: Tensor,  # shape: (*batch, in_features), a row at least
+        operands: Sequence[int],  # the addresses of what ``pack`` gives, then of what ``input_launches`` gave, or not
+        gradients: Sequence[int],  # those of the factors' gradients, of one linear after the other, and of the biases' if wanted
+        dx: Tensor | None,  # shape: (*batch, in_features), contiguous; of the dtype of x, or float32 where ``takes_wide``
+    ) -> None:
+        """Write the gradients, float32 where x is in halves, on the current stream. Biases need ``sums_dy``."""
+        x_at, dy_at = x.data_ptr(), dy.data_ptr()
+        kept, dx_dtype = len(operands) > self.images, None if dx is None else dx.dtype
+        key = (x.shape, x.stride(), x_at % 16, x.dtype, dy.stride(), dy_at % 16, len(gradients), dx_dtype, kept)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(*key)
+            (own_x, at_x), (own_dy, at_dy) = in_rows(x), in_rows(dy)
+            if own_x is not x or own_dy is not dy:
+                self.queue(own_dy, own_x, operands, gradients, dx)
+                return
+            with_bias, wide = len(gradients) > self.linears * len(self._shapes), dx_dtype not in (None, x.dtype)
+            plan = self._plans[key] = self._plan(at_x, at_dy, dx is not None, with_bias, wide, kept)
         memory = torch.empty(plan.memory_bytes, dtype=torch.uint8, device=x.device)
         start = memory.data_ptr()
-        addresses = [0, x.data_ptr(), dy.data_ptr()]
-        addresses += [start + offset for offset in plan.offsets]
-        addresses += map(address_of, images)
-        addresses += map(Tensor.data_ptr, (*found, *kept))
-        stream = current_stream(x.device.index)
-        for launch, operands in plan.launches:
-            launch(stream, *operands(addresses))
-        if with_bias and not self._gradients[0].sums_dy:
-            torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[len(self._gradients)])
-        return found
+        dx_at = 0 if dx is None else dx.data_ptr()
+        places = [start + offset for offset in plan.offsets]
+        plan.launches(current_stream(x.get_device()), 0, x_at, dy_at, dx_at, *places, *operands, *gradients)
 
     def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool, wide: bool, kept: bool) -> _Plan:
         """The launches for x and dy that lie so.
 
         What flows into a factor but the last, unless it was kept, and later its gradient, which takes the same place, lie in memory of
-        the call. So do the gradients of splits of the rows.
+        the call. So do the gradients of splits of the rows, which one launch adds for all factors and biases.
         """
         patterns, linears, device = self.architecture.patterns, self.linears, self.device_index
         last = len(patterns) - 1
@@ -139,33 +162,42 @@ class Chain:
         inputs, gradients = [*(f"kept {place}" if kept else place for place in range(last)), "x"], ["dy", *range(last)]
         images = iter([f"image {index}" for index in range(self.images)])
         launches: list[tuple[Prepared, tuple[Hashable, ...]]] = []
-        for place, single, image in zip(reversed(range(last)), self._inputs, images, strict=False):
+        for place, (launch, _), image in zip(reversed(range(last)), self.input_launches(x), images, strict=False):
             if not kept:
-                launches.append((single.prepared(at_inputs[place + 1], linears, device), (inputs[place + 1], image, None, inputs[place])))
-        split_bytes, of_factors = 0, 0
+                launches.append((launch, (inputs[place + 1], image, None, inputs[place])))
+        element = torch.promote_types(x.dtype, torch.float32).itemsize
+        sizes = [_aligned(at.rows * at.features * at.dtype.itemsize) for at in inner]
+        *offsets, workspace = accumulate(sizes, initial=0)
+        offsets.append(workspace)
+        of_factors: list[list[Part]] = []
+        of_biases: list[Part] = []
+        size = 0
         for place, gradient in enumerate(self._gradients):
-            summed = with_bias and place == 0 and gradient.sums_dy
-            product, total, size, own = gradient.prepared(at_inputs[place], at_gradients[place], linears, summed, device)
-            results = (f"factors {place}", "biases" if summed else None)
-            if total is None:
-                launches.append((product, (inputs[place], gradients[place], *results)))
-            else:
-                of_factors, split_bytes = own if summed else of_factors, max(split_bytes, 4 * size)
-                launches.append((product, (inputs[place], gradients[place], "splits", "splits of biases")))
-                launches.append((total, ("splits", *results)))
+            pattern, summed = patterns[place], with_bias and place == 0 and self.sums_dy
+            product, splits, step, behind = gradient.prepared(at_inputs[place], at_gradients[place], linears, summed, device)
+            launches.append((product, (inputs[place], gradients[place], f"splits {place}", f"splits of biases {place}")))
+            first = size // element
+            of_factors.append([Part(first + n * pattern.nnz, splits, step, pattern.nnz) for n in range(linears)])
+            if summed:
+                width = pattern.out_features
+                of_biases = [Part(first + behind + n * width, splits, step, width) for n in range(linears)]
+            offsets += [workspace + size, workspace + size + behind * element]
+            size += _aligned(splits * step * element)
             if place < last:
                 single = self._outputs[place]
                 launches.append((single.prepared(at_gradients[place], linears, device), (gradients[place], next(images), None, place)))
+        parts = [part for linear in zip(*of_factors, strict=True) for part in linear] + of_biases
+        results = [f"gradient {index}" for index in range(len(parts))]
+        launches.append((sum_of_splits(parts, device), ("workspace", *results)))
         if with_input:
             total = self._wide_sum if wide else self._sum
             launches.append((total.prepared(at_gradients[last], 1, device), (gradients[last], next(images), None, "input")))
-        sizes = [ceil(at.rows * at.features * at.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT for at in inner]
-        *offsets, splits = accumulate(sizes, initial=0)
-        names = [None, "x", "dy", *range(last), "splits", "splits of biases", *(f"image {index}" for index in range(self.images))]
-        names += [*(f"factors {place}" for place in range(last + 1)), *(["biases"] if with_bias else [])]
-        names += [*(["input"] if with_input else []), *(f"kept {place}" for place in range(last))]
-        return _Plan(
-            launches=[(launch, itemgetter(*map(names.index, operands))) for launch, operands in launches],
-            offsets=[*offsets, splits, splits + 4 * of_factors],
-            memory_bytes=splits + split_bytes,
-        )
+        names = [None, "x", "dy", "input", *range(last), "workspace"]
+        names += [name for place in range(last + 1) for name in (f"splits {place}", f"splits of biases {place}")]
+        names += [*(f"image {index}" for index in range(self.images)), *(f"kept {place}" for place in range(last) if kept), *results]
+        series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
+        return _Plan(series, offsets, workspace + size)
+
+
+def _aligned(size: int) -> int:
+    return ceil(size / _ALIGNMENT) * _ALIGNMENT

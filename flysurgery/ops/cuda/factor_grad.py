@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -28,13 +29,31 @@ def gradient_configs(pattern: Pattern, mode: str, shared_limit: int, *, wgmma: b
     return (*first, *grad_configs(pattern, mode, shared_limit))[:_MOST_CONFIGS]
 
 
-class GradLaunches(NamedTuple):
-    """The gradients of splits of the rows, and their sum where there are several."""
+class GradLaunch(NamedTuple):
+    """The gradients of splits of the rows, for ``sum_of_splits`` to add."""
 
-    product: Prepared  # takes the addresses of x, dy, and of the gradients of factors and of biases
-    total: Prepared | None  # takes the address of what ``product`` gave, of the factors' first, and those of the two sums
-    size: int  # elements of all splits
-    of_factors: int  # and those of the factors in one
+    product: Prepared  # takes the addresses of x, dy, and of the first split's gradients of factors and of biases
+    splits: int
+    step: int  # elements of a split: the gradients of the factors of all linears, then those of their biases
+    of_factors: int  # elements of the former
+
+
+class Part(NamedTuple):
+    """Where the splits of one gradient lie in a workspace, in elements."""
+
+    first: int
+    splits: int
+    step: int
+    size: int
+
+
+def sum_of_splits(parts: Sequence[Part], device_index: int) -> Prepared:
+    """The launch that adds the splits of several gradients; takes the addresses of the workspace and of each gradient."""
+    vector = 1 if any(number % 4 for part in parts for number in (part.first, part.step, part.size)) else 4
+    defines = {"PARTS": len(parts), "VECTOR": vector}
+    kernel = load_kernel("factor_grad_sum.cu", defines, name="factor_grad_sum", device_index=device_index)
+    blocks = sum(ceil(part.size / (vector * _LANES_A_BLOCK)) for part in parts)
+    return kernel.prepare((blocks, 1, 1), (256, 1, 1), 0, *(number for column in zip(*parts, strict=True) for number in column))
 
 
 class FactorGrad:
@@ -63,7 +82,8 @@ class FactorGrad:
         portable = config if isinstance(config, GradConfig) else grad_configs(pattern, mode, shared_limit)[0]
         self.tile = GradTiling(pattern, mode, portable)
         self.wgmma_tile = WgmmaGradTiling(pattern, mode, config, joined) if isinstance(config, WgmmaGradConfig) else None
-        self._launches: dict[tuple[Rows, Rows, int, bool, int], GradLaunches] = {}
+        self._totals: dict[tuple[int, int], Prepared] = {}
+        self._launches: dict[tuple[Rows, Rows, int, bool, int], GradLaunch] = {}
 
     @property
     def sums_dy(self) -> bool:
@@ -80,19 +100,20 @@ class FactorGrad:
         out = torch.empty(self.pattern.factor_shape, dtype=torch.float32, device=x.device)
         if at_x.rows == 0:
             return out.zero_()
-        stream, found = current_stream(x.device.index), self.prepared(at_x, at_dy, 1, False, x.device.index)
-        if found.total is None:
-            found.product(stream, x.data_ptr(), dy.data_ptr(), out.data_ptr(), 0)
-        else:
-            partial = torch.empty(found.size, dtype=torch.float32, device=x.device)
-            found.product(stream, x.data_ptr(), dy.data_ptr(), partial.data_ptr(), 0)
-            found.total(stream, partial.data_ptr(), out.data_ptr(), 0)
+        device_index = x.device.index
+        stream, found = current_stream(device_index), self.prepared(at_x, at_dy, 1, False, device_index)
+        workspace = torch.empty(found.splits * found.step, dtype=torch.float32, device=x.device)
+        found.product(stream, x.data_ptr(), dy.data_ptr(), workspace.data_ptr(), 0)
+        key = found.splits, device_index
+        if key not in self._totals:
+            self._totals[key] = sum_of_splits([Part(0, found.splits, found.step, out.numel())], device_index)
+        self._totals[key](stream, workspace.data_ptr(), out.data_ptr())
         return out
 
-    def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int) -> GradLaunches:
-        """The launches for linears that share x, or have it side by side, with gradients of biases for modes that can; a row at least.
+    def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int) -> GradLaunch:
+        """The launch for linears that share x, or have it side by side, with gradients of biases for modes that can; a row at least.
 
-        Those of the factors, each (a, b, c, d), come one after the other, and so do those of the biases.
+        Of each split those of the factors, each (a, b, c, d), come one after the other, and behind them those of the biases.
         """
         key = (x, dy, linears, with_bias, device_index)
         found = self._launches.get(key)
@@ -100,7 +121,7 @@ class FactorGrad:
             found = self._launches[key] = self._prepare(*key)
         return found
 
-    def _prepare(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int) -> GradLaunches:
+    def _prepare(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int) -> GradLaunch:
         pattern, shared_x = self.pattern, x.features == self.pattern.in_features
         wgmma = self.wgmma_tile
         if wgmma is not None and x.aligned(ALIGNMENT) and dy.aligned(ALIGNMENT) and wgmma.joined in (1, linears if shared_x else 1):
@@ -118,9 +139,4 @@ class FactorGrad:
         kernel = load_kernel(source, defines, name="factor_grad", device_index=device_index)
         grid, block = (tile.groups * linears // joined * splits, 1, 1), (tile.config.threads, 1, 1)
         numbers = (x.rows, x.stride, dy.stride, chunks, size, linears, step, pattern.out_features)
-        product, total = kernel.prepare(grid, block, shared_bytes, *numbers), None
-        if splits > 1:
-            vector = 1 if size % 4 or of_factors % 4 else 4
-            kernel = load_kernel("factor_grad_sum.cu", {"VECTOR": vector}, name="factor_grad_sum", device_index=device_index)
-            total = kernel.prepare((ceil(size / (vector * _LANES_A_BLOCK)), 1, 1), (256, 1, 1), 0, splits, size, of_factors)
-        return GradLaunches(product, total, splits * size, of_factors)
+        return GradLaunch(kernel.prepare(grid, block, shared_bytes, *numbers), splits, size, of_factors)

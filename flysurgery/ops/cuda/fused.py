@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.fused_configs import configs, every_config, fits
 from flysurgery.ops.cuda.image import pack, panel_indices
-from flysurgery.ops.cuda.kernel import Prepared, address_of, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.kernel import Prepared, Rows, address_of, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
 from flysurgery.ops.cuda.tiling import FusedConfig, tiling
 from flysurgery.patterns import Architecture
 
@@ -128,8 +128,8 @@ class FusedLinear:
     def run(
         self,
         x: Tensor,  # shape: (*batch, in_features)
-        image: Tensor | int,  # or its address
-        bias: Tensor | int | None = None,  # shape: (linears * out_features,), and as much behind it where scaled
+        image: Tensor,
+        bias: Tensor | None = None,  # shape: (linears * out_features,), and as much behind it where scaled
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
         eps: float = 0.0,
@@ -143,14 +143,19 @@ class FusedLinear:
         y = x.new_empty((*x.shape[:-1], self._out_features))
         if rows == 0:
             return y
-        bias = _in_vectors(bias)[0] if isinstance(bias, Tensor) else bias
+        bias = None if bias is None else _in_vectors(bias)[0]
         residual_stride = None
         if residual is not None:
             residual, _, residual_stride = _in_vectors(residual)
         key = (rows, stride, activation, scaled, residual_stride, eps)
         launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(x.device.index), x.data_ptr(), address_of(image), address_of(bias), address_of(residual), y.data_ptr())
+        launch(current_stream(x.device.index), x.data_ptr(), image.data_ptr(), address_of(bias), address_of(residual), y.data_ptr())
         return y
+
+    def prepared(self, x: Rows) -> Prepared:
+        """The launch without an epilogue for an x that lies so, at multiples of 16 bytes; it takes x, image, bias, no residual, and y."""
+        key = (x.rows, x.stride * x.dtype.itemsize, "none", False, None, 0.0)
+        return self._launches.get(key) or self._prepare(*key)
 
     def _prepare(self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float) -> Prepared:
         index, config = self.device.index, self.config

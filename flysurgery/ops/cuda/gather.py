@@ -52,39 +52,40 @@ def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tenso
     return tuple(tables)
 
 
+def aligned(elements: int) -> int:
+    """So many elements and those that fill them up to where the next image may begin."""
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
+
+
 class Gather:
     """The learnt table: all images of one list of sources by one launch."""
 
     def __init__(self, tables: Sequence[Tensor], sources: Sequence[Tensor], mode: str) -> None:
-        filled = [torch.nn.functional.pad(table, (0, -len(table) % _ALIGNMENT), value=-1) for table in tables]
+        filled = [torch.nn.functional.pad(table, (0, aligned(len(table)) - len(table)), value=-1) for table in tables]
         self._table = torch.cat(filled)
-        self._table_at, self._device_index = self._table.data_ptr(), self._table.device.index
+        self.table_at, self._device_index = self._table.data_ptr(), self._table.device.index
         self._dtype = dtype_of(mode)
         self._starts = [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
         self._launches: dict[torch.dtype, Prepared] = {}
         self.sizes = [*map(len, filled)]
-        self._offsets = [2 * before for before in accumulate(self.sizes[:-1], initial=0)]
+        self.offsets = [2 * before for before in accumulate(self.sizes[:-1], initial=0)]
 
     def __call__(self, sources: Sequence[Tensor]) -> Tensor:
         """The images one after the other, each filled up to where the next one begins, on the current stream."""
-        dtype = sources[0].dtype
         images = torch.empty_like(self._table, dtype=self._dtype)
-        launch = self._launches.get(dtype) or self._prepare(dtype)
-        launch(current_stream(self._device_index), *map(Tensor.data_ptr, sources), self._table_at, images.data_ptr())
+        launch = self.prepared(sources[0].dtype)
+        launch(current_stream(self._device_index), *map(Tensor.data_ptr, sources), self.table_at, images.data_ptr())
         return images
 
-    def addresses(self, images: Tensor) -> list[int]:
-        """Where each image begins."""
-        start = images.data_ptr()
-        return [start + offset for offset in self._offsets]
-
-    def _prepare(self, dtype: torch.dtype) -> Prepared:
-        table, starts = self._table, self._starts
-        defines = {"SLOTS": len(starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
-        kernel = load_kernel("gather.cu", defines, name="gather", device_index=self._device_index)
-        grid = (-(-len(table) // (_THREADS * _PER_THREAD)), 1, 1)
-        launch = self._launches[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(table), *starts)
-        return launch
+    def prepared(self, dtype: torch.dtype) -> Prepared:
+        """The launch for sources of a dtype; it takes their addresses, ``table_at`` and the address of the images."""
+        found = self._launches.get(dtype)
+        if found is None:
+            defines = {"SLOTS": len(self._starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
+            kernel = load_kernel("gather.cu", defines, name="gather", device_index=self._device_index)
+            grid = (-(-len(self._table) // (_THREADS * _PER_THREAD)), 1, 1)
+            found = self._launches[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(self._table), *self._starts)
+        return found
 
 
 class Packer:

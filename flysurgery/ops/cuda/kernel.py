@@ -187,9 +187,16 @@ class Parameters:
         self.count = sum(words)
         self.words = (ctypes.c_int64 * self.count)()
         start = ctypes.addressof(self.words)
-        self._addresses = (ctypes.c_void_p * len(words))(*(start + 8 * before for before in accumulate(words[:-1], initial=0)))
+        self._first = [*accumulate(words[:-1], initial=0)]
+        self._addresses = (ctypes.c_void_p * len(words))(*(start + 8 * before for before in self._first))
         self._address = ctypes.addressof(self._addresses)
         self._pack = struct.Struct(f"{self.count}q").pack_into
+
+    def reading(self, table: ctypes.Array[ctypes.c_int64], places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+        """The parameters' addresses, where the first words are read from these places of a table. Both must be kept."""
+        start = ctypes.addressof(table)
+        found = [start + 8 * places[first] if first < len(places) else own for first, own in zip(self._first, self._addresses, strict=True)]
+        return (ctypes.c_void_p * len(found))(*found)
 
     def fill(self, arguments: Sequence[Argument], name: str) -> int:
         """Write the arguments, and give the address of the parameters' addresses."""
@@ -204,11 +211,11 @@ class Prepared:
     """A launch of which all but the stream and the first parameters, addresses, stays the same from call to call."""
 
     def __init__(self, kernel: Kernel, sizes: tuple[int, ...], parameter_sizes: Sequence[int], numbers: tuple[int, ...]) -> None:
-        self._kernel, self._launch, self._function, self._sizes = kernel, kernel.driver_launch, kernel.function, sizes
-        self._parameters = Parameters(parameter_sizes)
-        addresses = self._parameters.count - len(numbers)
-        self._address = self._parameters.fill((None,) * addresses + numbers, kernel.name)
-        self._words = self._parameters.words
+        self.kernel, self.sizes = kernel, sizes
+        self.parameters = Parameters(parameter_sizes)
+        addresses = self.parameters.count - len(numbers)
+        self._address = self.parameters.fill((None,) * addresses + numbers, kernel.name)
+        self._launch, self._words = kernel.driver_launch, self.parameters.words
         self._pack = struct.Struct(f"{addresses}q").pack_into
         self._lock = threading.Lock()
 
@@ -216,8 +223,35 @@ class Prepared:
         """Queue the kernel on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
         with self._lock:
             self._pack(self._words, 0, *addresses)
-            if self._launch(self._function, *self._sizes, stream, self._address, 0)[0] != 0:
-                self._kernel.queue(self._sizes, stream, self._address)
+            if self._launch(self.kernel.function, *self.sizes, stream, self._address, 0)[0] != 0:
+                self.kernel.queue(self.sizes, stream, self._address)
+
+
+class Series:
+    """Launches one after the other whose addresses stand in one table, written once for all of them.
+
+    Args:
+        launches: each with the places of its addresses in the table; members of a struct have places side by side.
+        addresses: how many there are in the table.
+    """
+
+    def __init__(self, launches: Sequence[tuple[Prepared, Sequence[int]]], addresses: int) -> None:
+        self._table = (ctypes.c_int64 * addresses)()
+        self._pointers = [prepared.parameters.reading(self._table, places) for prepared, places in launches]
+        self._launches = [
+            (prepared.kernel.driver_launch, (prepared.kernel.function, *prepared.sizes), ctypes.addressof(pointers), prepared)
+            for (prepared, _), pointers in zip(launches, self._pointers, strict=True)
+        ]
+        self._pack = struct.Struct(f"{addresses}q").pack_into
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+        with self._lock:
+            self._pack(self._table, 0, *addresses)
+            for launch, head, pointers, prepared in self._launches:
+                if launch(*head, stream, pointers, 0)[0] != 0:
+                    prepared.kernel.queue(prepared.sizes, stream, pointers)
 
 
 def address_of(argument: Argument) -> int:

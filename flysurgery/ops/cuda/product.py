@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.configured import SINGLE, FactorProduct, chosen_factor
-from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.fused import FusedLinear, readable
 from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.kernel import Prepared, Rows, in_rows
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
+from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.table import TunedCase, tuned_config
 from flysurgery.ops.cuda.tiling import FusedConfig
 from flysurgery.patterns import Architecture
@@ -38,9 +40,21 @@ class Product:
         self._packers: dict[tuple[int, bool], Packer] = {}
 
     @property
-    def takes_addresses(self) -> bool:
-        """Whether ``run`` may be given addresses for the images and biases."""
-        return isinstance(self.kernels, FusedLinear) or all(single.takes_addresses for single in self.kernels)
+    def is_one_launch(self) -> bool:
+        """Whether ``prepared`` has it."""
+        return isinstance(self.kernels, FusedLinear) or (len(self.kernels) == 1 and isinstance(self.kernels[0], SingleFactor))
+
+    def prepared(self, x: Rows) -> tuple[Prepared, tuple[str | None, ...]]:
+        """The launch for a ``readable`` x that lies so, and the addresses that it takes."""
+        if isinstance(self.kernels, FusedLinear):
+            return self.kernels.prepared(x), ("x", "image", "bias", None, "y")
+        (single,) = self.kernels
+        assert isinstance(single, SingleFactor), "it is one launch"
+        return single.prepared(x, 1, self.device_index), ("x", "image", "bias", "y")
+
+    def readable(self, x: Tensor) -> Tensor:
+        """x, or a copy where its one launch cannot read it in place."""
+        return readable(x) if isinstance(self.kernels, FusedLinear) else in_rows(x)[0]
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a launch."""
@@ -79,7 +93,7 @@ class Product:
     def run(
         self,
         x: Tensor,  # shape: (*batch, in_features)
-        packed: Sequence[Tensor | int],  # what ``pack`` gives, or the addresses where ``takes_addresses``
+        packed: Sequence[Tensor],  # what ``pack`` gives
         with_bias: bool,
     ) -> Tensor:  # shape: (*batch, linears * out_features)
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""

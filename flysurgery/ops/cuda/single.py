@@ -36,8 +36,6 @@ class SingleFactor:
     memory and y written once.
     """
 
-    takes_addresses = True
-
     def __init__(
         self,
         pattern: Pattern,
@@ -103,8 +101,8 @@ class SingleFactor:
     def run(
         self,
         x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
-        image: Tensor | int,  # or its address
-        bias: Tensor | int | None = None,  # shape: (linears*a*b*d,)
+        image: Tensor,
+        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
         linears: int = 1,
     ) -> Tensor:  # shape: (*batch, linears*a*b*d)
         """Launch on the current stream. Several linears, their images one after the other, share x or have it side by side.
@@ -116,7 +114,7 @@ class SingleFactor:
         if at.rows:
             device = x.device.index
             launch = self.prepared(at, linears, device)
-            launch(current_stream(device), x.data_ptr(), address_of(image), address_of(bias), y.data_ptr())
+            launch(current_stream(device), x.data_ptr(), image.data_ptr(), address_of(bias), y.data_ptr())
         return y
 
     def prepared(self, x: Rows, linears: int, device_index: int) -> Prepared:

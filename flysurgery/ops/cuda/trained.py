@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.chain import Chain
-from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.gather import Gather, Packer, aligned
 from flysurgery.ops.cuda.gradients import chain_for
+from flysurgery.ops.cuda.kernel import Prepared, Series, current_stream, in_rows
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.multiply import product_for
@@ -18,6 +21,16 @@ from flysurgery.ops.cuda.table import rows_bucket
 
 _trained: dict[tuple[object, ...], Trained] = {}
 _forgotten = 0
+
+
+class _Plan(NamedTuple):
+    """A forward pass: the launches that pack and multiply, and where in one piece of memory, in bytes, their results lie."""
+
+    launches: Series
+    size: int  # of the memory, elements
+    offsets: list[int]  # of the images, then of the inputs that are kept
+    behind: list[int]  # those of the backward pass
+    y: tuple[int, ...]
 
 
 class Trained:
@@ -32,8 +45,8 @@ class Trained:
         self._factors, self._with_bias = factors, with_bias
         self._keeps = len(product.architecture) < len(chain.architecture)
         self._multiplied = 1 if self._keeps else factors
-        self._by_address = product.takes_addresses
         self.packer = Packer(self._pack, product.mode)
+        self._plans: dict[tuple[Hashable, ...], _Plan] = {}
 
     def _pack(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images of the product, those of its biases, and those of the backward pass."""
@@ -41,30 +54,90 @@ class Trained:
         multiplied = self.product.pack_plainly(factors[: self._multiplied], biases, transposed=False)
         return (*multiplied, *self.chain.pack.plainly(factors))
 
-    def pack(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
-        """The weights for both passes; None where no table packs these factors and biases."""
-        gather = self.packer.gather_for(parameters)
-        return None if gather is None else gather(parameters)
+    def forward(self, x: Tensor, parameters: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, list[int]] | None:
+        """The product, as ``Product.run`` gives it, and what ``backward`` takes beside x; None where no table packs the parameters.
 
-    def forward(self, x: Tensor, packed: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The product, as ``Product.run`` gives it, and what ``backward`` takes beside x."""
+        The latter is one piece of memory, with the weights for both passes and the inputs of factors that are kept, and where in it
+        those of the backward pass lie.
+        """
+        gather = self.packer.gather_for(parameters)
+        if gather is None:
+            return None
         meet(self.product, x)
-        images = self._images(packed)
-        kept = self.chain.inputs(x, images[-self.chain.images :]) if self._keeps else []
-        return self.product.run(kept[0] if kept else x, images[: -self.chain.images], self._with_bias), kept
+        x_at = x.data_ptr()
+        key = x.shape, x.stride(), x_at % 16, parameters[0].dtype
+        plan = self._plans.get(key)
+        if plan is None:
+            own = self.product.readable(x)
+            if own is not x:
+                return self.forward(own, parameters)
+            plan = self._plans[key] = self._plan(x, parameters, gather)
+        memory = x.new_empty(plan.size)
+        start = memory.data_ptr()
+        places = [start + offset for offset in plan.offsets]
+        sources = map(Tensor.data_ptr, parameters)
+        if not self.product.is_one_launch:
+            plan.launches(current_stream(x.get_device()), 0, x_at, gather.table_at, *places, *sources)
+            return self._by_pytorch(x, memory, gather), memory, plan.behind
+        y = x.new_empty(plan.y)
+        plan.launches(current_stream(x.get_device()), 0, x_at, gather.table_at, *places, *sources, y.data_ptr())
+        return y, memory, plan.behind
+
+    def _by_pytorch(self, x: Tensor, memory: Tensor, gather: Gather) -> Tensor:
+        """The product where it takes tensors."""
+        *images, behind = memory.split_with_sizes([*gather.sizes, len(memory) - sum(gather.sizes)])
+        if self._keeps:
+            features = self.chain.architecture.inner_features[0]
+            x = behind[: x.numel() // x.shape[-1] * features].view(*x.shape[:-1], features)
+        return self.product.run(x, images[: -self.chain.images], self._with_bias)
+
+    def _plan(self, x: Tensor, parameters: Sequence[Tensor], gather: Gather) -> _Plan:
+        at, inner = in_rows(x)[1], self.chain.architecture.inner_features if self._keeps else ()
+        images, sources = [f"image {n}" for n in range(len(gather.offsets))], [f"source {n}" for n in range(len(parameters))]
+        kept = [f"kept {place}" for place in range(len(inner))]
+        launches: list[tuple[Prepared, tuple[str | None, ...]]] = [(gather.prepared(parameters[0].dtype), (*sources, "table", images[0]))]
+        flows = "x"
+        if self._keeps:
+            steps = zip(self.chain.input_launches(at), images[-self.chain.images :], reversed(kept), strict=False)
+            for (launch, lies), image, result in steps:
+                launches.append((launch, (flows, image, None, result)))
+                flows, at = result, lies
+        if self.product.is_one_launch:
+            launch, operands = self.product.prepared(at)
+            own = {"x": flows, "image": images[0], "bias": images[1] if self._with_bias else None, "y": "y", None: None}
+            launches.append((launch, tuple(own[operand] for operand in operands)))
+        names = [None, "x", "table", *images, *kept, *sources, *(["y"] if self.product.is_one_launch else [])]
+        series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
+        *behind, size = accumulate((aligned(at.rows * features) for features in inner), initial=sum(gather.sizes))
+        offsets = [*gather.offsets, *(x.element_size() * place for place in behind)]
+        y = (*x.shape[:-1], self.product.linears * self.product.architecture.out_features)
+        return _Plan(series, size, offsets, offsets[-self.chain.images - len(inner) :], y)
 
     def backward(
-        self, dy: Tensor, x: Tensor, kept: Sequence[Tensor], packed: Tensor, with_input: bool, with_bias: bool, wide: bool
-    ) -> list[Tensor]:
-        """The gradients; as ``Chain.run``."""
+        self,
+        dy: Tensor,
+        x: Tensor,
+        memory: Tensor,
+        offsets: Sequence[int],
+        parameters: tuple[Tensor, ...],
+        with_input: bool,
+        with_bias: bool,
+        wide: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradient of x if asked for, float32 if ``wide``, and those of the factors, then of the biases if asked for, all float32."""
         meet(self.chain, x)
-        return self.chain.run(dy, x, self._images(packed)[-self.chain.images :], with_input, with_bias, wide, kept)
-
-    def _images(self, packed: Tensor) -> Sequence[Tensor | int]:
-        """The weights of each launch, by their addresses where the product takes these, too: that takes less time."""
-        gather = self.packer.gather
-        assert gather is not None, "it has packed"
-        return gather.addresses(packed) if self._by_address else torch.split_with_sizes(packed, gather.sizes)
+        dx = None
+        if with_input:
+            dx = x.new_empty(x.shape, dtype=torch.float32) if wide and self.chain.takes_wide else x.new_empty(x.shape)
+        wanted = parameters if with_bias else parameters[: self._factors]
+        if parameters[0].dtype == torch.float32:
+            found = [*map(torch.empty_like, wanted)]
+        else:
+            found = [torch.empty_like(parameter, dtype=torch.float32) for parameter in wanted]
+        start = memory.data_ptr()
+        operands = [start + offset for offset in offsets]
+        self.chain.queue(dy, x, operands, [*map(Tensor.data_ptr, found)], dx)
+        return dx, found
 
 
 class TrainedCall:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
-from flysurgery.ops.cuda import chain, gradients
+from flysurgery.ops.cuda import chain, gradients, trained
 from flysurgery.ops.cuda import multiply as multiplication
+from flysurgery.ops.cuda.gather import Gather
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
 from flysurgery.ops.derived import forget_derived
-from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
+from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
 
 
 @pytest.fixture
@@ -40,6 +41,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
     monkeypatch.setattr(chain, "single_factor", EmulatedSingle)
     monkeypatch.setattr(chain, "factor_grad", EmulatedGradient)
+    monkeypatch.setattr(chain, "sum_of_splits", EmulatedSum)
+    monkeypatch.setattr(chain, "Series", EmulatedSeries)
+    monkeypatch.setattr(trained, "Series", EmulatedSeries)
+    monkeypatch.setattr(trained, "_trained", {})
+    monkeypatch.setattr(trained, "current_stream", lambda index: 0)
+    monkeypatch.setattr(Gather, "prepared", emulated_gather)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(chain, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(multiplication, "_products", {})

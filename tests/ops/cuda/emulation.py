@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.ops.cuda.factor_grad import GradLaunches
-from flysurgery.ops.cuda.kernel import Rows
+from flysurgery.ops.cuda.factor_grad import GradLaunch, Part
+from flysurgery.ops.cuda.gather import Gather
+from flysurgery.ops.cuda.kernel import Rows, in_rows
+from flysurgery.ops.cuda.modes import HALVES, dtype_of
 from flysurgery.ops.cuda.product import _split
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
@@ -35,6 +38,28 @@ class EmulatedProduct:
         images = tuple(factor.detach().clone() for factors in linears for factor in factors)
         return (*images, torch.cat(biases).detach()) if biases else images
 
+    is_one_launch = True
+
+    def pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
+        """One image of halves, and one of the biases."""
+        parts = (factors, biases) if biases else (factors,)
+        return tuple(torch.cat([tensor.flatten() for tensor in part]).to(dtype_of(self.mode)) for part in parts)
+
+    def prepared(self, x: Rows) -> tuple[Callable[..., None], tuple[str, ...]]:
+        def launch(stream: int, x_at: int, image_at: int, bias_at: int, y_at: int) -> None:
+            shapes = [pattern.factor_shape for pattern in self.architecture] * self.linears
+            sizes, outputs = [math.prod(shape) for shape in shapes], self.linears * self.architecture.out_features
+            image = memory(image_at, 1, sum(sizes), x.dtype)[0].float().split(sizes)
+            packed = [part.view(shape) for part, shape in zip(image, shapes, strict=True)]
+            biases = [memory(bias_at, 1, outputs, x.dtype)[0].float()] if bias_at else []
+            y = self.run(memory(x_at, x.rows, x.features, x.dtype, x.stride).float(), (*packed, *biases), bool(biases))
+            memory(y_at, x.rows, outputs, x.dtype).copy_(y)
+
+        return launch, ("x", "image", "bias", "y")
+
+    def readable(self, x: Tensor) -> Tensor:
+        return in_rows(x)[0]
+
     def run(self, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool) -> Tensor:
         length, outputs = len(self.architecture), []
         images = packed[:-1] if with_bias else packed
@@ -52,10 +77,14 @@ class EmulatedSingle:
 
     def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int, segments: int = 1, wide: bool = False) -> None:
         self.pattern, self.segments = pattern, segments
+        self.dtype = dtype_of(mode) if mode in HALVES else None
+        self.wide = wide and self.dtype is not None
+
+    fits = True
 
     def pack(self, factor: Tensor) -> Tensor:
-        self.dtype = factor.dtype
-        return factor.detach().reshape(-1).clone()
+        self.dtype = self.dtype or factor.dtype
+        return factor.detach().reshape(-1).to(self.dtype, copy=True)
 
     def run(self, x: Tensor, image: Tensor, bias: None, linears: int) -> Tensor:
         a, b, c, d = self.pattern.factor_shape
@@ -67,11 +96,12 @@ class EmulatedSingle:
             values = memory(x_at, x.rows, x.features, x.dtype, x.stride)
             if self.segments > 1:
                 values = values.reshape(-1, self.segments, a, c // self.segments, d).transpose(1, 2).reshape(-1, a * c * d)
+            assert self.dtype is not None, "it has packed"
             images = memory(image_at, linears, a * b * c * d, self.dtype).to(x.dtype).view(linears, a, b, c, d)
             parts = [values] * linears if values.shape[1] == self.pattern.in_features else values.chunk(linears, dim=1)
             y = torch.cat([ks_einsum(part, factor) for part, factor in zip(parts, images, strict=True)], dim=1)
             assert not bias_at, "gradients have no bias"
-            memory(y_at, y.shape[0], y.shape[1], x.dtype).copy_(y)
+            memory(y_at, y.shape[0], y.shape[1], torch.float32 if self.wide else x.dtype).copy_(y)
 
         return launch
 
@@ -84,30 +114,64 @@ class EmulatedGradient:
     def __init__(self, pattern: Pattern, mode: str, device_index: int | None, rows: int, joined: int = 1) -> None:
         self.pattern = pattern
 
-    def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int | None) -> GradLaunches:
+    def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int | None) -> GradLaunch:
         a, b, c, d = self.pattern.factor_shape
         of_factors, of_biases = linears * a * b * c * d, dy.features if with_bias else 0
-        size, words = of_factors + of_biases, x.dtype.itemsize // 4  # kernels count words of four bytes
+        step, dtype = of_factors + of_biases, torch.promote_types(x.dtype, torch.float32)
+        EmulatedSum.dtype = dtype
 
         def product(stream: int, x_at: int, dy_at: int, out_at: int, bias_at: int) -> None:
-            assert not with_bias or bias_at == out_at + of_factors * x.dtype.itemsize
-            values, gradients = memory(x_at, x.rows, x.features, x.dtype, x.stride), memory(dy_at, dy.rows, dy.features, x.dtype, dy.stride)
+            assert bias_at == out_at + of_factors * dtype.itemsize
+            values, gradients = (memory(at, m.rows, m.features, m.dtype, m.stride).to(dtype) for at, m in ((x_at, x), (dy_at, dy)))
             for index, split in enumerate((slice(0, x.rows // 2), slice(x.rows // 2, None))):
-                out = memory(out_at, 2, size, x.dtype)[index]
+                out = memory(out_at, 2, step, dtype)[index]
                 own = values[split]
                 parts = [own] * linears if x.features == self.pattern.in_features else own.chunk(linears, dim=1)
                 pairs = zip(parts, gradients[split].chunk(linears, dim=1), strict=True)
                 found = [torch.einsum("ripj,riqj->ipqj", g.reshape(-1, a, b, d), part.reshape(-1, a, c, d)).flatten() for part, g in pairs]
                 out.copy_(torch.cat([*found, gradients[split].sum(0)[:of_biases]]))
 
-        def total(stream: int, splits_at: int, out_at: int, bias_at: int) -> None:
-            summed = memory(splits_at, 2, size, x.dtype).sum(0)
-            memory(out_at, 1, of_factors, x.dtype)[0] = summed[:of_factors]
-            assert bool(bias_at) == with_bias
-            if with_bias:
-                memory(bias_at, 1, of_biases, x.dtype)[0] = summed[of_factors:]
+        return GradLaunch(product, 2, step, of_factors)  # pyright: ignore[reportArgumentType]
 
-        return GradLaunches(product, total, 2 * size * words, of_factors * words)  # pyright: ignore[reportArgumentType]
+
+class EmulatedSum:
+    """Stands in for what ``sum_of_splits`` gives, in the dtype of the gradients that were prepared last."""
+
+    dtype = torch.float64
+
+    def __init__(self, parts: Sequence[Part], device_index: int | None) -> None:
+        self.parts, self.dtype = parts, EmulatedSum.dtype
+
+    def __call__(self, stream: int, splits_at: int, *gradients: int) -> None:
+        for part, to in zip(self.parts, gradients, strict=True):
+            splits = memory(splits_at + part.first * self.dtype.itemsize, part.splits, part.size, self.dtype, part.step)
+            memory(to, 1, part.size, self.dtype)[0] = splits.sum(0)
+
+
+def emulated_gather(gather: Gather, dtype: torch.dtype) -> Callable[..., None]:
+    """Stands in for ``Gather.prepared``."""
+    starts, table = gather._starts, gather._table
+    ends = [*starts[1:], int(table.max()) + 1]
+
+    def launch(stream: int, *addresses: int) -> None:
+        *sources, table_at, images_at = addresses
+        assert table_at == table.data_ptr()
+        values = [memory(at, 1, end - start, dtype)[0] for at, start, end in zip(sources, starts, ends, strict=True)]
+        placed = torch.where(table >= 0, torch.cat(values)[table.clamp_min(0)], 0)
+        memory(images_at, 1, len(table), gather._dtype)[0] = placed.to(gather._dtype)
+
+    return launch
+
+
+class EmulatedSeries:
+    """Stands in for ``Series``."""
+
+    def __init__(self, launches: Sequence[tuple[Callable[..., None], Sequence[int]]], addresses: int) -> None:
+        self.launches = launches
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        for launch, places in self.launches:
+            launch(stream, *[addresses[place] for place in places])
 
 
 def memory(address: int, rows: int, features: int, dtype: torch.dtype, stride: int | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops import derived as derivation
 from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.ops.cuda.chain import Chain
+from flysurgery.ops.cuda.kernel import in_rows
 from flysurgery.ops.cuda.trained import TrainedCall
 from flysurgery.patterns import Architecture
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
@@ -23,6 +24,8 @@ from tests.support.tolerance import FP32, FP64, assert_equal
 TWO = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
 THREE = Architecture.of((3, 2, 4, 2), (2, 3, 5, 4), (2, 5, 6, 4))
 ONE = Architecture.of((2, 3, 5, 3))
+KEPT = Architecture.of((1, 4, 4, 2), (2, 4, 16, 1))
+"""So narrow in between that what lies there is kept for the backward pass."""
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -163,22 +166,50 @@ def test_backward_finds_the_parameters_in_the_cache(emulated: type[EmulatedProdu
     assert all(derivation._entries[key].tensors is tensors for key, tensors in kept.items())
 
 
-@pytest.mark.parametrize("architecture", [Architecture.of((1, 4, 4, 2), (2, 4, 16, 1)), THREE], ids=str)
+@pytest.mark.parametrize("architecture", [KEPT, THREE], ids=str)
 def test_inputs_of_factors_may_be_kept(architecture: Architecture) -> None:
     x, factors, _ = operands(architecture, 1)
     x, *factors = (tensor.detach() for tensor in (x, *factors))
     dy = make_integers((4, architecture.out_features), seed=90, mode=FP64)
     kernels = Chain(architecture, "fp32", 1, 0, 4)
     assert kernels.keeps == (architecture is not THREE)
-    images = kernels.pack(tuple(factors))
-    kept = kernels.inputs(x, images)
+    images = [image.clone() for image in kernels.pack(tuple(factors))]
+    addresses = [image.data_ptr() for image in images]
+    kept = [x.new_empty((4, features)) for features in architecture.inner_features]
+    flows = x.data_ptr()
+    for (launch, _), image, result in zip(kernels.input_launches(in_rows(x)[1]), addresses, reversed(kept), strict=False):
+        launch(0, flows, image, 0, result.data_ptr())
+        flows = result.data_ptr()
     values = [tensor.clone() for tensor in kept]
+    expected = kernels.run(dy, x, images, True, True)
     for _ in range(2):  # a graph that is retained runs backward again
-        found = kernels.run(dy, x, images, True, True, kept=kept)
-        for left, right in zip(found, kernels.run(dy, x, images, True, True), strict=True):
+        *found, dx = [torch.empty_like(gradient) for gradient in expected]
+        kernels.queue(dy, x, [*addresses, *(tensor.data_ptr() for tensor in kept)], [gradient.data_ptr() for gradient in found], dx)
+        for left, right in zip((*found, dx), expected, strict=True):
             assert_equal(left, right)
     for left, right in zip(kept, values, strict=True):
         assert_equal(left, right)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("architecture", "linears"), [(TWO, 1), (TWO, 3), (THREE, 1), (KEPT, 1)], ids=str)
+def test_training_in_halves(architecture: Architecture, linears: int, biased: bool, wide: bool) -> None:
+    """Weights are packed once for both passes; x may be wider, and so is its gradient then."""
+    x, factors, biases = operands(architecture, linears, rows=2)
+    biases = biases if biased else []
+    expected = reference(x, factors, biases, linears)
+    dy = make_integers(tuple(expected.shape), seed=90, mode=FP64)
+    exact = torch.autograd.grad(expected, (x, *factors, *biases), dy)
+    own = (x.detach().to(torch.float32 if wide else torch.bfloat16), *(tensor.detach().float() for tensor in (*factors, *biases)))
+    own = tuple(tensor.requires_grad_() for tensor in own)
+    out = EagerLinear.apply(TrainedCall(torch.bfloat16, linears, "bf16", len(factors)), *own)
+    assert_equal(out, expected.to(torch.bfloat16))  # pyright: ignore[reportArgumentType]
+    for _ in range(2):  # a graph that is retained runs backward again
+        found = torch.autograd.grad(out, own, dy.to(torch.bfloat16), retain_graph=True)  # pyright: ignore[reportArgumentType]
+        assert [gradient.dtype for gradient in found] == [tensor.dtype for tensor in own]
+        for left, right in zip(found, exact, strict=True):
+            assert_equal(left, right.to(left.dtype))
 
 
 def test_any_strides_are_taken() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import pytest
@@ -14,6 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda import batched, configured, table
 from flysurgery.ops.cuda import product as products
+from flysurgery.ops.cuda import trained as trained_calls
 from flysurgery.ops.cuda.batched import BatchedConfig, BatchedFactor, batched_configs, batched_pays
 from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.configured import chosen_factor, factor_configs
@@ -25,6 +26,7 @@ from flysurgery.ops.cuda.table import matching
 from flysurgery.ops.cuda.trained import Trained
 from flysurgery.ops.cuda.transposition import Transposition
 from flysurgery.patterns import Architecture, Pattern
+from tests.ops.cuda.emulation import EmulatedSeries, emulated_gather
 from tests.ops.cuda.gpu_layer import Layer, check_product
 from tests.support.problems import make_factor, make_input, make_vector
 from tests.support.tolerance import BF16, FP16, Arithmetic, assert_bounded, assert_equal, assert_factor_gradient_bounded
@@ -132,23 +134,17 @@ def test_training_packs_it_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are cut out of the one tensor that a step packs; PyTorch's products take no addresses."""
     monkeypatch.setattr(configured, "batched_pays", lambda pattern, mode, rows: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Gather, "__call__", _gather)
+    monkeypatch.setattr(Gather, "prepared", emulated_gather)
+    monkeypatch.setattr(trained_calls, "Series", EmulatedSeries)
+    monkeypatch.setattr(trained_calls, "current_stream", lambda index: 0)
     architecture = Architecture((Pattern(2, 5, 7, 3), Pattern(1, 14, 4, 3)))
     kernels = tuple(chosen_factor(pattern, "fp16", 0, 25088) for pattern in reversed(architecture.patterns))
     trained = Trained(Product(architecture, "fp16", 1, 0, kernels), Chain(architecture, "fp16", 1, 0, 25088), 2, True)
     factors = tuple(integers(pattern.factor_shape, seed, torch.float32) for seed, pattern in enumerate(architecture))
     bias, x = integers((architecture.out_features,), 3, torch.float32), integers((5, architecture.in_features), 4, torch.float16)
-    packed = trained.pack((*factors, bias))
-    assert packed is not None
-    y, kept = trained.forward(x, packed)
-    assert not kept
-    assert_equal(y, ks_einsum(ks_einsum(x.float(), factors[1]), factors[0]) + bias)
-
-
-def _gather(gather: Gather, sources: Sequence[Tensor]) -> Tensor:
-    """What the kernel does."""
-    places = torch.cat([source.flatten() for source in sources])
-    return torch.where(gather._table >= 0, places[gather._table.clamp_min(0)], 0).to(gather._dtype)
+    done = trained.forward(x, (*factors, bias))
+    assert done is not None
+    assert_equal(done[0], ks_einsum(ks_einsum(x.float(), factors[1]), factors[0]) + bias)
 
 
 @pytest.fixture

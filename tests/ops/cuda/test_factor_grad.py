@@ -119,5 +119,7 @@ def test_variants_compile_without_spills(pattern: Pattern, mode: str, arch: str)
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("vector", [1, 4])
-def test_sums_of_splits_compile(vector: int, arch: str) -> None:
-    assert compile_cubin("factor_grad_sum.cu", {"VECTOR": vector}, arch=arch, name="factor_grad_sum").spill_bytes == 0
+@pytest.mark.parametrize("parts", [1, 9])
+def test_sums_of_splits_compile(parts: int, vector: int, arch: str) -> None:
+    compiled = compile_cubin("factor_grad_sum.cu", {"PARTS": parts, "VECTOR": vector}, arch=arch, name="factor_grad_sum")
+    assert compiled.spill_bytes == 0 and compiled.stack_bytes == 0
