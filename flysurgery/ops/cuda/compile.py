@@ -16,7 +16,8 @@ from flysurgery.ops.cuda.bindings import cuda_module, nvrtc_version
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SERIALIZED = re.compile(r"\(C751\d\)")
-_KEY_SCHEMA = 1
+_INCLUDE = re.compile(r'^\s*#include "(.+)"', re.MULTILINE)
+_KEY_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,24 @@ def _without_cache(core: Any) -> dict[str, bool]:
 
 
 def cubin_key(source: str, defines: Mapping[str, int | str], arch: str) -> bytes:
-    """Digest of all that decides the machine code; paths take no part, so a moved installation keeps its cache."""
-    folder = kernel_path()
-    texts = {path.name: _text(path) for path in sorted(folder.glob("*.cuh"))}
+    """Digest of all that decides the machine code: the source, what it includes, and the rest. Paths take no part, so a moved
+    installation keeps its cache.
+    """
     values = sorted((name, str(value)) for name, value in defines.items())
-    parts = [_KEY_SCHEMA, nvrtc_version(), arch, source, _text(folder / source), texts, values]
+    parts = [_KEY_SCHEMA, nvrtc_version(), arch, source, _with_included(source), values]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+def _with_included(source: str) -> dict[str, str]:
+    """The texts of a source and of all files that it includes, and these in turn, by name."""
+    texts: dict[str, str] = {}
+    waiting = [source]
+    while waiting:
+        name = waiting.pop()
+        if name not in texts:
+            texts[name] = _text(kernel_path() / name)
+            waiting += _INCLUDE.findall(texts[name])
+    return dict(sorted(texts.items()))
 
 
 def _text(path: Path) -> str:

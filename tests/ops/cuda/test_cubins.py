@@ -71,6 +71,16 @@ def test_all_that_matters_is_in_the_key(kernels: Path) -> None:
     assert len(set(keys)) == len(keys)
 
 
+def test_only_what_is_included_is_in_the_key(kernels: Path) -> None:
+    (kernels / "scale.cuh").write_text('#include "deep.cuh"\n' + HEADER)
+    (kernels / "deep.cuh").write_text("")
+    before = cubin_key("add.cu", {"STEP": 3}, "sm_80")
+    (kernels / "other.cuh").write_text("\n")
+    assert cubin_key("add.cu", {"STEP": 3}, "sm_80") == before
+    (kernels / "deep.cuh").write_text("\n")
+    assert cubin_key("add.cu", {"STEP": 3}, "sm_80") != before
+
+
 def test_the_folder_of_the_sources_does_not_matter(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = cubin_key("add.cu", {"STEP": 3}, "sm_80")
     moved = kernels.rename(kernels.with_name("elsewhere"))
