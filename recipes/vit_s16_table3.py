@@ -13,15 +13,13 @@ from __future__ import annotations
 import recipe
 import vit_tables
 
-PARTS = ("linear N x N", "FFN", "attention", "block", "model")
-
 
 def main() -> None:
     """Measure, print and write."""
-    parser = vit_tables.arguments(__doc__, launches="graph,eager,compile,max-autotune")
+    parser = vit_tables.arguments(__doc__, launches="graph,eager,compile,max-autotune", parts="linear N x N,FFN,attention,block,model")
     parser.add_argument("--training", action="store_true", help="time a training step of the whole model as well")
     options = parser.parse_args()
-    vit_tables.run(options, PARTS, training=options.training)
+    vit_tables.run(options, training=options.training)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import vit_tables
 
 def main() -> None:
     """Measure, print and write."""
-    options = vit_tables.arguments(__doc__, launches="graph,eager").parse_args()
-    vit_tables.run(options, ("linear*", "qkv*"))
+    options = vit_tables.arguments(__doc__, launches="graph,eager", parts="linear*,qkv*").parse_args()
+    vit_tables.run(options)
 
 
 if __name__ == "__main__":

@@ -37,24 +37,26 @@ PAPER = {
 }
 """Time over dense in Tables 3 and 6 of Gonon et al. 2024 (A100, float32); their kernel stands beside our layer."""
 
+GROUPS = ("model", "arch", "batch", "protocol", "unit", "launch", "compiled")
 COLUMNS = ("protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES)
 
 
-def arguments(description: str | None, *, launches: str) -> argparse.ArgumentParser:
-    """The options of both recipes."""
+def arguments(description: str | None, *, launches: str, parts: str) -> argparse.ArgumentParser:
+    """The options of both recipes; ``parts`` as ``--parts`` takes them."""
     parser = recipe.arguments(description, modes="all", seconds=0.5)
     parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT of timm: vit_base_patch16_224, vit_large_patch16_224, ...")
     parser.add_argument("--model-args", action="append", metavar="KEY=VALUE", help="arguments of its constructor; repeatable")
     parser.add_argument("--arch", default="gonon", help="gonon (widths that are multiples of 24), monarch or lowrank")
     parser.add_argument("--batches", default="128", help="images a forward, such as 1,8,128")
     parser.add_argument("--protocols", default="paper,today", help="paper, today or both")
+    parser.add_argument("--parts", default=parts, help=f"out of {parts}; linear* are all linears")
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="out of these")
     parser.add_argument("--launches", default=launches, help=f"out of {', '.join(LAUNCHES)}; the compiler's for today's protocol only")
     return parser
 
 
-def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: bool = False) -> None:
-    """Measure, print and draw the parts whose names match one of ``parts``, such as ``linear*``; None takes all."""
+def run(options: argparse.Namespace, *, training: bool = False) -> None:
+    """Measure, print and draw."""
     device, modes = recipe.device_and_modes(options)
     quick, protocol = options.quick, recipe.protocol(options, 30)
     with recipe.start(options, device) as bench:
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: b
                 protocols=PROTOCOLS if options.protocols == "both" else names(options.protocols, "--protocols"),
                 modes=modes[::2] if quick else modes,
                 launches=[each for each in names(options.launches, "--launches") if not (quick and each in COMPILED)],
-                names=parts,
+                names=names(options.parts, "--parts"),
                 batch=batch,
                 candidates=names(options.candidates, "--candidates"),
                 rounds=protocol.rounds,
@@ -81,12 +83,14 @@ def run(options: argparse.Namespace, parts: Sequence[str] | None, *, training: b
                     bench.add(group, f"training step {group[0].mode}")
     recipe.show(bench, COLUMNS)
     if options.plot is not None:
-        draw(bench.records, options.plot, f"{options.model}, {options.arch}")
+        draw(bench.records, options.plot)
 
 
-def draw(records: Sequence[Record], plot: Path, what: str) -> None:
-    """One picture for each mode, named after it."""
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """One picture for each mode, named after it; bars are grouped by whatever differs among its rows."""
     for mode in dict.fromkeys(record["mode"] for record in records):
         own = [record for record in records if record["mode"] == mode]
+        what = " and ".join(dict.fromkeys(f"{record['model']}, {record['arch']}" for record in own))
         title = f"{what}, {mode}, {own[0]['device']}: time over dense (short black lines: the paper's)"
-        draw_ratios(own, recipe.of_mode(plot, mode), group=("protocol", "unit", "launch", "compiled"), title=title)
+        group = [name for name in GROUPS if name == "unit" or len({record[name] for record in own}) > 1]
+        draw_ratios(own, recipe.of_mode(plot, mode), group=group, title=title)

@@ -15,7 +15,7 @@ from flysurgery.bench.compiled import COMPILED, compiled, forget_compiled
 from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
 from flysurgery.bench.modes import in_mode
-from flysurgery.bench.units import Unit, fits, units, vit_sizes
+from flysurgery.bench.units import PROTOCOLS, Unit, fits, units, vit_sizes
 from flysurgery.bench.variants import INT8, INT8_ERROR, VARIANTS, by_definition, chosen_backends, obstacle
 from flysurgery.bench.work import work_of
 from flysurgery.errors import OptionError, PatternError
@@ -89,6 +89,12 @@ def bench_layers(
     reason = fits(settings.arch, width)
     if reason is not None:
         raise PatternError(reason)
+    known = {
+        each.name for protocol in PROTOCOLS for each in units(protocol, settings.model, settings.model_args, settings.arch, settings.seed)
+    }
+    for name in settings.names or ():
+        if not any(fnmatchcase(each, name) for each in known):
+            raise OptionError(f"there is no part '{name}'; choose from {', '.join(sorted(known))}")
     for mode in settings.modes:
         ceilings: Ceilings | None = None
         for protocol in settings.protocols:
