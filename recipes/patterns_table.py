@@ -17,7 +17,17 @@ from pathlib import Path
 import recipe
 import torch
 
-from flysurgery.bench import Record, bench_factor, compiled_ahead, draw_boxes, factor_head, measure_ceilings, panels, wins_table
+from flysurgery.bench import (
+    Record,
+    bench_factor,
+    compiled_ahead,
+    draw_boxes,
+    factor_head,
+    measure_ceilings,
+    panels,
+    shares_table,
+    wins_table,
+)
 from flysurgery.bench.paper_patterns import ROWS, shuffled, time_patterns
 from flysurgery.cli.bench_show import TIMES, print_records
 from flysurgery.cli.tables import print_table
@@ -26,7 +36,7 @@ COLUMNS = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES)
 
 
 def main() -> None:
-    """Measure for as long as told, print shares of wins and median factors, draw."""
+    """Measure for as long as told, print shares of wins, median factors and shares of time, draw."""
     parser = recipe.arguments(__doc__, modes="fp32,fp16", seconds=0.05)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--count", type=int, help="how many patterns in all; all 627 by default, 6 with --quick")
@@ -58,6 +68,8 @@ def main() -> None:
         print_records(run.records, COLUMNS)
     titles = ("mode", "table", "claim", "holds", "median factor", "patterns", "paper (A100)")
     print_table(titles, wins_table(run.records, modes), right=("holds", "median factor", "patterns"))
+    titles = ("mode", "share", "lower quartile", "median", "upper quartile", "patterns")
+    print_table(titles, shares_table(run.records, modes), right=titles[2:])
     if options.plot is not None:
         draw(run.records, modes, options.plot, options.rows)
 

@@ -57,4 +57,5 @@ from flysurgery.bench.verdict import latency_table as latency_table
 from flysurgery.bench.verdict import sentence as sentence
 from flysurgery.bench.verdict import slower_layers as slower_layers
 from flysurgery.bench.wins import panels as panels
+from flysurgery.bench.wins import shares_table as shares_table
 from flysurgery.bench.wins import wins_table as wins_table

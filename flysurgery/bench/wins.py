@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from flysurgery.bench.layouts import FIRST, LAST, PRODUCT_ONLY
 from flysurgery.bench.rows import Record
@@ -82,6 +82,25 @@ def wins_table(records: Sequence[Record], modes: Sequence[str]) -> list[tuple[st
             share = f"{wins / known:.1%}" if known else ""
             rows.append((mode, claim.table, claim.text, share, f"x{factor:.2f}" if factor else "", str(known), claim.paper.get(mode, "")))
     return rows
+
+
+def shares_table(records: Sequence[Record], modes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Rows of (mode, what, lower quartile, median, upper quartile, patterns): bmm's time for rewriting, and how near a bound times come."""
+    rows = []
+    for mode in modes:
+        times = times_by_pattern(records, mode)
+        for layout in (FIRST, LAST):
+            shares = [share for each in times.values() if (share := _share(each, layout)) is not None]
+            rows.append((mode, f"rewriting in bmm, batch-size-{layout}, of its time", *_quartiles(shares), str(len(shares))))
+        for name in ("cuda", "bmm"):
+            own = [row for row in records if row["mode"] == mode and row["candidate"] == name and row["layout"] == FIRST]
+            reached = [float(row["share_of_bound"]) for row in own if row["share_of_bound"]]
+            rows.append((mode, f"bound over time of {name}, batch-size-first", *_quartiles(reached), str(len(reached))))
+    return rows
+
+
+def _quartiles(values: Sequence[float]) -> tuple[str, ...]:
+    return tuple(f"{each:.0%}" for each in quantiles(values, n=4, method="inclusive")) if len(values) > 1 else ("", "", "")
 
 
 def panels(records: Sequence[Record], mode: str) -> dict[str, tuple[str, str, dict[str, list[float]]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled, time_patterns
-from flysurgery.bench.wins import CLAIMS, count_wins, panels, times_by_pattern, wins_table
+from flysurgery.bench.wins import CLAIMS, count_wins, panels, shares_table, times_by_pattern, wins_table
 from flysurgery.patterns import Pattern
 
 
@@ -32,6 +32,7 @@ def record(pattern: str, candidate: str, layout: str, ms: float | None) -> dict[
         "candidate": candidate,
         "layout": layout,
         "median_ms": "" if ms is None else str(ms),
+        "share_of_bound": "" if ms is None else str(1 / ms),
     }
 
 
@@ -52,6 +53,18 @@ def test_a_claim_counts_the_better_layout_and_only_patterns_with_both_sides() ->
     assert count_wins(times, first_only) == (1, 2, 3.0)  # without the bmm that is faster with the batch last
     assert ("fp32", "2, 7", kernel.text, "50.0%", "x2.00", "2", "88.10 %, x1.39") in wins_table(RECORDS, ["fp32"])
     assert times_by_pattern(RECORDS, "fp16") == {}
+
+
+def test_shares_have_quartiles_where_there_are_two_patterns() -> None:
+    whole = [record(name, "bmm", "first", 4.0) for name in (ONE, TWO)]
+    ready = [record(name, "bmm product only", "first", ms) for name, ms in ((ONE, 2.0), (TWO, 3.0))]
+    found = shares_table([*whole, *ready], ["fp32"])
+    assert found == [
+        ("fp32", "rewriting in bmm, batch-size-first, of its time", "31%", "38%", "44%", "2"),  # 1/4 and 1/2
+        ("fp32", "rewriting in bmm, batch-size-last, of its time", "", "", "", "0"),
+        ("fp32", "bound over time of cuda, batch-size-first", "", "", "", "0"),
+        ("fp32", "bound over time of bmm, batch-size-first", "25%", "25%", "25%", "2"),
+    ]
 
 
 def test_pictures_group_by_the_share_of_moving() -> None:
