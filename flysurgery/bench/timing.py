@@ -99,13 +99,10 @@ def _samplers(candidates: Mapping[str, Run], inputs: Mapping[str, Tensor], launc
 
 
 def _warm_up(samplers: Sequence[Sample], seconds: float) -> None:
-    """Run all until two rounds in a row take the same time, or the seconds are over."""
-    end, before = time.perf_counter() + seconds, 0.0
-    while time.perf_counter() < end:
-        now = sum(sample() for sample in samplers)
-        if abs(now - before) <= STEADY * now:
-            return
-        before = now
+    """Run all once, and on until two rounds in a row take the same time, or the seconds are over."""
+    end, before, now = time.perf_counter() + seconds, 0.0, sum(sample() for sample in samplers)
+    while time.perf_counter() < end and abs(now - before) > STEADY * now:
+        before, now = now, sum(sample() for sample in samplers)
 
 
 def _summary(samples: Sequence[float], launch: str) -> Timing:

@@ -15,11 +15,26 @@ from flysurgery.ops.backends.sparse_support import sparse_obstacle
 from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern
 
+_MOST_TILE_BYTES = 1 << 15
+
+
+def tile_size(b: int, c: int, cuda_dtype: torch.dtype | None) -> int:
+    """The rows of a tile: gcd(b, c); on CUDA, where it is a power of two, at most 128 of 16 bits or 64 of 32.
+
+    There PyTorch multiplies powers of two by a Triton kernel that holds several tiles at once: larger ones compile for half a
+    minute, and then do not fit, or take tens of times as long.
+    """
+    tile = math.gcd(b, c)
+    if cuda_dtype is not None and tile & (tile - 1) == 0:
+        while tile * tile * cuda_dtype.itemsize > _MOST_TILE_BYTES:
+            tile //= 2
+    return tile
+
 
 class BsrBackend(FactorwiseBackend):
-    """``F.linear`` with the block-diagonal form of each factor in the BSR layout, cut into square tiles of gcd(b, c).
+    """``F.linear`` with the block-diagonal form of each factor in the BSR layout, cut into square tiles.
 
-    MKL and cuSPARSE want square tiles, and b x c blocks are cut into the largest that fit.
+    MKL and cuSPARSE want square tiles, and b x c blocks are cut into the largest that fit; see ``tile_size``.
     Source: Gonon et al. 2024, arXiv:2405.15013, Algorithm 2.
     """
 
@@ -34,7 +49,7 @@ class BsrBackend(FactorwiseBackend):
 
     def prepare(self, factor: Tensor) -> Tensor:
         a, b, c, d = pattern_of(factor).factor_shape
-        tile = math.gcd(b, c)
+        tile = tile_size(b, c, factor.dtype if factor.is_cuda else None)
         down, across = b // tile, c // tile
         tiles = to_blocks(factor).view(a * d, down, tile, across, tile).transpose(2, 3).reshape(-1, tile, tile).contiguous()
         count = torch.arange(a * d * down + 1, device=factor.device) * across
