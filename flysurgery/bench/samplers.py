@@ -78,9 +78,13 @@ def captured(run: Run, inputs: list[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream(inputs[0].device)
     stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
     with torch.cuda.stream(stream):
-        run(inputs[0])
-        with no_waiting():
+        try:
+            with no_waiting():
+                run(inputs[0])
+        except RuntimeError:  # the first call alone may wait
             run(inputs[0])
+            with no_waiting():
+                run(inputs[0])
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, pool=pool):
