@@ -94,7 +94,7 @@ def bench_layers(
     }
     for name in settings.names or ():
         if not any(fnmatchcase(each, name) for each in known):
-            raise OptionError(f"there is no part '{name}'; choose from {', '.join(sorted(known))}")
+            raise OptionError(f"no part of {settings.model} is called {name}; the parts are {', '.join(sorted(known))}")
     for mode in settings.modes:
         ceilings: Ceilings | None = None
         for protocol in settings.protocols:

@@ -98,6 +98,10 @@ def test_model_answers_and_writes_the_table_of_latencies(tmp_path: Path, capsys:
     assert {row["fqn"] for row in rows} == {"blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
     assert all(float(row["ms"]) > 0 for row in rows)
     assert [row["architecture"] for row in rows[:2]] == ["dense", "(1,12,12,4),(4,12,12,1)"]
+    text = "".join(f'{row["fqn"]},"{row["architecture"]}",{2 if row["architecture"] == "dense" else 1}\n' for row in rows)
+    table.write_text("fqn,architecture,ms\n" + text)  # the times of a machine on which conversion pays
+    assert main(["convert", *TINY_VIT, "--no-pretrained", "--budget", "0.6", "--latency", str(table), "--dry-run"]) == 0
+    assert "chosen" in capsys.readouterr().out
 
 
 def test_projection_tells_seconds_and_errors(capsys: pytest.CaptureFixture[str]) -> None:

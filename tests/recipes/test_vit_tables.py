@@ -47,7 +47,7 @@ def test_table_6_has_the_linears_with_and_without_bias(run_recipe: RunRecipe) ->
     [
         ("--modes", "tf32", "there is no mode 'tf32' on cpu"),
         ("--candidates", "dense,bsm", "there is no candidate 'bsm'; choose from dense, layer"),
-        ("--parts", "blok", "there is no part 'blok'; choose from FFN, attention, block"),
+        ("--parts", "blok", "no part of vit_small_patch16_224 is called blok; the parts are FFN, attention, block"),
         ("--launches", "grph", "there is no launch 'grph'; choose from graph, eager"),
     ],
 )
