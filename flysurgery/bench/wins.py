@@ -108,7 +108,11 @@ def panels(records: Sequence[Record], mode: str) -> dict[str, tuple[str, str, di
     times = times_by_pattern(records, mode)
     rewriting, size = "(b+c)/(bc)", "entries of the dense matrix"
     return {
-        "Figures 9a, 14a: share of rewriting in bmm": (rewriting, "share of time", _boxes(times, _rewriting, lambda t: _share(t, FIRST))),
+        "Figures 5, 9a, 14a: share of rewriting in bmm": (
+            rewriting,
+            "share of time",
+            _boxes(times, _rewriting, lambda t: _share(t, FIRST)),
+        ),
         "Figures 9b, 14b: the same, batch-size-last": (rewriting, "share of time", _boxes(times, _rewriting, lambda t: _share(t, LAST))),
         "Figures 6, 13: cuda": (rewriting, "best of bmm, einsum, bsr / cuda", _boxes(times, _rewriting, _over(LIBRARY, ("cuda",)))),
         "Figures 10, 15: structured": (size, "generic / structured", _boxes(times, _size, _over(GENERIC, SPECIAL))),

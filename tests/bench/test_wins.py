@@ -69,7 +69,7 @@ def test_shares_have_quartiles_where_there_are_two_patterns() -> None:
 
 def test_pictures_group_by_the_share_of_moving() -> None:
     boxes = {title.partition(":")[0]: values for title, (_, _, values) in panels(RECORDS, "fp32").items()}
-    assert boxes["Figures 9a, 14a"] == {"0.0312": [0.75]}
+    assert boxes["Figures 5, 9a, 14a"] == {"0.0312": [0.75]}
     assert boxes["Figures 9b, 14b"] == {"0.0417": [0.25]}
     assert boxes["Figures 6, 13"] == {"0.0312": [0.8], "0.0417": [2.0]}
     assert boxes["Figures 12, 17"]["bmm"] == [2.0]
