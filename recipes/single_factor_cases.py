@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.configured import FactorProduct
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.factor_grad import FactorGrad
 from flysurgery.ops.cuda.single import SingleFactor
@@ -56,11 +55,6 @@ def single_jobs(single: SingleFactor, arch: str, misaligned: bool) -> set[Job]:
     """The kernels that one product needs."""
     vectors = {single.tile.x_vector} | ({single.tile.element_bytes} if misaligned else set())
     return {("single_factor.cu", tuple(single.tile.defines(v).items()), arch, "single_factor") for v in vectors}
-
-
-def product_jobs(product: FactorProduct, arch: str) -> set[Job]:
-    """The kernels that one product needs, in whichever way it is computed."""
-    return {(source, tuple(defines.items()), arch, name) for source, name, defines in product.sources()}
 
 
 def grad_jobs(product: FactorGrad, arch: str, misaligned: bool) -> set[Job]:
