@@ -10,6 +10,8 @@ from flysurgery.ops.cuda.attention import attention_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.few_attention import few_attention_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.short_attention import short_attention_obstacle
 from flysurgery.ops.epilogue import common_obstacle
 
 
@@ -21,8 +23,8 @@ def attention(
 ) -> Tensor:  # shape: (batch, heads, queries, head)
     """``softmax(scale * q @ k.mT) @ v`` on tensor cores; ``scale`` None stands for one over the root of a head's features.
 
-    Of float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; of halves for few queries. The result's tokens
-    lie before its heads in memory.
+    Of float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; of halves for few queries and for short
+    sequences. The result's tokens lie before its heads in memory.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``attention_reason`` answers.
@@ -32,7 +34,8 @@ def attention(
         raise BackendError(obstacle)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.dtype != torch.float32:
-        return torch.ops.flysurgery.few_attention(q, k, v, scale)
+        few = _few_attention_obstacle(q, k) is None
+        return torch.ops.flysurgery.few_attention(q, k, v, scale) if few else torch.ops.flysurgery.short_attention(q, k, v, scale)
     return torch.ops.flysurgery.attention(q, k, v, scale, mode_of(q.dtype, allow_tf32=tf32_allowed()))
 
 
@@ -48,13 +51,24 @@ def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "there are no keys"
     if q.dtype == torch.float32:
         return _attention_obstacle(q.shape[-1], str(mode_of(q.dtype, allow_tf32=tf32_allowed())), q.device.index)
-    sizes = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
-    return few_attention_obstacle(*sizes, q.dtype) or _device_obstacle(q.device.index)
+    obstacle = _device_obstacle(q.device.index)
+    if obstacle is not None or _few_attention_obstacle(q, k) is None:
+        return obstacle
+    return short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, _shared_limit(q.device.index))
+
+
+def _few_attention_obstacle(q: Tensor, k: Tensor) -> str | None:
+    return few_attention_obstacle(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype)
 
 
 @torch.compiler.assume_constant_result
 def _device_obstacle(device_index: int) -> str | None:
     return device_obstacle(device_index)
+
+
+@torch.compiler.assume_constant_result
+def _shared_limit(device_index: int) -> int:
+    return shared_limit_of(device_index)
 
 
 @torch.compiler.assume_constant_result

@@ -107,8 +107,6 @@ def test_reasons() -> None:
     q, k, v = operands(1, 2, 20, 64)
     assert attention_reason(q, k, v) is None
     assert attention_reason(q.half(), k.half(), v.half()) is None
-    assert "got 257" in str(attention_reason(*(part.half() for part in operands(1, 2, 3, 64, 257))))
-    assert "got 400" in str(attention_reason(*(part.half() for part in operands(1, 400, 16, 64))))
     assert "got 80" in str(attention_reason(*operands(1, 1, 8, 80)))
     assert "fit each other" in str(attention_reason(q, k[:, :1], v))
     assert "no gradients" in str(attention_reason(q.requires_grad_(), k, v))

@@ -1,0 +1,177 @@
+"""Scaled dot-product attention of halves, of sequences whose keys and values fit in shared memory, with its registered operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.attention import in_vectors, tokens_before_heads
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
+from flysurgery.ops.cuda.modes import HALF_MODES
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+
+_MODES = {"fp16": 0, "bf16": 1}
+_HEADS = (32, 64)
+_ROW_BYTES = 128
+
+
+@dataclass(frozen=True)
+class WarpAttention:
+    """Sizes of ``kernels/short_attention.cu``, whose blocks have one head each.
+
+    Attributes:
+        head: features of a head.
+        keys: of a sequence, rounded up to 16.
+        warps: of a block; they take 16 queries in turn.
+    """
+
+    head: int
+    keys: int
+    warps: int
+
+    source = "short_attention.cu"
+    most_warps = 7
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: keys, values, and rows of y of each warp."""
+        return 4 * self.keys * self.head + self.warps * 16 * (2 * self.head + 16)
+
+    def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
+        """The number of blocks for the heads of all images, and what the kernel must know of these."""
+        return heads, ()
+
+    def defines(self, mode: str) -> dict[str, int]:
+        """The macros that the kernel is compiled with."""
+        return {"MODE": _MODES[mode], "HEAD": self.head, "KEYS": self.keys, "STEPS": 3, "WARPS": self.warps, "BLOCKS": 2}
+
+
+@dataclass(frozen=True)
+class WarpgroupAttention:
+    """Sizes of ``kernels/short_attention_wgmma.cu``, whose blocks stay and take head after head, of 64 features.
+
+    Attributes:
+        chunk: keys whose scores a thread has at once.
+        chunks: of a sequence.
+        rows: of a slot, which holds the queries, the keys or the values of a head.
+        tiles: of 64 queries.
+        slots: of the ring.
+    """
+
+    chunk: int
+    chunks: int
+    rows: int
+    tiles: int
+    slots: int
+
+    source = "short_attention_wgmma.cu"
+    warps = 16
+    head = 64
+    most_chunk = 208
+    """More scores leave too few registers."""
+    slot_counts = range(24, 4, -1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the ring, what the last tile reads beyond it, and two barriers a slot."""
+        return self.slots * (self.rows * _ROW_BYTES + 16) + max(64 * self.tiles - self.rows, 0) * _ROW_BYTES
+
+    def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
+        """The number of blocks for the heads of all images, and what the kernel must know of these."""
+        return min(heads, torch.cuda.get_device_properties(device_index).multi_processor_count), (heads,)
+
+    def defines(self, mode: str) -> dict[str, int]:
+        """The macros that the kernel is compiled with."""
+        sizes = {"CHUNK": self.chunk, "CHUNKS": self.chunks, "ROWS": self.rows, "TILES": self.tiles, "SLOTS": self.slots}
+        return {"MODE": _MODES[mode], **sizes}
+
+
+def short_attention(head: int, queries: int, keys: int, shared_limit: int, *, wgmma: bool) -> WarpAttention | WarpgroupAttention:
+    """How it is done for heads to which there is no ``short_attention_obstacle``, with or without wgmma."""
+    chunks = -(-keys // WarpgroupAttention.most_chunk)
+    chunk = _up(-(-keys // chunks), 16)
+    rows = max(chunk * chunks, _up(queries, 16))
+    by_slots = (WarpgroupAttention(chunk, chunks, rows, -(-queries // 64), slots) for slots in WarpgroupAttention.slot_counts)
+    fitting = (sizes for sizes in by_slots if wgmma and head == WarpgroupAttention.head and sizes.shared_bytes <= shared_limit)
+    turns = -(-queries // (16 * WarpAttention.most_warps))
+    return next(fitting, WarpAttention(head, _up(keys, 16), -(-queries // (16 * turns))))
+
+
+def short_attention_obstacle(keys: int, head: int, dtype: torch.dtype, shared_limit: int) -> str | None:
+    """Why no kernel takes heads of so many keys and features; None where one does, for any number of queries."""
+    if dtype not in HALF_MODES or head not in _HEADS:
+        return f"the attention kernels for short sequences take heads of {' or '.join(map(str, _HEADS))} halves, got {head} of {dtype}"
+    if WarpAttention(head, _up(keys, 16), WarpAttention.most_warps).shared_bytes > shared_limit:
+        return f"{keys} keys and values of {head} halves exceed {shared_limit} bytes of shared memory; PyTorch has a kernel for them"
+    return None
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def run_short_attention(
+    q: Tensor,  # shape: (batch, heads, queries, head)
+    k: Tensor,  # shape: (batch, heads, keys, head)
+    v: Tensor,  # shape: (batch, heads, keys, head)
+    scale: float,
+) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
+    """``softmax(scale * q @ k.mT) @ v`` on the current stream, sums and softmax in float32; q, k and v are read once.
+
+    Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
+
+    Raises:
+        BackendError: sizes that ``short_attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
+    """
+    device_index = q.device.index
+    if device_index != torch.cuda.current_device():
+        with torch.cuda.device(device_index):
+            return run_short_attention(q, k, v, scale)
+    obstacle = short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, shared_limit_of(device_index))
+    if obstacle is not None:
+        raise BackendError(obstacle)
+    return launch_short_attention(_sizes(q.shape[3], max(q.shape[2], 1), k.shape[2], device_index), q, k, v, scale)
+
+
+def launch_short_attention(sizes: WarpAttention | WarpgroupAttention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The same by the kernel of one's choice, on the current device."""
+    (batch, heads, queries, _), device_index = q.shape, q.device.index
+    y = tokens_before_heads(q)
+    if y.numel() == 0:
+        return y
+    if scale <= 0:  # the kernels take the maximum before they scale
+        q, scale = q * scale, 1.0
+    q, k, v = in_vectors(q, k, v)
+    blocks, all_heads = sizes.grid(batch * heads, device_index)
+    _kernel(sizes, HALF_MODES[q.dtype], device_index).launch(
+        (blocks, 1, 1),
+        (32 * sizes.warps, 1, 1),
+        sizes.shared_bytes,
+        current_stream(device_index),
+        *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, k.shape[2], heads, *all_heads, float_bits(scale)),
+    )
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _sizes(head: int, queries: int, keys: int, device_index: int) -> WarpAttention | WarpgroupAttention:
+    return short_attention(head, queries, keys, shared_limit_of(device_index), wgmma=device_arch(device_index) == "sm_90a")
+
+
+@lru_cache(maxsize=64)
+def _kernel(sizes: WarpAttention | WarpgroupAttention, mode: str, device_index: int) -> Kernel:
+    return load_kernel(sizes.source, sizes.defines(mode), name="short_attention", device_index=device_index)
+
+
+def _fake_short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return tokens_before_heads(q)
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define("short_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
+_library.impl("short_attention", run_short_attention, "CUDA")
+torch.library.register_fake("flysurgery::short_attention", _fake_short_attention, lib=_library)

@@ -1,0 +1,200 @@
+// y = softmax(scale * q kᵀ) v of halves, as in short_attention.cu, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries
+// each, and a fourth brings what they need.
+//
+// A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
+// a ring. Warpgroups take tiles of 64 queries in turn, across heads, so that products of one run beside the exponentials of another. A thread
+// has the scores of CHUNK keys at once, in two products of half of them, and looks for the maximum of one half while the other is multiplied;
+// more keys come in CHUNKS of them with a running maximum and sum. Accumulators of q kᵀ, through the exponential, are the operand of the
+// product with v. The rows of y take the place of the queries, so that stores are whole rows of a head.
+//
+//     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
+//     the last tile may read beyond its slot: what it finds there reaches no row of y
+//
+// Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 38 us, where the bytes take 18 at full bandwidth,
+// and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other.
+// Times beside PyTorch's, with the floor's share: recipes/results/attention_h200.csv.
+//
+// Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more).
+// Limits: sm_90a; keys up to CHUNK*CHUNKS, which is up to ROWS, and less than 16*CHUNKS fewer; queries up to ROWS; scale > 0; features adjacent,
+// rows at multiples of 16 bytes.
+#include "instructions.cuh"
+#include "wgmma_rows.cuh"
+
+typedef long long i64;
+
+constexpr int kHead = 64, kRow = 2 * kHead, kSlot = ROWS * kRow, kTiles = kHead / 8, kChunkTiles = CHUNK / 8;
+constexpr int kSpare = TILES * 64 > ROWS ? (TILES * 64 - ROWS) * kRow : 0;
+constexpr int kWarpgroups = 3;
+constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
+constexpr int kAhead = SLOTS < 6 ? SLOTS - 3 : 3;  // slots on their way; a head's others must arrive while its first is held
+constexpr int kEarly = kChunkTiles >= 4 * CHUNKS ? kChunkTiles / 2 : 0;  // tiles whose keys are all there, and that are looked at early
+constexpr float kLog2E = 1.44269504088896341f;
+
+struct Strides {
+    i64 batch, head, token;  // elements
+};
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// The n-th of what passes through the ring, from both sides.
+struct Ring {
+    u32 slots, arrived, freed;
+    __device__ __forceinline__ u32 slot(int n) const { return slots + n % SLOTS * kSlot; }
+    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrived + 8 * (n % SLOTS), n / SLOTS & 1); }
+    __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + 8 * (n % SLOTS), ~(n / SLOTS) & 1); }
+    __device__ __forceinline__ void free(int n) const { barrier_arrive(freed + 8 * (n % SLOTS)); }
+    __device__ __forceinline__ void hand_over(int n) const {  // wgmma reads what this thread has copied
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        barrier_arrive(arrived + 8 * (n % SLOTS));
+    }
+};
+
+__device__ __forceinline__ u32 place(int row, int piece) { return row * kRow + ((piece ^ row % 8) << 4); }
+
+// A warpgroup starts the copies of a slot.
+__device__ __forceinline__ void bring(u32 slot, const u16* from, i64 token, int rows) {
+    const int first = threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
+    from += first * token + piece * 8;
+#pragma unroll 2
+    for (int n = 0; n < ROWS; n += 16) {
+        const int row = n + first;
+        copy_async<16>(slot + place(row, piece), row < rows ? from : from - row * token, row < rows ? 16 : 0);
+        from += 16 * token;
+    }
+    commit_copies();
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
+short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ y, Strides of_q, Strides of_k,
+                Strides of_v, i64 queries, i64 keys, i64 heads, i64 all_heads, int scale_bits) {
+    extern __shared__ __align__(1024) char memory[];
+    Ring ring;
+    ring.slots = shared_address(memory), ring.arrived = ring.slots + SLOTS * kSlot + kSpare, ring.freed = ring.arrived + 8 * SLOTS;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 128), barrier_init(ring.freed + 8 * s, 4 * TILES);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0), lane = threadIdx.x % 32;
+
+    if (warpgroup == kWarpgroups) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
+        int n = 0;
+        const auto pass = [&](const u16* from, const Strides& of, int at, i64 rows) {
+            ring.wait_freed(n);
+            bring(ring.slot(n), from + at / (int)heads * of.batch + at % (int)heads * of.head, of.token, (int)rows);
+            if (n >= kAhead) {
+                wait_copies<kAhead>();
+                ring.hand_over(n - kAhead);
+            }
+            ++n;
+        };
+#pragma unroll 1
+        for (int at = blockIdx.x; at < (int)all_heads; at += gridDim.x) pass(k, of_k, at, keys), pass(q, of_q, at, queries), pass(v, of_v, at, keys);
+        wait_copies<0>();
+        for (int last = max(n - kAhead, 0); last < n; ++last) ring.hand_over(last);
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+    const int warp = threadIdx.x / 32 % 4, g = lane >> 2, t = lane & 3;
+    const float scale = __int_as_float(scale_bits) * kLog2E;
+#pragma unroll 1
+    for (int unit = warpgroup;; unit += kWarpgroups) {
+        const int turn = unit / TILES, tile = unit % TILES, first = tile * 64 + warp * 16;
+        const int at = blockIdx.x + turn * gridDim.x;
+        if (at >= (int)all_heads) break;
+        const int of_keys = 3 * turn, of_queries = of_keys + 1, of_values = of_keys + 2;
+        const u32 query_rows = ring.slot(of_queries);
+        ring.wait_arrived(of_keys);
+        ring.wait_arrived(of_queries);
+
+        float out[kTiles][4], most[2] = {-infinity(), -infinity()}, total[2] = {};
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            float scores[kChunkTiles][4], highest[2] = {most[0], most[1]};
+            const u32 key_rows = ring.slot(of_keys) + chunk * CHUNK * kRow, value_rows = ring.slot(of_values) + chunk * CHUNK * kRow;
+            const auto raise = [&](int from, int to) {
+#pragma unroll
+                for (int n = from; n < to; ++n)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) highest[h] = fmaxf(highest[h], fmaxf(scores[n][2 * h], scores[n][2 * h + 1]));
+            };
+            wgmma_fence();
+            multiply_by_rows<CHUNK / 2, 0>(scores, query_rows + tile * 64 * kRow, key_rows);
+            wgmma_commit();
+            multiply_by_rows<CHUNK / 2, kChunkTiles / 2>(scores, query_rows + tile * 64 * kRow, key_rows + CHUNK / 2 * kRow);
+            wgmma_commit();
+            wgmma_wait<1>();
+            raise(0, kEarly);
+            wgmma_wait<0>();
+
+            if (chunk == CHUNKS - 1) {
+                if (lane == 0) ring.free(of_keys);
+                const int left = (int)keys - chunk * CHUNK - 2 * t;  // a lane's keys n*8 + e are there if they are fewer
+#pragma unroll
+                for (int n = max(kChunkTiles - 2 * CHUNKS, 0); n < kChunkTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (n * 8 + e % 2 >= left) scores[n][e] = -infinity();
+            }
+            raise(kEarly, kChunkTiles);
+            float shift[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffffu, highest[h], 1));
+                highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffffu, highest[h], 2));
+                if (chunk > 0) {
+                    const float keep = exp2_fast((most[h] - highest[h]) * scale);
+                    total[h] *= keep;
+#pragma unroll
+                    for (int n = 0; n < kTiles; ++n) out[n][2 * h] *= keep, out[n][2 * h + 1] *= keep;
+                }
+                most[h] = highest[h];
+                shift[h] = -highest[h] * scale;
+            }
+            u32 weights[kChunkTiles][2];
+#pragma unroll
+            for (int n = 0; n < kChunkTiles; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float one = exp2_fast(fmaf(scores[n][2 * h], scale, shift[h])), two = exp2_fast(fmaf(scores[n][2 * h + 1], scale, shift[h]));
+                    total[h] += one + two;
+                    weights[n][h] = round2(one, two);
+                }
+
+            if (chunk == 0) ring.wait_arrived(of_values);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < CHUNK / 16; ++s) {
+                const u32 a[4] = {weights[2 * s][0], weights[2 * s][1], weights[2 * s + 1][0], weights[2 * s + 1][1]};
+                multiply_rows(out, a, value_rows + s * 16 * kRow, chunk + s > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+        if (lane == 0) ring.free(of_values);
+
+        named_barrier_wait(1 + warpgroup, 128);  // all have multiplied the queries whose place y takes
+        if (first < queries) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float by = 1.0f / over_quad_sum(total[h]);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n)
+                    store_shared(query_rows + place(first + g + 8 * h, n) + 4 * t, round2(out[n][2 * h] * by, out[n][2 * h + 1] * by));
+            }
+            __syncwarp();
+            u16* const y_head = y + (at / (int)heads * queries * heads + at % (int)heads) * kHead;
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const int row = first + n * 4 + lane / 8, piece = lane % 8;
+                Vector<16> rounded;
+                load_shared(rounded.w, query_rows + place(row, piece));
+                if (row < queries) *reinterpret_cast<Vector<16>*>(y_head + row * heads * kHead + piece * 8) = rounded;
+            }
+            __syncwarp();
+        }
+        if (lane == 0) ring.free(of_queries);
+    }
+}

@@ -1,0 +1,65 @@
+"""Which attention kernel is asked, and that compiled code asks the same one; on the CPU, with the kernels replaced by the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops import attend, attention, attention_reason, composed
+from tests.support.tolerance import assert_equal
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that were asked, in turn; every device will do."""
+    names: list[str] = []
+
+    def kernel(name: str) -> object:
+        def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            names.append(name)
+            return composed.attention(q, k, v, scale).transpose(1, 2).contiguous().transpose(1, 2)
+
+        return run
+
+    library = torch.library.Library("flysurgery", "IMPL")
+    for name in ("few_attention", "short_attention"):
+        library.impl(name, kernel(name), "CPU")
+    monkeypatch.setattr(attend, "common_obstacle", lambda *_: None)
+    monkeypatch.setattr(attend, "device_obstacle", lambda _: None)
+    monkeypatch.setattr(attend, "shared_limit_of", lambda _: 100_000)
+    yield names
+    library._destroy()
+
+
+def operands(images: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = torch.randn(3, images, 2, tokens, 32, generator=generator).half()
+    return q, k, v
+
+
+def test_few_queries_have_a_kernel_of_their_own(asked: list[str]) -> None:
+    for images, tokens in ((1, 50), (60, 50), (1, 257)):
+        q, k, v = operands(images, tokens)
+        assert_equal(attention(q, k, v), composed.attention(q, k, v, None))
+    assert asked == ["few_attention", "short_attention", "short_attention"]
+
+
+def test_long_sequences_are_left_to_pytorch(asked: list[str]) -> None:
+    q, k, v = operands(1, 1000)
+    assert "1000 keys" in str(attention_reason(q, k, v))
+    with pytest.raises(BackendError, match="exceed 100000 bytes of shared memory; PyTorch has a kernel"):
+        attention(q, k, v)
+    assert not asked
+
+
+def test_compiled_in_one_graph_for_any_number_of_images(asked: list[str]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for images in (60, 70, 1):
+        q, k, v = operands(images, 50)
+        assert_equal(compiled(q, k, v), attention(q, k, v))
+    assert asked == ["short_attention"] * 4 + ["few_attention"] * 2
