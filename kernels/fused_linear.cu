@@ -67,16 +67,8 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     const long long rows_of_round = (long long)kUnitRows * kUnits * gridDim.x;
     const int rounds = (int)((rows + rows_of_round - 1) / rows_of_round);
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) {
-            barrier_init(full + 8 * s, kCopyArrivals);
-            barrier_init(left_all + 8 * s, WARPS);
-            store_shared(left_all + 8 * SLOTS + 4 * s, 0);
-        }
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-    }
+    using Ring = PanelRing<Panels>;
+    if (threadIdx.x == 0) Ring::prepare(full, left_all);
     for (int b = threadIdx.x * 4; b < kOutFeatures * kElem; b += 128 * WARPS) {
         store_shared(bias_at + b, bias ? *reinterpret_cast<const u32*>(bias + b) : 0);
     }
@@ -84,7 +76,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 
     const int g = lane >> 2, t = lane & 3;
     const u32 u_base = (U_OVER_X ? staged_all + warp * STAGES * kStageBytes : u_all + warp * kUBytes) + lane * 8;
-    PanelRing panels(image, ring, full, left_all, rounds, warp, lane);
+    Ring panels(image, ring, full, left_all, rounds, warp, lane);
     StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
     // After the first weights, which would wait behind them. Whole rows come one warpgroup after the other, so that the first
     // one multiplies while the last one waits.
@@ -97,7 +89,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     for (int round = 0; round < rounds; ++round) {
         const long long row0 = first_row(round, warp);
         if (row0 - warp % kUnitWarps * kRowsOfWarp >= rows) {  // no rows left for this unit, others still need the panels
-            if (kResident) break;
+            if (Ring::kResident) break;
 #pragma unroll 1
             for (int p = 0; p < kPanels; ++p) {
                 panels.next();

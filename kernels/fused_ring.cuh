@@ -1,34 +1,49 @@
-// Panels of weights on their way: a ring of slots, filled in the order of use, once a round.
+// Panels of weights on their way: a ring of slots, filled in the order of use, once a round, by the warps that use them.
 #pragma once
-#include "fused_sizes.cuh"
 #include "instructions.cuh"
 
+// Panels: kPanels of them a round and kSlots slots of kSlotBytes for kWarps warps; source(panel) is where a panel begins in the image,
+// bytes(panel) its size. kUniform: products need its address in a uniform register, as the descriptors of wgmma do.
+template <class Panels>
 struct PanelRing {
+    static constexpr bool kResident = Panels::kSlots == Panels::kPanels;  // filled once and never again
     const char* image;
     u32 ring, full, left;  // slots, a barrier a slot that completes when its panel is there, one that completes when all warps have left it, and a counter of them
     int warp, lane;
     int refills;              // panels still to come
-    int upcoming = SLOTS % kPanels;  // the panel that is brought next
+    int upcoming = Panels::kSlots % Panels::kPanels;  // the panel that is brought next
     int slot = 0;
     u32 phase = 0;
 
+    // One thread makes the barriers; then all threads meet.
+    static __device__ __forceinline__ void prepare(u32 full, u32 left) {
+        for (int s = 0; s < Panels::kSlots; ++s) {
+            barrier_init(full + 8 * s, kCopyArrivals);
+            barrier_init(left + 8 * s, Panels::kWarps);
+            store_shared(left + 8 * Panels::kSlots + 4 * s, 0);
+        }
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+
     __device__ __forceinline__ PanelRing(const char* image_, u32 ring_, u32 full_, u32 left_, int rounds, int warp_, int lane_)
         : image(image_), ring(ring_), full(full_), left(left_), warp(warp_), lane(lane_) {
-        refills = kResident ? 0 : rounds * kPanels - SLOTS;
-        for (int s = warp; s < SLOTS; s += WARPS) fill(s, s);
+        refills = kResident ? 0 : rounds * Panels::kPanels - Panels::kSlots;
+        for (int s = warp; s < Panels::kSlots; s += Panels::kWarps) fill(s, s);
     }
 
     __device__ __forceinline__ void fill(int to_slot, int panel) const {
-        const bool first = panel < kCount1;
-        const char* source = image + kHeader + (first ? panel * kPanel1 : kCount1 * kPanel1 + (panel - kCount1) * kPanel2);
-        copy_by_warp(ring + to_slot * kSlot, source, first ? kPanel1 : kPanel2, full + 8 * to_slot, lane);
+        copy_by_warp(ring + to_slot * Panels::kSlotBytes, image + Panels::source(panel), Panels::bytes(panel), full + 8 * to_slot, lane);
     }
 
-    // Wait for the next panel; gives its address.
-    __device__ __forceinline__ u32 next() const {
-        barrier_wait(full + 8 * slot, kResident ? 0 : phase);
-        const u32 address = ring + slot * kSlot;
-        return WGMMA ? __shfl_sync(0xffffffffu, address, 0) : address;  // the descriptors of wgmma must be uniform in a warp
+    // Wait for the next panel, or the one that comes `ahead` panels later; gives its address.
+    __device__ __forceinline__ u32 next(int ahead = 0) const {
+        const bool wraps = slot + ahead >= Panels::kSlots;
+        const int s = wraps ? slot + ahead - Panels::kSlots : slot + ahead;
+        barrier_wait(full + 8 * s, kResident ? 0 : wraps ? phase ^ 1 : phase);
+        const u32 address = ring + s * Panels::kSlotBytes;
+        return Panels::kUniform ? __shfl_sync(0xffffffffu, address, 0) : address;
     }
 
     // The warp needs the panel no more. The last one to say so brings the panel that comes next in its slot.
@@ -40,17 +55,17 @@ struct PanelRing {
             u32 before = 0;
             if (lane == 0) {
                 barrier_arrive(left + 8 * slot);
-                before = shared_increment(left + 8 * SLOTS + 4 * slot);
+                before = shared_increment(left + 8 * Panels::kSlots + 4 * slot);
             }
             before = __shfl_sync(0xffffffffu, before, 0);
-            if (before % WARPS == WARPS - 1 && refills > 0) {
+            if (before % Panels::kWarps == Panels::kWarps - 1 && refills > 0) {
                 barrier_wait(left + 8 * slot, phase);
                 fill(slot, upcoming);
             }
             --refills;
-            if (++upcoming == kPanels) upcoming = 0;
+            if (++upcoming == Panels::kPanels) upcoming = 0;
         }
-        if (++slot == SLOTS) {
+        if (++slot == Panels::kSlots) {
             slot = 0;
             phase ^= 1;
         }

@@ -44,7 +44,6 @@ constexpr int kCount1 = A2 * kPasses * kPanelsOfGroup;
 constexpr int kCount2 = GROUPS * A1 * kColumnPanels * kPanelsOfColumns;
 constexpr int kPanels = kCount1 + kCount2;
 constexpr int kImage1 = kPanel1 / kImages, kImage2 = kPanel2 / kImages;
-constexpr bool kResident = SLOTS == kPanels;
 constexpr int kRowsOfWarp = 16 * MT;
 constexpr int kUnitWarps = WGMMA ? 4 : 1;     // warps that take rows together: a warpgroup, or one warp
 constexpr int kUnits = WARPS / kUnitWarps;
@@ -54,6 +53,14 @@ constexpr int kOutFeatures = GROUPS * A1 * B1 * D1;
 constexpr int kHalves = GATED ? 2 : 1;        // outputs whose product is a column of y: a gate and a value, side by side in each panel
 constexpr int kRowOfY = BLOCKS * kOutFeatures / kHalves * kElem;  // bytes
 constexpr int kImageBytes = kHeader + kCount1 * kPanel1 + kCount2 * kPanel2;
+struct Panels {                               // as a ring brings them
+    static constexpr int kPanels = ::kPanels, kSlots = SLOTS, kSlotBytes = kSlot, kWarps = WARPS;
+    static constexpr bool kUniform = WGMMA;
+    static __device__ int source(int panel) {
+        return kHeader + (panel < kCount1 ? panel * kPanel1 : kCount1 * kPanel1 + (panel - kCount1) * kPanel2);
+    }
+    static __device__ int bytes(int panel) { return panel < kCount1 ? kPanel1 : kPanel2; }
+};
 constexpr int kRun = 2 * RUN * D1;            // adjacent outputs that a lane holds: RUN tiles, all residues
 constexpr int kStore = kRun * kElem % 16 == 0 ? 16 : 8;        // bytes of a vector of outputs
 constexpr int kPer = kStore / kElem;          // outputs in a vector
