@@ -12,7 +12,8 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn_image import pack_ffn
-from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, ROWS_OF_WARPGROUP, WARPGROUPS, FfnTiling, ffn_tiling
+from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
+from flysurgery.ops.cuda.ffn_warp_tiling import warp_ffn_tiling
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES
@@ -27,25 +28,32 @@ def ffn_obstacle(
     up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, device_index: int
 ) -> str | None:
     """Why the fused kernel cannot run a block on a device; None when it can."""
-    obstacle = device_obstacle(device_index) or size_obstacle(up, down, dtype, activation, residual, shared_limit_of(device_index))
-    if obstacle is None and device_arch(device_index) != "sm_90a":
-        return f"the fused FFN needs a GPU of compute capability 9.0, this one has {torch.cuda.get_device_capability(device_index)}"
-    return obstacle
+    obstacle = device_obstacle(device_index)
+    return obstacle or size_obstacle(up, down, dtype, activation, residual, shared_limit_of(device_index), wgmma=_has_wgmma(device_index))
+
+
+def _has_wgmma(device_index: int) -> bool:
+    return device_arch(device_index) == "sm_90a"
 
 
 @lru_cache(maxsize=1024)
 def size_obstacle(
-    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, shared_limit: int
+    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, shared_limit: int, *, wgmma: bool
 ) -> str | None:
-    """Why the fused kernel has no tiling for a block; None when it has one."""
+    """Why the kernel of devices with wgmma, or without, has no tiling for a block; None when it has one."""
     if dtype not in HALF_MODES:
         return f"the fused FFN takes float16 and bfloat16, not {dtype}"
     if activation not in ACTIVATIONS:
         return f"the fused FFN has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     if residual and up.in_features != down.out_features:
         return f"a residual needs as many outputs as inputs, got {down.out_features} and {up.in_features}"
-    tile = ffn_tiling(up, down, shared_limit, scaled=True)
+    tile = _tile(up, down, shared_limit, scaled=True, wgmma=wgmma)
     return tile if isinstance(tile, str) else None
+
+
+def _tile(up: Architecture, down: Architecture, shared_limit: int, *, scaled: bool, wgmma: bool) -> FfnTiling | str:
+    find = ffn_tiling if wgmma else warp_ffn_tiling
+    return find(up, down, shared_limit, scaled=scaled)
 
 
 class FusedFfn:
@@ -60,19 +68,19 @@ class FusedFfn:
             "NORM": int(norm),
             "RESIDUAL": int(residual),
         }
-        self._kernel: Kernel = load_kernel("fused_ffn.cu", defines, name="fused_ffn", device_index=device_index)
+        self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
         self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
 
     def run(self, x: Tensor, image: Tensor, eps: float) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
         """Launch on the current stream."""
         rows = x.shape[0]
-        units = -(-rows // ROWS_OF_WARPGROUP)  # whole ones: a unit's rows of y hold what waits for its last factor
-        y = torch.empty((units * ROWS_OF_WARPGROUP, self.tile.factors[3].out_features), dtype=x.dtype, device=x.device)[:rows]
+        units = -(-rows // self.tile.unit_rows)
+        written = units * self.tile.unit_rows if self.tile.whole_units else rows
+        y = torch.empty((written, self.tile.factors[3].out_features), dtype=x.dtype, device=x.device)[:rows]
         if rows:
-            grid = min(-(-rows // ROWS_OF_WARPGROUP), self._blocks)
             self._kernel.launch(
-                (grid, 1, 1),
-                (128 * (WARPGROUPS + 1), 1, 1),  # one brings data
+                (min(units, self._blocks), 1, 1),
+                (self.tile.threads, 1, 1),
                 self.tile.shared_bytes,
                 current_stream(self.device_index),
                 *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
@@ -82,10 +90,19 @@ class FusedFfn:
 
 @lru_cache(maxsize=256)
 def _fused_ffn(
-    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, norm: bool, scaled: bool, residual: bool, device_index: int
+    up: Architecture,
+    down: Architecture,
+    dtype: torch.dtype,
+    activation: str,
+    norm: bool,
+    scaled: bool,
+    residual: bool,
+    device_index: int,
+    wgmma: bool,
 ) -> FusedFfn:
-    obstacle = ffn_obstacle(up, down, dtype, activation, residual, device_index)
-    tile = ffn_tiling(up, down, shared_limit_of(device_index), scaled=scaled)
+    limit = shared_limit_of(device_index)
+    obstacle = device_obstacle(device_index) or size_obstacle(up, down, dtype, activation, residual, limit, wgmma=wgmma)
+    tile = _tile(up, down, limit, scaled=scaled, wgmma=wgmma)
     if obstacle is not None or isinstance(tile, str):
         raise BackendError(obstacle or str(tile))
     return FusedFfn(tile, dtype, activation, norm, residual, device_index)
@@ -102,8 +119,11 @@ def run_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
+    wgmma: bool | None = None,
 ) -> Tensor:  # shape: (rows, out_features)
     """Find the kernel and the packed weights, and run them on the current stream.
+
+    ``wgmma`` chooses between the kernels; None takes the one for this device.
 
     Raises:
         BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
@@ -111,9 +131,10 @@ def run_ffn(
     device_index = x.device.index
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
-            return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual)
+            return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual, wgmma)
     architectures = architecture_of(up), architecture_of(down)
-    kernel = _fused_ffn(*architectures, x.dtype, activation, norm is not None, scale is not None, residual, device_index)
+    wgmma = _has_wgmma(device_index) if wgmma is None else wgmma
+    kernel = _fused_ffn(*architectures, x.dtype, activation, norm is not None, scale is not None, residual, device_index, wgmma)
     parts = (*up, *down, up_bias, down_bias, *(norm or (None, None)), scale)
     sources = tuple(part for part in parts if part is not None)
 

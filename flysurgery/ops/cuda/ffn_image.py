@@ -145,12 +145,15 @@ def _take(values: Tensor, index: np.ndarray) -> Tensor:
 def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tensor) -> Tensor:
     """Panels of all factors in the order of use, each padded to the stride.
 
-    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one.
+    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one, where they are apart.
     """
     first, second, third, last = (value.view(torch.uint8) for value in weights)
-    up = torch.stack(_parts(tile, second, middle), dim=1)
-    down = _padded(third, tile.stride).view(-1, 1, tile.stride)
-    middle_panels = torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
+    if tile.joined:
+        middle_panels = _padded(torch.cat([second, middle.view(torch.uint8), third], dim=1), tile.stride)
+    else:
+        up = torch.stack(_parts(tile, second, middle), dim=1)
+        down = _padded(third, tile.stride).view(-1, 1, tile.stride)
+        middle_panels = torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
     panels = [_padded(first, tile.stride), middle_panels, torch.stack(_parts(tile, last, ends), dim=1)]
     return torch.cat([value.flatten() for value in panels])
 

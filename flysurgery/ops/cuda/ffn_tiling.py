@@ -17,6 +17,8 @@ _REGISTERS = 160
 _REGISTERS_BESIDE_TILES = 32
 _NO_TILE = 0xFFFFFFFF
 
+Factors = tuple[Pattern, Pattern, Pattern, Pattern]
+
 
 @dataclass(frozen=True)
 class FfnTiling:
@@ -31,12 +33,37 @@ class FfnTiling:
         scaled: whether the last factor's outputs are scaled, one by one.
     """
 
-    factors: tuple[Pattern, Pattern, Pattern, Pattern]
+    factors: Factors
     hidden: int
     parts: tuple[int, int, int]
     columns: int
     slots: int
     scaled: bool
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name, and its file's without the ending."""
+        return "fused_ffn"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one warpgroup brings data."""
+        return 128 * (WARPGROUPS + 1)
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows that blocks take in turn."""
+        return ROWS_OF_WARPGROUP
+
+    @property
+    def whole_units(self) -> bool:
+        """Whether rows of y past the last are written: a unit's rows of y hold what waits for its last factor."""
+        return True
+
+    @property
+    def joined(self) -> bool:
+        """Whether a panel of the middle holds the weights of a piece in both factors."""
+        return False
 
     @property
     def vector(self) -> int:
@@ -135,8 +162,8 @@ class FfnTiling:
             "SLOTS": self.slots,
             "PANEL_STRIDE": self.stride,
             "SCALED": int(self.scaled),
-            "U_TABLE": _braces(middle),
-            "V_TABLE": _braces(last),
+            "U_TABLE": braces(middle),
+            "V_TABLE": braces(last),
         }
 
 
@@ -174,31 +201,33 @@ def ffn_tiling(up: Architecture, down: Architecture, shared_limit: int, *, scale
 
 @lru_cache(maxsize=256)
 def _tiling(up: Architecture, down: Architecture, shared_limit: int, scaled: bool) -> FfnTiling | str:
-    if len(up) != 2 or len(down) != 2:
-        return f"the fused FFN takes two factors a layer, got {up} and {down}"
-    factors = (up.patterns[1], up.patterns[0], down.patterns[1], down.patterns[0])
-    obstacle = _obstacle(*factors)
-    if obstacle is not None:
-        return obstacle
+    factors = factors_of(up, down)
+    if isinstance(factors, str):
+        return factors
+    third, last = factors[2:]
+    if tiles_of(third) % 2 or third.a * tiles_of(third) * 8 > last.out_features:
+        return f"the {third.out_features} values between factors {third} and {last} do not fit in tiles in the rows of the result"
     fitting = [*_fitting(factors, shared_limit, scaled)]
     if not fitting:
         return f"no tile of {up} with {down} fits in the registers and {shared_limit} bytes of shared memory"
     return fitting[0]
 
 
-def _obstacle(first: Pattern, second: Pattern, third: Pattern, last: Pattern) -> str | None:
+def factors_of(up: Architecture, down: Architecture) -> Factors | str:
+    """The four patterns, in the order in which x meets them, or the reason why the kernels of whole blocks do not take them."""
+    if len(up) != 2 or len(down) != 2:
+        return f"the fused FFN takes two factors a layer, got {up} and {down}"
+    first, second, third, last = factors = (up.patterns[1], up.patterns[0], down.patterns[1], down.patterns[0])
     if first.d != 1 or third.d != 1 or second.a != 1 or last.a != 1:
         return "the fused FFN takes layers (1,b,c,d),(a,b',c',1), as the named architectures are"
     if second.out_features != third.in_features:
         return f"the second layer reads {third.in_features} features, the first one gives {second.out_features}"
     if first.c % 16 or third.c % (second.d * 16):
         return f"the fused FFN multiplies 16 columns at a time, blocks {first} and {third} with {second.d} classes do not divide so"
-    if tiles_of(third) % 2 or third.a * tiles_of(third) * 8 > last.out_features:
-        return f"the {third.out_features} values between factors {third} and {last} do not fit in tiles in the rows of the result"
-    return None
+    return factors
 
 
-def _fitting(factors: tuple[Pattern, Pattern, Pattern, Pattern], shared_limit: int, scaled: bool) -> list[FfnTiling]:
+def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTiling]:
     """Tilings that fit in the registers and in shared memory, the most promising first."""
     _, second, third, last = factors
     share = third.c // second.d
@@ -228,5 +257,5 @@ def _descriptor(first: int, second: int) -> int:
     return 64 * first + ((second - first if second >= 0 else 0) * 64 << 16)
 
 
-def _braces(value: list) -> str:
-    return "{" + ",".join(_braces(item) if isinstance(item, list) else str(item) for item in value) + "}"
+def braces(value: list) -> str:
+    return "{" + ",".join(braces(item) if isinstance(item, list) else str(item) for item in value) + "}"

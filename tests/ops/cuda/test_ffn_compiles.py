@@ -1,4 +1,4 @@
-"""The fused feed-forward kernel compiles for Hopper, without waits between warpgroup products and with few spills."""
+"""The kernels of whole feed-forward blocks compile: for Hopper with few spills and no waits between products, elsewhere without spills."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
+from flysurgery.ops.cuda.ffn_warp_tiling import WarpFfnTiling, warp_ffn_tiling
+from flysurgery.ops.cuda.tiling import registers_allowed
 from flysurgery.patterns import Architecture
-from flysurgery.patterns.catalog import gonon, monarch
+from flysurgery.patterns.catalog import gonon, low_rank, monarch
 
 SHARED = 232448
 MAX_SPILL_BYTES = 128
@@ -31,3 +33,22 @@ def test_compiles_without_serialized_products(up: Architecture, down: Architectu
     assert compiled.serialized == ()
     assert compiled.spill_bytes <= MAX_SPILL_BYTES
     assert compiled.registers <= 128  # at the start, before one warpgroup leaves its own to the others
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "mode", "activation", "arch", "shared"),
+    [
+        (gonon(1536, 384), gonon(384, 1536), 0, "gelu", "sm_80", 163 * 1024),
+        (monarch(1536, 384), monarch(384, 1536), 1, "gelu_tanh", "sm_100", SHARED),
+        (monarch(1536, 384), monarch(384, 1536), 0, "gelu", "sm_90a", SHARED),
+        (gonon(768, 192), gonon(192, 768), 1, "silu", "sm_89", 99 * 1024),
+        (low_rank(1536, 384, 96), low_rank(384, 1536, 96), 0, "gelu", "sm_80", 163 * 1024),
+    ],
+)
+def test_compiles_without_wgmma(up: Architecture, down: Architecture, mode: int, activation: str, arch: str, shared: int) -> None:
+    tile = warp_ffn_tiling(up, down, shared, scaled=True)
+    assert isinstance(tile, WarpFfnTiling)
+    defines = {**tile.defines(), "MODE": mode, "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
+    compiled = compile_cubin("ffn_warps.cu", defines, arch=arch, name="ffn_warps")
+    assert compiled.spill_bytes == 0
+    assert compiled.registers <= registers_allowed(tile.warps)

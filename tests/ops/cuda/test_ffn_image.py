@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.factors import ks_einsum
+from flysurgery.ops.cuda import ffn
 from flysurgery.ops.cuda.ffn import size_obstacle
 from flysurgery.ops.cuda.ffn_image import input_order, pack_ffn
 from flysurgery.ops.cuda.ffn_tiling import FfnTiling, ffn_tiling, tiles_of
+from flysurgery.ops.cuda.ffn_warp_tiling import WarpFfnTiling, warp_ffn_tiling
+from flysurgery.ops.cuda.tiling import registers_allowed
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, low_rank, monarch
 
@@ -35,7 +41,12 @@ class Panels:
         weights = panel[: 2 * k * columns].view(torch.float16).double().view(k // 8, columns, 8).transpose(1, 2).reshape(k, columns)
         return weights, panel[2 * k * columns :][: 4 * floats].view(torch.float32).double()
 
-    def joined(self, k: int, columns: int, floats: int, parts: int) -> tuple[Tensor, Tensor]:
+    def split(self, bytes_of_first: int) -> None:
+        """Make two panels of the next one, which holds the weights of two factors."""
+        panel = self.panels.pop(0)
+        self.panels[:0] = [panel[:bytes_of_first], panel[bytes_of_first:]]
+
+    def of_parts(self, k: int, columns: int, floats: int, parts: int) -> tuple[Tensor, Tensor]:
         """A product that is cut into parts."""
         found = [self.next(k // parts, columns, floats if part == 0 else 0) for part in range(parts)]
         return torch.cat([weights for weights, _ in found]), found[0][1]
@@ -52,23 +63,27 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
 
     u = []
     for block in x.view(len(x), first.a, first.c).unbind(1):
-        weights, _ = panels.joined(first.c, 8 * tiles_of(first), 0, tile.parts[0])
+        weights, _ = panels.of_parts(first.c, 8 * tiles_of(first), 0, tile.parts[0])
         u.append(block[:, torch.from_numpy(input_order(first.c, tile.vector))] @ weights)
     u, hidden = torch.cat(u, dim=1), []
     v = x.new_zeros(third.a, len(x), 8 * tiles_of(third))
     blocks = [block for block in range(third.a) for _ in range(second.d * tile.pieces)]
     for piece, cls in enumerate([cls for _ in range(third.a) for cls in range(second.d) for _ in range(tile.pieces)]):
-        weights, bias = panels.joined(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
+        if tile.joined:
+            panels.split(tile.panel_bytes[1] + 4 * tile.hidden)
+        weights, bias = panels.of_parts(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
         hidden.append(functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias)))
-        if piece > 0:  # the product of a piece with the third factor comes after the next piece
-            v[blocks[piece - 1]] += hidden[piece - 1] @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
-    v[-1] += hidden[-1] @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
+        late = 0 if tile.joined else 1  # then the product of a piece with the third factor comes after the next piece
+        if piece >= late:
+            v[blocks[piece - late]] += hidden[piece - late] @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
+    if not tile.joined:
+        v[-1] += hidden[-1] @ panels.next(tile.hidden, 8 * tiles_of(third))[0]
     v, y = torch.cat(v.unbind(), dim=1), x.new_full((len(x), last.b, last.d), torch.nan)
     count = 2 if tile.scaled else 1
     lane, held = torch.arange(4)[:, None], torch.arange(2 * tile.run)[None, :]
     for start in range(0, last.b, tile.columns):
         for cls in range(last.d):
-            weights, floats = panels.joined(16 * len(tile.last_steps[0]), tile.columns, count * tile.columns, tile.parts[2])
+            weights, floats = panels.of_parts(16 * len(tile.last_steps[0]), tile.columns, count * tile.columns, tile.parts[2])
             out = pick(v, tile.last_steps[cls]) @ weights + floats[: tile.columns]
             out = out * floats[tile.columns :] if tile.scaled else out
             for run in range(0, tile.columns, 8 * tile.run):  # lane t stores what it holds of each tile of a run side by side
@@ -78,11 +93,12 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
     return y.flatten(1)
 
 
+@pytest.mark.parametrize("find", [ffn_tiling, warp_ffn_tiling])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_the_image_holds_the_block(name: str, scaled: bool) -> None:
+def test_the_image_holds_the_block(name: str, scaled: bool, find: Callable[..., FfnTiling | str]) -> None:
     up, down = BLOCKS[name]
-    tile = ffn_tiling(up, down, SHARED, scaled=scaled)
+    tile = find(up, down, SHARED, scaled=scaled)
     assert isinstance(tile, FfnTiling)
     make = torch.Generator().manual_seed(3)
 
@@ -102,9 +118,10 @@ def test_the_image_holds_the_block(name: str, scaled: bool) -> None:
     torch.testing.assert_close(emulate(tile, image, x), expected, rtol=2.0**-20, atol=2.0**-20 * float(expected.abs().max()))
 
 
-def test_every_weight_is_there_and_panels_have_one_stride() -> None:
+@pytest.mark.parametrize("find", [ffn_tiling, warp_ffn_tiling])
+def test_every_weight_is_there_and_panels_have_one_stride(find: Callable[..., FfnTiling | str]) -> None:
     for up, down in BLOCKS.values():
-        tile = ffn_tiling(up, down, SHARED, scaled=True)
+        tile = find(up, down, SHARED, scaled=True)
         assert isinstance(tile, FfnTiling)
         first, second, third, last = (torch.ones(pattern.factor_shape) for pattern in tile.factors)
         image = pack_ffn(tile, (first, second, third, last), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
@@ -127,8 +144,9 @@ def test_every_weight_is_there_and_panels_have_one_stride() -> None:
 def test_the_reason_says_what_is_wrong(
     up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, words: str
 ) -> None:
-    reason = size_obstacle(up, down, dtype, activation, residual, SHARED)
-    assert reason is not None and words in reason
+    for wgmma in (True, False):
+        reason = size_obstacle(up, down, dtype, activation, residual, SHARED, wgmma=wgmma)
+        assert reason is not None and words in reason
 
 
 @pytest.mark.parametrize("width", [192, 384])
@@ -137,3 +155,56 @@ def test_panels_that_are_waited_for_together_fit_in_the_ring(width: int) -> None
     pairs += [(low_rank(4 * width, width, rank), low_rank(width, 4 * width, rank)) for rank in range(16, width // 2 + 1, 16)]
     found = [tile for pair in pairs for scaled in (False, True) if isinstance(tile := ffn_tiling(*pair, SHARED, scaled=scaled), FfnTiling)]
     assert found and all(tile.slots >= max(2 * tile.parts[0], tile.parts[1] + 1, 2 * tile.parts[2]) for tile in found)
+
+
+@pytest.mark.parametrize("shared", [99 * 1024, 163 * 1024, SHARED])
+@pytest.mark.parametrize("name", [*BLOCKS, "low rank 384", "low rank 192"])
+def test_without_wgmma_every_generation_has_a_tiling(name: str, shared: int) -> None:
+    width = int(name.split()[-1])
+    up, down = BLOCKS.get(name, (low_rank(4 * width, width, width // 4), low_rank(width, 4 * width, width // 4)))
+    tile = warp_ffn_tiling(up, down, shared, scaled=True)
+    if name == "gonon 384" and shared < 163 * 1024:
+        assert isinstance(tile, str) and "no tile" in tile
+        return
+    assert isinstance(tile, WarpFfnTiling)
+    assert tile.shared_bytes <= shared and tile.registers <= registers_allowed(tile.warps)
+    assert all(size <= tile.stride for size in (tile.panel_bytes[0], tile.middle_bytes, tile.panel_bytes[3]))
+
+
+def test_the_device_decides_which_kernel_takes_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffn, "device_obstacle", lambda index: None)
+    monkeypatch.setattr(ffn, "shared_limit_of", lambda index: 99 * 1024)
+    found = {}
+    for arch in ("sm_89", "sm_90a"):
+        monkeypatch.setattr(ffn, "device_arch", lambda index, arch=arch: arch)
+        found[arch] = ffn.ffn_obstacle(*BLOCKS["monarch 384"], torch.float16, "gelu", True, 0)
+    assert found["sm_89"] is None
+    assert "no tile" in str(found["sm_90a"])  # which has more shared memory in truth
+    assert "float16 and bfloat16" in str(ffn.ffn_obstacle(*BLOCKS["monarch 384"], torch.float32, "gelu", True, 0))
+
+
+@pytest.mark.parametrize("wgmma", [True, False])
+def test_the_tiling_decides_what_is_launched(wgmma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of y past the last, threads, blocks and shared memory; the kernel itself only notes its launch."""
+    launches: list[tuple[object, ...]] = []
+    loaded: list[tuple[str, str]] = []
+
+    class Noted:
+        def launch(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, *arguments: object) -> None:
+            launches.append((grid, block, shared, arguments[3]))
+
+    def load(source: str, defines: object, *, name: str, device_index: int) -> Noted:
+        loaded.append((source, name))
+        return Noted()
+
+    monkeypatch.setattr(ffn, "load_kernel", load)
+    monkeypatch.setattr(ffn, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=4))
+    tile = (ffn_tiling if wgmma else warp_ffn_tiling)(*BLOCKS["monarch 192"], SHARED, scaled=False)
+    assert isinstance(tile, FfnTiling)
+    block = ffn.FusedFfn(tile, torch.float16, "gelu", True, True, 0)
+    y = block.run(torch.zeros(37, 192, dtype=torch.float16), torch.zeros(1), 1e-6)
+    assert y.shape == (37, 192) and block.run(y[:0], y, 1e-6).shape == (0, 192)
+    assert loaded == [("fused_ffn.cu", "fused_ffn") if wgmma else ("ffn_warps.cu", "ffn_warps")]
+    assert y.untyped_storage().nbytes() == (64 if wgmma else 37) * 192 * 2
+    assert launches == [((1 if wgmma else 3, 1, 1), (512 if wgmma else 32 * 12, 1, 1), tile.shared_bytes, 37)]
