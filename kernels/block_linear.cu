@@ -9,7 +9,8 @@
 // so that x comes from device memory once and from the L2 cache for the others. A warp brings its own 16 rows of x by cp.async, SLOTS - 1
 // stages ahead, and reads them by ldmatrix as operands of wgmma; sums are float32.
 //
-// With NORM x is normalized in registers, by the moments that layer_norm.cu has left for each row; weight and bias lie in K and shift.
+// With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with the moments that layer_norm.cu
+// has left for each row; weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
 // The activation takes half of its argument: factor and shift are halved.
 //
 // The image (flysurgery/ops/cuda/block_linear.py) is [tile][class][stage][k8][column][8 halves]. Columns are ordered so that a lane holds
@@ -87,9 +88,9 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
 block_linear(const char* __restrict__ x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
              const float2* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
     extern __shared__ __align__(128) char memory[];
-    // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns | bytes from a row's start to each piece | a barrier a panel: it is there
+    // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights | bytes from a row's start to each piece | a barrier a panel: it is there
     const u32 weights = shared_address(memory), staged_at = weights + kStages * kPanel;
-    const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned, pieces_at = columns_at + kOut * 8, full = pieces_at + kStages * 32;
+    const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned, pieces_at = columns_at + kOut * 12, full = pieces_at + kStages * 32;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, t = lane & 3;
     const int warpgroup = warp / 4, tile = blockIdx.x % TILES;
 
@@ -97,7 +98,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    for (int c = threadIdx.x; c < 2 * kOut; c += 128 * WARPGROUPS)
+    for (int c = threadIdx.x; c < 3 * kOut; c += 128 * WARPGROUPS)
         store_shared(columns_at + 4 * c, __float_as_uint(columns[c / kOut * (TILES * kOut) + tile * kOut + c % kOut]));
     for (int p = threadIdx.x; p < kStages * 8; p += 128 * WARPGROUPS) store_shared(pieces_at + 4 * p, (u32)pieces[tile * kStages * 8 + p]);
     __syncthreads();
@@ -134,12 +135,6 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
             for (int s = 0; s < STEPS; ++s) {
                 u32 a[4][4];
                 staged.read(a);
-                if (NORM)
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
-#pragma unroll
-                        for (int w = 0; w < 4; ++w)
-                            a[k][w] = round2(fmaf(low_half(a[k][w]), norm[w % 2].y, norm[w % 2].x), fmaf(high_half(a[k][w]), norm[w % 2].y, norm[w % 2].x));
                 barrier_wait(full + 8 * (j * STEPS + s), 0);
                 const u64 b = wgmma_descriptor(b_from + (j * STEPS + s) * kPanel, COLUMNS);
                 wgmma_fence();
@@ -161,17 +156,20 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                     const int column = r * 4 * kRun + v * 8;
                     Vector<16> packed = {};
                     if (RESIDUAL && own < rows) packed = *reinterpret_cast<const Vector<16>*>(residual + own * residual_stride + byte + column * 2);
-                    float factor[8], shift[8], out[8];
+                    float factor[8], shift[8], sum[8], out[8];
 #pragma unroll
                     for (int k = 0; k < 8; k += 4) {
                         const u32 at = columns_at + (column + t * kRun + k) * 4;
                         load_shared(reinterpret_cast<u32*>(factor) + k, at);
                         load_shared(reinterpret_cast<u32*>(shift) + k, at + kOut * 4);
+                        if (NORM) load_shared(reinterpret_cast<u32*>(sum) + k, at + kOut * 8);
                     }
 #pragma unroll
                     for (int e = 0; e < 8; ++e) {
                         const int p = (v * 8 + e) / D, j = (v * 8 + e) % D;
-                        out[e] = fmaf(acc[j][r * RUN + p / 2][2 * h + p % 2], factor[e], shift[e]);
+                        out[e] = acc[j][r * RUN + p / 2][2 * h + p % 2];
+                        if (NORM) out[e] = fmaf(out[e], norm[h].y, norm[h].x * sum[e]);
+                        out[e] = fmaf(out[e], factor[e], shift[e]);
                         if (ACTIVATION) out[e] = activate_half<ACTIVATION>(out[e]);
                     }
 #pragma unroll

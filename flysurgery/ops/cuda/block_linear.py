@@ -83,7 +83,7 @@ class BlockTiling:
         stages = self.classes * self.steps
         held = 2 * self.run * self.classes
         turned = 4 * self.warpgroups * 64 * held if held > 8 else 0
-        rest = self.columns * self.classes * 8 + stages * (32 + 8) + turned
+        rest = self.columns * self.classes * 12 + stages * (32 + 8) + turned
         return stages * _STAGE * self.columns * 2 + self.warpgroups * self.slots * _SLOT_BYTES + rest
 
     @property
@@ -178,8 +178,11 @@ def pack_blocks(
     scale: Tensor | None,  # shape: (out_features,)
     norm: Norm | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (2, outputs) float32
-    """The weights as the kernel reads them, and what the sums are multiplied by and what is added; those of a norm go into both."""
+) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
+    """The weights as the kernel reads them, what the sums are multiplied by, what is added, and the sums of each output's weights.
+
+    Weight and bias of a norm go into the weights and into what is added.
+    """
     factor, (a, _, c, d) = factor.detach().double(), factor.shape
     shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double()
     if norm is not None and norm.bias is not None:
@@ -188,9 +191,10 @@ def pack_blocks(
         factor = factor * norm.weight.detach().view(a, 1, c, d)
     times = torch.ones_like(shift) if scale is None else scale.detach().double()
     flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
-    image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)]  # -1 takes the zero at the end
-    columns = torch.stack((times, shift * times))[:, torch.tensor(tile.outputs, device=flat.device)]
-    return image.to(dtype).view(-1).view(torch.uint8), columns.float()
+    image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)].to(dtype)  # -1 takes the zero at the end
+    sums = ks_einsum(flat.new_ones(1, a * c * d), factor.to(dtype).double())[0]
+    columns = torch.stack((times, shift * times, sums))[:, torch.tensor(tile.outputs, device=flat.device)]
+    return image.view(-1).view(torch.uint8), columns.float()
 
 
 class BlockLinear:
@@ -231,7 +235,9 @@ class BlockLinear:
             bias = torch.cat([part.detach() for part in biases]) if biases else None
             factor = torch.cat([part.detach() for part in factors], dim)
             image, columns = pack_blocks(tile, factor, bias, scale, norm, self.dtype)
-            return image, columns if self.activation == "none" else 0.5 * columns  # which the activation expects
+            if self.activation != "none":
+                columns[:2] *= 0.5  # which the activation expects
+            return image, columns
 
         present = None if norm is None else (norm.weight is None, norm.bias is None)
         image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make)

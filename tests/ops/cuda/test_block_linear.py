@@ -33,19 +33,20 @@ def tilings(name: str) -> tuple[BlockTiling, ...]:
     return found
 
 
-def result(x: np.ndarray, tile: BlockTiling, image: np.ndarray, factors: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """One row, tile by tile: gathered pieces of 8, a panel a stage; a lane's columns lie where it stores them."""
+def result(x: np.ndarray, mean: float, tile: BlockTiling, image: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """One row less its mean, tile by tile: gathered pieces of 8, a panel a stage; a lane's columns lie where it stores them."""
     eights = np.concatenate([x.reshape(-1, 8), np.zeros((1, 8))])  # piece -1 is empty
     panels = image.reshape(tile.weight_indices.shape)
     n, run = np.arange(tile.columns), tile.run
     lane, place = n % 8 // 2, n // 8 % run * 2 + n % 2
-    columns = n // (8 * run) * 8 * run + lane * 2 * run + place
+    stored = n // (8 * run) * 8 * run + lane * 2 * run + place
     y = np.empty((tile.tiles, tile.columns, tile.classes))
     for t in range(tile.tiles):
         for j in range(tile.classes):
             stages = eights[tile.pieces[t, j]].reshape(tile.steps, 8, 8)
-            y[t, columns, j] = np.einsum("skh,sknh->n", stages, panels[t, j])
-    return y.reshape(-1) * factors + shifts
+            y[t, stored, j] = np.einsum("skh,sknh->n", stages, panels[t, j])
+    factors, shifts, sums = columns
+    return (y.reshape(-1) - mean * sums) * factors + shifts
 
 
 def small_integers(*shape: int) -> torch.Tensor:
@@ -60,11 +61,11 @@ def test_the_images_hold_the_products(name: str) -> None:
         factor, x, bias, scale = (small_integers(*shape) for shape in (tile.factor.factor_shape, sizes[:1], sizes[1:], sizes[1:]))
         norm = Norm(small_integers(sizes[0]).clamp(-1, 1), small_integers(sizes[0]))
         image, columns = pack_blocks(tile, factor, bias, scale, norm, torch.float16)
-        read = image.view(torch.float16).double().numpy(), *columns.double().numpy()
+        read = image.view(torch.float16).double().numpy(), columns.double().numpy()
         assert norm.weight is not None and norm.bias is not None
-        expected = scale * (ks_einsum((x * norm.weight + norm.bias)[None], factor)[0] + bias)
+        expected = scale * (ks_einsum(((x - 2) * norm.weight + norm.bias)[None], factor)[0] + bias)
         np.testing.assert_array_equal(
-            result(x.double().numpy()[list(tile.inputs)], tile, *read), expected.double().numpy()[list(tile.outputs)]
+            result(x.double().numpy()[list(tile.inputs)], 2.0, tile, *read), expected.double().numpy()[list(tile.outputs)]
         )
 
 
