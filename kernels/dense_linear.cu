@@ -256,6 +256,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     __syncthreads();
     for (int b = warp; b < kBatches; b += WARPS)
         copy_by_warp(weights + b * kPanelBytes, image + ((long long)tile * kBatches + b) * kPanelBytes, kPanelBytes, full + 8 * b, lane);
+    wait_for_kernels_before();  // weights come while the kernel before ends
     StagedRows staged(x, rows, x_stride, height, staged_at, warp, lane);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) staged.load();

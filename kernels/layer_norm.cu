@@ -36,6 +36,7 @@ __device__ __forceinline__ float over_warp_sum(float value) {
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
     const char* x, const float* weight, const float* bias, char* y, long long rows, long long stride, int eps_bits) {
+    wait_for_kernels_before();
     const long long row = (long long)blockIdx.x * kWarps + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= rows) return;

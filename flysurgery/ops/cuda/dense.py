@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel, may_begin_early
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.derived import derived
@@ -265,13 +265,21 @@ def _launch(
     if isinstance(tile, str):
         raise BackendError(tile)
     sources = tuple(part for part in (weight, bias, scale) if part is not None)
-    image, columns = derived(("dense linear", tile, bias is None, scale is None), sources, lambda: pack_dense(tile, weight, bias, scale))
+    changed = False
+
+    def make() -> tuple[Tensor, ...]:
+        nonlocal changed
+        changed = True
+        return pack_dense(tile, weight, bias, scale)
+
+    image, columns = derived(("dense linear", tile, bias is None, scale is None), sources, make)
     _kernel(tile, activation, residual is not None, patch, device_index).launch(
         (tile.blocks(rows, torch.cuda.get_device_properties(device_index).multi_processor_count), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
         *(x, image, columns, residual, y, rows, *strides),
+        early=not changed and may_begin_early(device_index),  # the weights were there before the kernel queued last
     )
     return y
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.fused import readable
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
 from flysurgery.ops.derived import derived
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -75,6 +75,7 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
         0,
         current_stream(device_index),
         *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
+        early=may_begin_early(device_index),  # nothing is read before the kernels before have ended
     )
 
 
