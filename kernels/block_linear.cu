@@ -1,4 +1,5 @@
-// y = residual + act(factor * (x Kᵀ) + shift) for a matrix of blocks in one launch: each tile of outputs reads inputs of its own.
+// y = act(factor * (x Kᵀ) + shift), or residual + factor * (x Kᵀ) + shift, for a matrix of blocks in one launch: each tile of outputs reads
+// inputs of its own.
 //
 //        x: 64 rows a warpgroup, 64 gathered columns a stage          y: 64 rows, COLUMNS * D adjacent columns
 //      ┌──┬──┬── … ──┐  pieces of 8 columns, by a table            ┌─┬─┬─┬─┬─┬─ … ─┐
@@ -7,7 +8,8 @@
 //
 // A block keeps the weights of its tile in shared memory and goes over the rows; the blocks of one row range, a tile each, run together,
 // so that x comes from device memory once and from the L2 cache for the others. A warp brings its own 16 rows of x by cp.async, SLOTS - 1
-// stages ahead, and reads them by ldmatrix as operands of wgmma; sums are float32.
+// stages ahead, and reads them by ldmatrix as operands of wgmma, a stage while the one before is multiplied; sums are float32. The next launch
+// begins while this one ends, and brings its weights.
 //
 // With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with the moments that layer_norm.cu
 // has left for each row; weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
@@ -19,8 +21,8 @@
 // Floor: the bytes of x, residual and y, or the products. Its share of a whole model is in recipes/results/optimized_vit_headline_h200.csv,
 // in the rows of ViT-B/16.
 //
-// MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), COLUMNS, RUN, WARPGROUPS, SLOTS, ACTIVATION (activation.cuh),
-// NORM, RESIDUAL. Limits: sm_90a; rows of x, y and the residual begin at multiples of 16 bytes.
+// MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), LAST (k16 steps of the last of them), COLUMNS, RUN, WARPGROUPS, SLOTS,
+// ACTIVATION (activation.cuh), NORM, RESIDUAL. Limits: sm_90a; rows of x, y and the residual begin at multiples of 16 bytes.
 #include "activation.cuh"
 #include "instructions.cuh"
 #include "wgmma_wide.cuh"
@@ -29,8 +31,10 @@ constexpr int kTiles = COLUMNS / 8, kRun = 2 * RUN * D, kStages = D * STEPS;
 constexpr int kPanel = 64 * COLUMNS * 2;      // bytes of a stage's weights
 constexpr int kSlot = 16 * 128;               // bytes of a warp's stage
 constexpr int kOut = COLUMNS * D;             // outputs of a tile
+constexpr int kAhead = 2;                     // turns of the epilogue, of 8 rows and a run, that residuals are loaded ahead
 constexpr int kTurned = kRun > 8 ? 8 * 4 * kRun * 2 : 0;  // bytes in which a warp turns 8 rows of a run, where a lane holds several vectors of it
 static_assert(kRun % 8 == 0 && kTiles % RUN == 0, "a lane holds whole vectors");
+static_assert(!ACTIVATION || !RESIDUAL, "nothing is added behind an activation");
 
 __device__ __forceinline__ void store_shared(u32 address, const u32 (&w)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
@@ -43,8 +47,6 @@ struct StagedRows {
     u32 slots, pieces;
     int warp, lane, stage = 0, to = 0, from = 0, round = 0, inside;
     const char* row;
-
-    __device__ __forceinline__ static int turned(int piece, int row) { return piece ^ ((row & 1) << 2 | (row >> 1 & 3)); }
 
     __device__ __forceinline__ void set_rows() {
         const long long unit = (round * (long long)WARPGROUPS + warp / 4) * blocks + block;
@@ -59,7 +61,7 @@ struct StagedRows {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int own = 4 * m + (lane >> 3);
-            copy_async<16>(at + own * 128 + turned(lane & 7, own) * 16, row + (offset < 0 ? 0 : offset) + 4 * m * stride,
+            copy_async<16>(at + own * 128 + ((lane & 7) ^ (own & 7)) * 16, row + (offset < 0 ? 0 : offset) + 4 * m * stride,
                            offset >= 0 && 4 * m < inside ? 16 : 0);
         }
         commit_copies();
@@ -70,14 +72,15 @@ struct StagedRows {
             set_rows();
         }
     }
-    // The operands of the stage that is due; then the one that is to come in its place is asked for.
-    __device__ __forceinline__ void read(u32 (&a)[4][4]) {
+    // The operands of the stage that is due, of so many k16 steps; then the one that is to come in its place is asked for.
+    __device__ __forceinline__ void read(u32 (&a)[4][4], int steps) {
         const u32 at = slots + from * kSlot;
         wait_copies<SLOTS - 2>();
         __syncwarp();
         const int own = lane & 15;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) load_matrices(a[k], at + own * 128 + turned(2 * k + (lane >> 4), own) * 16);
+        for (int k = 0; k < 4; ++k)
+            if (k < steps) load_matrices(a[k], at + own * 128 + ((2 * k + (lane >> 4)) ^ (own & 7)) * 16);
         __syncwarp();
         if (++from == SLOTS) from = 0;
         load();
@@ -86,11 +89,13 @@ struct StagedRows {
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
 block_linear(const char* __restrict__ x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
-             const float2* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
     extern __shared__ __align__(128) char memory[];
-    // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights | bytes from a row's start to each piece | a barrier a panel: it is there
+    // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights
+    //   | bytes from a row's start to each piece | a barrier a panel: it is there
     const u32 weights = shared_address(memory), staged_at = weights + kStages * kPanel;
-    const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned, pieces_at = columns_at + kOut * 12, full = pieces_at + kStages * 32;
+    const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned;
+    const u32 pieces_at = columns_at + kOut * 12, full = pieces_at + kStages * 32;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, t = lane & 3;
     const int warpgroup = warp / 4, tile = blockIdx.x % TILES;
 
@@ -104,6 +109,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     __syncthreads();
     for (int s = warp; s < kStages; s += 4 * WARPGROUPS)
         copy_by_warp(weights + s * kPanel, image + ((long long)tile * kStages + s) * kPanel, kPanel, full + 8 * s, lane);
+    wait_for_kernels_before();  // weights come while the kernel before ends
 
     StagedRows staged{x, rows, x_stride, blockIdx.x / TILES, gridDim.x / TILES, staged_at + warp * SLOTS * kSlot, pieces_at, warp, lane};
     staged.set_rows();
@@ -116,11 +122,11 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         const long long first = ((round * (long long)WARPGROUPS + warpgroup) * staged.blocks + staged.block) * 64;
         if (first >= rows) break;
         const long long row = first + warp % 4 * 16 + (lane >> 2);
-        float2 norm[2] = {};
+        Vector<8> norm[2] = {};  // -mean * s and s
         if (NORM)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                if (row + h * 8 < rows) norm[h] = moments[row + h * 8];
+                if (row + h * 8 < rows) load_now(norm[h], moments + (row + h * 8) * 8);
         if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -128,23 +134,37 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                 for (int b = 0; b < kOut * 2; b += 128)
                     if (row + h * 8 < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(residual + (row + h * 8) * residual_stride + tile * kOut * 2 + b));
         }
-        float acc[D][kTiles][4] = {};
-#pragma unroll
-        for (int j = 0; j < D; ++j)
-#pragma unroll 1
-            for (int s = 0; s < STEPS; ++s) {
-                u32 a[4][4];
-                staged.read(a);
-                barrier_wait(full + 8 * (j * STEPS + s), 0);
-                const u64 b = wgmma_descriptor(b_from + (j * STEPS + s) * kPanel, COLUMNS);
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) Wgmma<COLUMNS>::run<0>(acc[j], a[k], b + k * (COLUMNS * 32 >> 4), 1);
-                wgmma_commit();
-                wgmma_wait<0>();  // the other warpgroups make use of the time
-            }
-
         const int byte = (tile * kOut + t * kRun) * 2;
+        Vector<16> added[kAhead][kRun / 8];  // what stands in the residual
+        auto bring = [&](int turn) {
+#pragma unroll
+            for (int v = 0; v < kRun / 8; ++v) {
+                added[turn % kAhead][v] = {};
+                if (row + turn % 2 * 8 < rows)
+                    load_now(added[turn % kAhead][v], residual + (row + turn % 2 * 8) * residual_stride + byte + (turn / 2 * 4 * kRun + v * 8) * 2);
+            }
+        };
+        float acc[D][kTiles][4] = {};
+        u32 a[2][4][4];
+#pragma unroll
+        for (int s = 0; s < kStages; ++s) {  // a stage is read while the one before is multiplied
+            const int steps = s % STEPS == STEPS - 1 ? LAST : 4;
+            staged.read(a[s % 2], steps);
+            barrier_wait(full + 8 * s, 0);
+            const u64 b = wgmma_descriptor(b_from + s * kPanel, COLUMNS);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (k < steps) Wgmma<COLUMNS>::run<0>(acc[s / STEPS], a[s % 2][k], b + k * (COLUMNS * 32 >> 4), 1);
+            wgmma_commit();
+            if (STEPS == 1) wgmma_wait<0>();  // the next stage begins other sums
+            else if (s > 0 && s < kStages - 1) wgmma_wait<1>();
+        }
+        if (RESIDUAL)
+#pragma unroll
+            for (int turn = 0; turn < kAhead; ++turn) bring(turn);
+        wgmma_wait<0>();
+
         const u32 turned = turned_at + warp * kTurned;
 #pragma unroll
         for (int r = 0; r < kTiles / RUN; ++r)
@@ -155,7 +175,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                 for (int v = 0; v < kRun / 8; ++v) {
                     const int column = r * 4 * kRun + v * 8;
                     Vector<16> packed = {};
-                    if (RESIDUAL && own < rows) packed = *reinterpret_cast<const Vector<16>*>(residual + own * residual_stride + byte + column * 2);
+                    if (RESIDUAL) packed = added[(2 * r + h) % kAhead][v];
                     float factor[8], shift[8], sum[8], out[8];
 #pragma unroll
                     for (int k = 0; k < 8; k += 4) {
@@ -168,18 +188,18 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                     for (int e = 0; e < 8; ++e) {
                         const int p = (v * 8 + e) / D, j = (v * 8 + e) % D;
                         out[e] = acc[j][r * RUN + p / 2][2 * h + p % 2];
-                        if (NORM) out[e] = fmaf(out[e], norm[h].y, norm[h].x * sum[e]);
+                        if (NORM) out[e] = fmaf(out[e], __uint_as_float(norm[h].w[1]), __uint_as_float(norm[h].w[0]) * sum[e]);
                         out[e] = fmaf(out[e], factor[e], shift[e]);
-                        if (ACTIVATION) out[e] = activate_half<ACTIVATION>(out[e]);
                     }
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         if (RESIDUAL) out[2 * k] += low_half(packed.w[k]), out[2 * k + 1] += high_half(packed.w[k]);
-                        packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
+                        packed.w[k] = ACTIVATION ? activate_pair<ACTIVATION>(out[2 * k], out[2 * k + 1]) : round2(out[2 * k], out[2 * k + 1]);
                     }
                     if (kTurned) store_shared(turned + (lane * kRun + v * 8) * 2, packed.w);
                     else if (own < rows) *reinterpret_cast<Vector<16>*>(y + own * (TILES * kOut * 2) + byte + column * 2) = packed;
                 }
+                if (RESIDUAL && 2 * r + h + kAhead < 2 * (kTiles / RUN)) bring(2 * r + h + kAhead);
                 if (kTurned) {
                     __syncwarp();
 #pragma unroll

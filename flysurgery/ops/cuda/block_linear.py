@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel, may_begin_early
 from flysurgery.ops.cuda.layer_norm import row_moments
 from flysurgery.ops.derived import derived
 from flysurgery.ops.parts import Norm
@@ -23,7 +23,8 @@ _MODES = {torch.float16: 0, torch.bfloat16: 1}
 _PIECE, _STAGE = 8, 64
 _SLOT_BYTES = 64 * 2 * _STAGE
 _WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
-_MAX_SLOTS = 6
+_FEWEST_SLOTS, _MAX_SLOTS = 3, 6
+_MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class BlockTiling:
         return self.pieces.shape[2] // 8
 
     @property
+    def last(self) -> int:
+        """Steps of 16 columns of x that the last stage of a class has, where it has most."""
+        return -(-int((self.pieces[..., -8:] >= 0).sum(axis=-1).max()) // 2)
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         stages = self.classes * self.steps
@@ -89,7 +95,7 @@ class BlockTiling:
     @property
     def registers(self) -> int:
         """Registers a thread, estimated: sums, and what stands beside them."""
-        return self.classes * self.columns // 2 + 70
+        return self.classes * self.columns // 2 + 50 + 4 * self.classes
 
     def defines(self, mode: int, activation: int, *, norm: bool, residual: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
@@ -98,6 +104,7 @@ class BlockTiling:
             "TILES": self.tiles,
             "D": self.classes,
             "STEPS": self.steps,
+            "LAST": self.last,
             "COLUMNS": self.columns,
             "RUN": self.run,
             "WARPGROUPS": self.warpgroups,
@@ -141,21 +148,27 @@ def block_tiling(
 ) -> BlockTiling | str:
     """The tiling of a product, or why there is none: the widest tile beside which three warpgroups keep three stages each.
 
+    Two warpgroups where their tile is twice as wide, so that x is read half as often; one where there is no room for more.
     Outputs of a dense block must stand side by side, or, those of ``classes`` blocks, in turns.
     """
     places, results = tuple(map(int, inputs)), tuple(map(int, outputs))
     if len(places) % _PIECE:
         return f"rows of {len(places)} features are no whole vectors of 16 bytes"
-    for warpgroups, fewest in ((3, 3), (2, 3), (1, 3)):
-        for columns in _WIDTHS:
-            tile = BlockTiling(factor, places, results, classes, columns, warpgroups)
-            if factor.b % columns or columns % (8 * tile.run) or tile.registers * warpgroups * 128 > 65536:
-                continue
-            for slots in range(_MAX_SLOTS, fewest - 1, -1):
-                tile = BlockTiling(factor, places, results, classes, columns, warpgroups, slots)
-                if tile.shared_bytes <= shared_limit:
-                    return tile
-    return f"no tile of {factor} fits in {shared_limit} bytes of shared memory"
+    three, two, one = (_widest(BlockTiling(factor, places, results, classes, 0, count), shared_limit) for count in (3, 2, 1))
+    chosen = two if two and three and two.columns >= 2 * three.columns else three or two or one
+    return chosen or f"no tile of {factor} fits in {shared_limit} bytes of shared memory"
+
+
+def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
+    """The widest tile of so many warpgroups, with as many slots as fit."""
+    for columns in _WIDTHS:
+        tile = replace(tile, columns=columns)
+        if tile.factor.b % columns or columns % (8 * tile.run) or tile.registers > min(65536 // (128 * tile.warpgroups), _MAX_REGISTERS):
+            continue
+        for slots in range(_MAX_SLOTS, _FEWEST_SLOTS - 1, -1):
+            if replace(tile, slots=slots).shared_bytes <= shared_limit:
+                return replace(tile, slots=slots)
+    return None
 
 
 def blocks_obstacle(dtype: torch.dtype, activation: str, device_index: int) -> str | None:
@@ -230,8 +243,11 @@ class BlockLinear:
         if rows == 0:
             return y
         sources = (*factors, *biases, *(() if scale is None else (scale,)), *(() if norm is None else norm.tensors))
+        changed = False
 
         def make() -> tuple[Tensor, ...]:
+            nonlocal changed
+            changed = True
             bias = torch.cat([part.detach() for part in biases]) if biases else None
             factor = torch.cat([part.detach() for part in factors], dim)
             image, columns = pack_blocks(tile, factor, bias, scale, norm, self.dtype)
@@ -250,6 +266,7 @@ class BlockLinear:
             tile.shared_bytes,
             current_stream(self.device_index),
             *(x, image, self._pieces, columns, moments, residual, y, rows, *strides),
+            early=not changed and may_begin_early(self.device_index),  # the weights were there before the kernel queued last
         )
         return y
 
