@@ -48,7 +48,7 @@ class SplitLinear(nn.Module):
         parts = [*self._modules.values()]
         plain = [part for part in parts if type(part) is ButterflyLinear and not _hooked(part)]
         if len(plain) == len(parts) and len({part.backend for part in plain}) == 1:
-            factors, biases = [part.own_factors() for part in plain], [part.bias for part in plain]
+            factors, biases = zip(*[part.own_parameters() for part in plain], strict=True)
             return ks_linear_group(x, factors, biases, backend=plain[0].backend)
         return torch.cat([part(x) for part in parts], dim=-1)  # pyright: ignore[reportOptionalCall] - None is no part
 

@@ -259,6 +259,11 @@ def address_of(argument: Argument) -> int:
     return argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
 
 
+def current_device() -> int:
+    """``torch.cuda.current_device()`` where CUDA is in use already, at a third of its cost."""
+    return torch._C._cuda_getDevice()
+
+
 def current_stream(device_index: int) -> int:
     """Raw handle of PyTorch's current stream on a device."""
     return torch._C._cuda_getCurrentRawStream(device_index)

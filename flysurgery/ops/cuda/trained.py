@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.gather import Gather, Packer, aligned
 from flysurgery.ops.cuda.gradients import chain_for
-from flysurgery.ops.cuda.kernel import Prepared, Series, current_stream, in_rows
+from flysurgery.ops.cuda.kernel import Prepared, Series, current_device, current_stream, in_rows
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.multiply import product_for
@@ -35,6 +35,8 @@ class _Plan(NamedTuple):
 
 class Trained:
     """A product and its backward pass. Looking weights up in a cache would take longer than packing halves does.
+
+    The parameters' shapes and dtypes are the same at each call.
 
     Args:
         product: that of all factors, or of the leftmost alone where the chain keeps its input.
@@ -60,12 +62,12 @@ class Trained:
         The latter is one piece of memory, with the weights for both passes and the inputs of factors that are kept, and where in it
         those of the backward pass lie.
         """
-        gather = self.packer.gather_for(parameters)
-        if gather is None:
+        gather = self.packer.gather or self.packer.gather_for(parameters)
+        if gather is None or not all(map(Tensor.is_contiguous, parameters)):
             return None
         meet(self.product, x)
         x_at = x.data_ptr()
-        key = x.shape, x.stride(), x_at % 16, parameters[0].dtype
+        key = x.shape, x.stride(), x_at % 16
         plan = self._plans.get(key)
         if plan is None:
             own = self.product.readable(x)
@@ -153,8 +155,8 @@ class TrainedCall:
         self._trained: Trained | None = None
 
     def trained(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Trained | None:
-        """The kernels for both passes; None where the weights had better be kept, or x is on another device. Shapes but that of x stay."""
-        known = x.shape, x.get_device(), torch.cuda.current_device(), _forgotten
+        """The kernels for both passes; None where the weights had better be kept, or x is on another device. Shapes but that of x stay, and dtypes."""
+        known = x.shape, x.get_device(), current_device(), _forgotten
         if known != self._known:
             self._trained = _trained_for(x, parameters, self.count, self.linears, self.mode)
             self._known = known
@@ -163,9 +165,9 @@ class TrainedCall:
 
 def _trained_for(x: Tensor, parameters: tuple[Tensor, ...], count: int, linears: int, mode: str) -> Trained | None:
     device_index, rows = x.device.index, x.numel() // x.shape[-1]
-    if rows == 0 or mode not in HALVES or device_index != torch.cuda.current_device():
+    if rows == 0 or mode not in HALVES or device_index != current_device():
         return None
-    key = (mode, linears, device_index, rows_bucket(rows), *[parameter.shape for parameter in parameters])
+    key = (mode, linears, device_index, rows_bucket(rows), *[(parameter.shape, parameter.dtype) for parameter in parameters])
     found = _trained.get(key)
     if found is None:
         factors = parameters[:count]

@@ -46,6 +46,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(trained, "Series", EmulatedSeries)
     monkeypatch.setattr(trained, "_trained", {})
     monkeypatch.setattr(trained, "current_stream", lambda index: 0)
+    monkeypatch.setattr(trained, "current_device", lambda: None)
     monkeypatch.setattr(Gather, "prepared", emulated_gather)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(chain, "current_stream", lambda index: 0)
