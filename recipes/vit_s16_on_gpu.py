@@ -5,7 +5,7 @@
 Random weights: nothing here depends on their values. Inference is timed by CUDA graphs over rotating inputs. A training step
 (forward, backward, fused AdamW) is timed eagerly with a look at each loss, eagerly with the next step behind it, and in a CUDA graph:
 what the host takes shows in the first, and in the second where it takes longer than the device. All beside dense in the same
-run. The error is that of the converted model's features against the same model in float64.
+run, steps by turns. The error is that of the converted model's features against the same model in float64.
 """
 
 from __future__ import annotations
@@ -64,29 +64,42 @@ def inference(dense: nn.Module, converted: nn.Module, mode: str, batch: int, arc
 
 
 def training(dense: nn.Module, converted: nn.Module, batch: int, arch: str) -> list[Row]:
-    """Time a training step of each model under bfloat16 autocast, in three ways."""
-    pairs = zip(_training_ms(dense, batch).items(), _training_ms(converted, batch).values(), strict=True)
-    return [Row(arch, "bf16", batch, what, before, after, after / before, None, None, "") for (what, before), after in pairs]
+    """Time a training step of each model under bfloat16 autocast, in three ways, the models by turns: a host's pace changes."""
+    models = [_Training(model, batch) for model in (dense, converted)]
+    ways: list[tuple[str, Callable[[_Training], object], int, int]] = [
+        ("training step", lambda model: float(model.step()), 1, 20),
+        (f"training step, {_STEPS} on end", lambda model: [model.step() for _ in range(_STEPS)], _STEPS, 7),
+        ("training step, CUDA graph", lambda model: model.graph.replay(), 1, 10),
+    ]
+    rows = []
+    for what, run, steps, rounds in ways:
+        times = [[_timed(partial(run, model)) / steps for model in models] for _ in range(rounds)]
+        before, after = (statistics.median(column) for column in zip(*times, strict=True))
+        rows.append(Row(arch, "bf16", batch, what, before, after, after / before, None, None, ""))
+    for model in models:
+        model.check()
+    return rows
 
 
-def _training_ms(model: nn.Module, batch: int) -> dict[str, float]:
-    """Medians of steps on one batch, whose loss must fall."""
-    trained = copy.deepcopy(model).train().requires_grad_(True)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, fused=True, capturable=True)
-    x = torch.randn(batch, 3, 224, 224, device="cuda")
-    target = torch.randint(0, 1000, (batch,), device="cuda")
-    one = partial(step, trained, optimizer, x, target)
-    losses = [float(one()) for _ in range(8)]
-    _must_fall(losses)
-    alone = statistics.median(_timed(lambda: float(one())) for _ in range(10))
-    following = statistics.median(_timed(lambda: [one() for _ in range(_STEPS)]) / _STEPS for _ in range(3))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = one()
-    graph.replay()
-    captured = statistics.median(_timed(graph.replay) for _ in range(10))
-    _must_fall([*losses, float(loss)])
-    return {"training step": alone, f"training step, {_STEPS} on end": following, "training step, CUDA graph": captured}
+class _Training:
+    """A model trained on one batch, whose loss must fall, and one step of it as a graph."""
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        trained = copy.deepcopy(model).train().requires_grad_(True)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, fused=True, capturable=True)
+        x = torch.randn(batch, 3, 224, 224, device="cuda")
+        target = torch.randint(0, 1000, (batch,), device="cuda")
+        self.step = partial(step, trained, optimizer, x, target)
+        self._losses = [float(self.step()) for _ in range(8)]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._loss = self.step()
+
+    def check(self) -> None:
+        """See that the loss has fallen, in steps called one by one and in those of the graph."""
+        _must_fall([self._losses[0], float(self.step())])
+        self.graph.replay()
+        _must_fall([self._losses[0], float(self._loss)])
 
 
 def _must_fall(losses: list[float]) -> None:
