@@ -104,15 +104,14 @@ def run_by_factors(dtype: torch.dtype) -> None:
 
 
 def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
-    if device_arch(0) != "sm_90a":
-        return
     up, down = (factors_of(architecture, dtype) for architecture in architectures)
     features = architectures[1].out_features
     bias = torch.randn(features, device="cuda").to(dtype)
     for rows in ROWS:
         x = torch.randn((rows, features), device="cuda").to(dtype)
-        run_ffn(x, (bias, bias), 1e-6, up, None, down, bias, "gelu", bias, True)
-        run_ffn(x, None, 0.0, up, None, down, None, "gelu_tanh", None, False)
+        for wgmma in {False, device_arch(0) == "sm_90a"}:
+            run_ffn(x, (bias, bias), 1e-6, up, None, down, bias, "gelu", bias, True, wgmma)
+            run_ffn(x, None, 0.0, up, None, down, None, "gelu_tanh", None, False, wgmma)
     print(f"feed-forward {dtype} {architectures[0]} {architectures[1]}")
 
 

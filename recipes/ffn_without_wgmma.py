@@ -1,0 +1,187 @@
+"""Whole feed-forward blocks by mma.sync, as on devices without wgmma, in one launch and in two: one table for one CUDA device.
+
+``python recipes/ffn_without_wgmma.py --out recipes/results/ffn_without_wgmma_h200.csv``
+
+Norm, two butterfly layers, activation and residual. The two launches are the fused linear kernel's: the norm with the first layer and the
+activation, the second layer with the residual; each the fastest of some configurations without wgmma. ``shared_kb`` is what a block may
+use of shared memory: as on compute capability 9.0 and 10.0, on 8.0, and on 8.9 and 12.0; the arithmetic is that of the device at hand.
+Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a block in one shuffled run, after a check against
+float64. In the most shared memory also with narrower pieces of hidden units than the kernel takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+
+import recipe
+import torch
+from fused_ffn_table import ARCHITECTURES, DenseBlock, make_block
+from torch import Tensor
+
+from flysurgery.bench import time_interleaved
+from flysurgery.ops import FusedFactors, Norm, composed
+from flysurgery.ops.cuda.cubins import find_cubin
+from flysurgery.ops.cuda.ffn import FusedFfn
+from flysurgery.ops.cuda.ffn_image import pack_ffn
+from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS
+from flysurgery.ops.cuda.ffn_warp_tiling import WarpFfnTiling, warp_ffn_tiling
+from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.fused_configs import configs
+from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.norm_linear import fold
+from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
+from flysurgery.patterns import Architecture
+
+WIDTHS, SHARED_KB = (384, 192), (227, 163, 99)
+TRIED = 3
+FIRST, SECOND = {"ACTIVATION": 1, "SCALED": 0, "RESIDUAL": 0}, {"ACTIVATION": 0, "SCALED": 0, "RESIDUAL": 1}
+Run = Callable[[Tensor], Tensor]
+Layer = Callable[[Tensor, Tensor], Tensor]  # of its input and the residual
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of one block in fp16. ``error`` of the block's change of x is relative to float64, in the Frobenius norm."""
+
+    width: int
+    architecture: str
+    rows: int
+    shared_kb: int
+    candidate: str
+    error: float
+    median_us: float
+    iqr_us: float
+    ratio_to_dense: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """The layers of one width, and what a multiprocessor has room for."""
+
+    name: str
+    width: int
+    shared_kb: int
+
+    @property
+    def layers(self) -> tuple[Architecture, Architecture]:
+        build = ARCHITECTURES[self.name]
+        return build(4 * self.width, self.width), build(self.width, 4 * self.width)
+
+    @property
+    def tile(self) -> WarpFfnTiling | None:
+        """How one launch tiles the block; None where it does not fit."""
+        tile = warp_ffn_tiling(*self.layers, self.shared_kb * 1024, scaled=False)
+        return tile if isinstance(tile, WarpFfnTiling) else None
+
+    def tiles(self) -> dict[str, WarpFfnTiling]:
+        """The tile that is chosen, and ones with narrower pieces."""
+        tile = self.tile
+        if tile is None:
+            return {}
+        units = range(16, tile.hidden, 16) if self.shared_kb == max(SHARED_KB) else ()
+        narrower = {f"one launch, pieces of {n}": replace(tile, hidden=n) for n in units if tile.hidden * tile.pieces % n == 0}
+        return {"one launch": tile, **narrower}
+
+    def linear(self, nth: int) -> tuple[Tiling, list[FusedConfig]]:
+        """The tiling of a layer and the configurations to try."""
+        tile = tiling(self.layers[nth], "fp16", norm=nth == 0)
+        assert isinstance(tile, Tiling), tile
+        return tile, configs(tile, self.shared_kb * 1024, wgmma=False)[:TRIED]
+
+    def jobs(self) -> Iterable[tuple[str, dict[str, int | str]]]:
+        """The kernels to compile."""
+        for tile in self.tiles().values():
+            yield "ffn_warps", {**tile.defines(), "MODE": 0, "ACTIVATION": ACTIVATIONS["gelu"], "NORM": 1, "RESIDUAL": 1}
+        for nth, epilogue in enumerate((FIRST, SECOND)):
+            linear, found = self.linear(nth)
+            for config in found:
+                yield "fused_linear", {**linear.of(config).defines(config), **epilogue}
+
+
+def prepare(job: tuple[str, dict[str, int | str], str]) -> None:
+    """Compile into the cache, in a process of its own."""
+    name, defines, arch = job
+    find_cubin(f"{name}.cu", defines, arch=arch, name=name)
+
+
+def one_launch(tile: WarpFfnTiling, norm: Norm, up: FusedFactors, down: FusedFactors) -> Run:
+    kernel = FusedFfn(tile, torch.float16, "gelu", norm=True, residual=True, device_index=0)
+    factors = (up.factors[1], up.factors[0], down.factors[1], down.factors[0])
+    image = pack_ffn(tile, factors, (up.bias, down.bias), (norm.weight, norm.bias), None, torch.float16)
+    return lambda x: kernel.run(x, image, norm.eps)
+
+
+def two_launches(block: Block, norm: Norm, up: FusedFactors, down: FusedFactors, x: Tensor) -> Run:
+    """Both layers, each in its fastest configuration."""
+    assert up.bias is not None
+    pairs, offset = fold([(up.factors[0], up.factors[1])], [up.bias], norm.weight, norm.bias)
+    bias = None if offset is None else offset.half()
+    layers: list[Layer] = []
+    for nth, weights in enumerate((pairs, [(down.factors[0], down.factors[1])])):
+        found: dict[str, Layer] = {}
+        for config in block.linear(nth)[1]:
+            kernel = FusedLinear(block.layers[nth], "fp16", config=config, norm=nth == 0, device_index=0)
+            image = kernel.pack(weights)
+            found[str(config)] = (
+                (lambda x, residual, kernel=kernel, image=image: kernel.run(x, image, bias, None, "gelu", norm.eps))
+                if nth == 0
+                else (lambda x, residual, kernel=kernel, image=image: kernel.run(x, image, down.bias, residual))
+            )
+        entering = layers[0](x, x) if nth else x
+        runs: dict[str, Run] = {key: lambda entering, layer=layer: layer(entering, x) for key, layer in found.items()}
+        timings = time_interleaved(runs, entering, rounds=5, seconds=0.1)
+        layers.append(found[min(timings, key=lambda key: timings[key].median_ms)])
+    return lambda x: layers[1](layers[0](x, x), x)
+
+
+def measure(name: str, width: int, rows: int) -> list[Row]:
+    """Check and time one block, dense among the candidates."""
+    torch.manual_seed(0)
+    norm, up, down = make_block(name, width, torch.float16)
+    x = torch.randn(rows, width).to("cuda", torch.float16)
+
+    def wide(layer: FusedFactors) -> FusedFactors:
+        return FusedFactors(tuple(f.double() for f in layer.factors), None if layer.bias is None else layer.bias.double())
+
+    assert norm.weight is not None and norm.bias is not None
+    with torch.inference_mode():
+        truth = composed.ffn(x.double(), Norm(norm.weight.double(), norm.bias.double(), norm.eps), wide(up), wide(down), "gelu")
+        runs: dict[tuple[int, str], Run] = {(0, "dense"): DenseBlock(norm, up, down, "gelu", torch.float16)}
+        for shared_kb in SHARED_KB:
+            block = Block(name, width, shared_kb)
+            runs |= {(shared_kb, key): one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
+            runs[shared_kb, "two launches"] = two_launches(block, norm, up, down, x)
+        errors = {key: float((run(x) - truth).norm() / (truth - x).norm()) for key, run in runs.items()}
+        wrong = next((key for key, error in errors.items() if not error < 2 * errors[0, "dense"]), None)
+        if wrong is not None:
+            raise SystemExit(f"{name} {width} {wrong[1]} in {wrong[0]} KB is wrong, relative error {errors[wrong]:.2g}")
+        timings = time_interleaved({str(key): run for key, run in runs.items()}, x, rounds=15)
+    base = timings[str((0, "dense"))].median_ms
+    return [
+        Row(width, name, rows, *key, errors[key], 1e3 * (t := timings[str(key)]).median_ms, 1e3 * t.iqr_ms, t.median_ms / base)
+        for key in runs
+    ]
+
+
+def main() -> None:
+    """Compile, measure, print and write."""
+    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216))
+    blocks = [Block(name, width, shared_kb) for width in WIDTHS for name in ARCHITECTURES for shared_kb in SHARED_KB]
+    jobs = [(*job, device_arch(0)) for block in blocks for job in block.jobs()]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(prepare, jobs))
+    found: list[Row] = []
+    for width in WIDTHS:
+        for name in ARCHITECTURES:
+            rows = measure(name, width, options.rows)
+            found += rows
+            print(f"{width} {name}: " + ", ".join(f"{row.candidate} {row.shared_kb} KB {row.median_us:.1f} us" for row in rows), flush=True)
+            recipe.keep(options, found)
+
+
+if __name__ == "__main__":
+    main()
