@@ -155,7 +155,10 @@ class TrainedCall:
         self._trained: Trained | None = None
 
     def trained(self, x: Tensor, parameters: tuple[Tensor, ...]) -> Trained | None:
-        """The kernels for both passes; None where the weights had better be kept, or x is on another device. Shapes but that of x stay, and dtypes."""
+        """The kernels for both passes; None where the weights had better be kept, or x is on another device.
+
+        Shapes but that of x stay, and dtypes.
+        """
         known = x.shape, x.get_device(), current_device(), _forgotten
         if known != self._known:
             self._trained = _trained_for(x, parameters, self.count, self.linears, self.mode)

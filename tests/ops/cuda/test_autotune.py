@@ -103,7 +103,7 @@ def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
 def test_tuned_kernels_are_used_and_right(architecture: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table._by_case.cache_clear()
-    layer, x = Layer(architecture), rows_of(500, architecture=architecture)  # pyright: ignore[reportArgumentType]
+    layer, x = Layer(architecture).requires_grad_(False), rows_of(500, architecture=architecture)  # pyright: ignore[reportArgumentType]
     (first, *rest) = autotune(lambda: layer(x))
     assert len(rest) == (0 if architecture is SQUARE else len(DEEP) - 1)
     assert first.tried > 1 and first.entry.median_us > 0
