@@ -1,4 +1,4 @@
-// Activations of two sums, rounded to halves, through the hardware's tanh: given z = h/2 they return act(h) = z + z * tanh(p(h)).
+// Activations of two sums or of two halves, rounded to halves, through the hardware's tanh: given z = h/2 they return act(h) = z + z * tanh(p(h)).
 // The halves are exact powers of two, so the caller halves weights and bias instead of h. float16 calculates in pairs of halves,
 // bfloat16, whose halves are too coarse for that, in float32.
 //
@@ -46,11 +46,16 @@ __device__ __forceinline__ u32 fast_tanh_halves(u32 v) {
 }
 
 template <int KIND>
-__device__ __forceinline__ u32 activate_pair(float z0, float z1) {
-    if constexpr (MODE == 1) return round2(activate_half<KIND>(z0), activate_half<KIND>(z1));
-    const u32 z = round2(z0, z1);
+__device__ __forceinline__ u32 activate_rounded(u32 z) {
+    if constexpr (MODE == 1) return round2(activate_half<KIND>(low_half(z)), activate_half<KIND>(high_half(z)));
     u32 p = z;
     if constexpr (KIND == 1) p = multiply_halves(z, multiply_add_halves(0x34883488u, multiply_halves(z, z), 0x3e643e64u));  // 0.2832, 1.5977
     if constexpr (KIND == 2) p = multiply_halves(z, multiply_add_halves(0x34913491u, multiply_halves(z, z), 0x3e623e62u));  // 0.2854, 1.5957
     return multiply_add_halves(z, fast_tanh_halves(p), z);
+}
+
+template <int KIND>
+__device__ __forceinline__ u32 activate_pair(float z0, float z1) {
+    if constexpr (MODE == 1) return round2(activate_half<KIND>(z0), activate_half<KIND>(z1));
+    return activate_rounded<KIND>(round2(z0, z1));
 }

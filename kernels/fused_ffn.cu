@@ -11,10 +11,12 @@
 //        64 rows a warpgroup from the first load to the last store; WARPGROUPS of them share the panels of weights in a ring
 //
 // One more warpgroup brings data by the copy engine: a thread the panels, a warp the rows of x, one warpgroup's after the other's. A warpgroup
-// multiplies the next piece of h while it activates the present one. u and v are core matrices that wgmma reads as its first operand; tiles
-// of 8 columns that two classes share are read by both, against zero weights. As registers and shared memory are full, the slices of v wait
-// where their rows of y will be, as the core matrices that they are, and come back by the copy engine in place of u. So y has whole units of 64
-// rows. Mean and variance are of the rows in registers, exact in two passes; the norm's weight and bias lie in K1 and bias.
+// rounds a piece of h to halves, multiplies the next one in the same accumulators, and activates the rounded one meanwhile. u and v are core
+// matrices that wgmma reads as its first operand, again for every piece: so a piece has up to 128 units, or shared memory would be the limit.
+// Tiles of 8 columns that two classes share are read by both, against zero weights. As registers and shared memory are full, the slices of v
+// wait where their rows of y will be, as the core matrices that they are, and come back by the copy engine in place of u. So y has whole units
+// of 64 rows. The mean is taken out of rows in registers, what their variance asks for is multiplied into u; the norm's weight and bias lie in
+// K1 and bias.
 //
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
 // The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
@@ -38,7 +40,7 @@ constexpr int kWarps = 4 * WARPGROUPS;
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;  // of a thread; all of a multiprocessor's with three warpgroups and one
 constexpr int kIn = A1 * C1, kOut = B4 * D4;
 constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) / 8, kTiles4 = COLUMNS4 / 8;
-constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2;  // k16 steps of a panel
+constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = HIDDEN / 16 / PARTS3;  // k16 steps of a panel
 constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
 constexpr int kSteps4 = STEPS4 / PARTS4;
 constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel, behind which floats stand
@@ -58,15 +60,15 @@ __host__ __device__ constexpr int together(int tiles) {
 constexpr int kTogether1 = together(kTiles1), kProducts1 = kTiles1 / kTogether1;
 constexpr int kPhases = A3 > 1 ? 2 : 1;                               // copies into a buffer a round: x, and v where it is not of one slice
 
-static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && HIDDEN % 16 == 0, "whole panels");
-static_assert(kAllPieces % 2 == 0 && kTilesOfV * 8 <= kOut, "pieces come in pairs, v fits in the rows of y");
+static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && kSteps3 * 16 * PARTS3 == HIDDEN, "whole panels");
+static_assert(kTilesOfV * 8 <= kOut, "v fits in the rows of y");
 static_assert(kTiles4 % RUN == 0 && kRun % 8 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
 
 struct Panels {
-    static constexpr int kFirst = A1 * PARTS1, kMiddle = A3 * kAllPieces * (PARTS2 + 1), kLast = kPanels4 * D4 * PARTS4;
+    static constexpr int kFirst = A1 * PARTS1, kMiddle = A3 * kAllPieces * (PARTS2 + PARTS3), kLast = kPanels4 * D4 * PARTS4;
     static constexpr int kPanels = kFirst + kMiddle + kLast, kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = ::kWarps;
 };
-static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= PARTS2 + 1 && SLOTS >= 2 * PARTS4, "the panels that are in use together fit in the ring");
+static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= 2 + PARTS3 && SLOTS >= 2 * PARTS4, "the panels that are in use together fit in the ring");
 
 // Tiles of u that a class of factor 2 reads, two a k16 step: first tile * 64 + (second - first) * 64 * 65536, as descriptors want them.
 __constant__ u32 kTilesOfClass2[D2][STEPS2] = U_TABLE;
@@ -172,8 +174,9 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 NormRows<kIn, X_VECTOR> operands;
                 barrier_wait(arrived + 8 * warpgroup, kPhases % 2 * round & 1);
                 operands.load(memory + (buffer - ring_at) + ((warp & 3) * 16 + g) * (kIn * 2), kIn * 2, at.t, at.left);
+                float factor[2] = {1.0f, 1.0f};
 #if NORM
-                operands.normalize(__int_as_float(eps_bits));
+                operands.center(factor, __int_as_float(eps_bits));
 #endif
                 meet_warpgroup(warpgroup);  // all have read x
                 float acc[2][kTogether1][4];
@@ -181,8 +184,8 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                     for (int n = 0; n < kTogether1; ++n) {
                         const float(&sum)[4] = acc[product % 2][n];
-                        store_shared(u_lane + (product * kTogether1 + n) * 1024, round2(sum[0], sum[1]));
-                        store_shared(u_lane + (product * kTogether1 + n) * 1024 + 128, round2(sum[2], sum[3]));
+                        store_shared(u_lane + (product * kTogether1 + n) * 1024, round2(sum[0] * factor[0], sum[1] * factor[0]));
+                        store_shared(u_lane + (product * kTogether1 + n) * 1024 + 128, round2(sum[2] * factor[1], sum[3] * factor[1]));
                     }
                     if (product % kProducts1 == kProducts1 - 1) ring.template leave<PARTS1>();
                 };
@@ -214,63 +217,83 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 
             // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
             char* const y_unit = y + unit_of(round, warpgroup) * (64 * kOut * 2);
-            float h[2][kTiles2][4];
-            auto begin_piece = [&](int piece, int of, int ahead) {
-                const u32* const tiles = kTilesOfClass2[piece % kAllPieces / kPieces];
-                u64 weights[PARTS2];
+            float h[kTiles2][4];
+            u32 a[HIDDEN / 16][4];
+            auto round_piece = [&] {
+#pragma unroll
+                for (int s = 0; s < HIDDEN / 16; ++s)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) a[s][k] = round2(h[2 * s + k / 2][k % 2 * 2], h[2 * s + k / 2][k % 2 * 2 + 1]);
+            };
+            auto activate_part = [&](int part) {
+#pragma unroll
+                for (int s = 0; s < HIDDEN / 16; ++s)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        if (s * PARTS2 / (HIDDEN / 16) == part) a[s][k] = activate_rounded<ACTIVATION>(a[s][k]);
+            };
+            // h = bias + K2 u for a class; meanwhile the piece before is activated.
+            auto multiply_piece = [&](int cls, bool activate) {
+                const u32* const tiles = kTilesOfClass2[cls];
 #pragma unroll
                 for (int part = 0; part < PARTS2; ++part) {
-                    const u32 panel = ring.wait(ahead + part);
-                    weights[part] = describe<HIDDEN>(panel);
-                    if (part == 0) broadcast(h[of], panel + kWeights2, t);
-                }
-                wgmma_fence();
+                    const u32 panel = ring.wait(part > 0);
+                    if (part == 0) broadcast(h, panel + kWeights2, t);
+                    const u64 weights = describe<HIDDEN>(panel);
+                    wgmma_fence();
 #pragma unroll
-                for (int s = 0; s < STEPS2; ++s)
-                    WgmmaShared<HIDDEN>::run(
-                        h[of], (u64)(128 >> 4) << 32 | (u_descriptor + tiles[s]), weights[s / kSteps2] + s % kSteps2 * kTiles2 * 16);
-                wgmma_commit();
+                    for (int s = 0; s < kSteps2; ++s)
+                        WgmmaShared<HIDDEN>::run(h, (u64)(128 >> 4) << 32 | (u_descriptor + tiles[part * kSteps2 + s]), weights + s * kTiles2 * 16);
+                    wgmma_commit();
+                    if (activate) activate_part(part);
+                    if (part > 0) {
+                        wgmma_wait<1>();
+                        ring.leave();
+                    }
+                }
             };
-            begin_piece(0, 0, 0);
+            // The slices of v but the last come back when nobody multiplies u any more.
+            auto begin_return = [&] {
+                __threadfence();
+                asm volatile("fence.proxy.async;" ::: "memory");
+                meet_warpgroup(warpgroup);
+                if (A3 > 1 && (threadIdx.x & 127) == 0) {
+                    barrier_expect(arrived + 8 * warpgroup, (A3 - 1) * kTiles3 * 1024);
+                    copy_bulk(buffer, y_unit, (A3 - 1) * kTiles3 * 1024, arrived + 8 * warpgroup);
+                }
+            };
+            multiply_piece(0, false);
             wgmma_wait<0>();
-            ring.template leave<PARTS2>();
+            ring.leave();
+            round_piece();
 #pragma unroll 1
             for (int i = 0; i < A3; ++i) {
                 float sums[kTiles3][4] = {};
-                u32 a[2][HIDDEN / 16][4];
 #pragma unroll 1
-                for (int piece = i * kAllPieces; piece < (i + 1) * kAllPieces; piece += 2) {
+                for (int piece = 0; piece < kAllPieces; ++piece) {
+                    const bool more = piece + 1 < kAllPieces || i + 1 < A3;
+                    if (more) {
+                        multiply_piece((piece + 1) % kAllPieces / kPieces, true);
+                    } else {
+                        begin_return();
 #pragma unroll
-                    for (int of = 0; of < 2; ++of) {  // as the second turn begins, the first one's product with factor 3 may still run
-                        const bool more = of == 0 || piece + 2 < A3 * kAllPieces;
-                        if (more) begin_piece(piece + of + 1, 1 - of, of);
+                        for (int part = 0; part < PARTS2; ++part) activate_part(part);
+                    }
 #pragma unroll
-                        for (int s = 0; s < HIDDEN / 16; ++s) {
-#pragma unroll
-                            for (int k = 0; k < 4; ++k) {
-                                const float* pair = &h[of][2 * s + k / 2][k % 2 * 2];
-                                a[of][s][k] = activate_pair<ACTIVATION>(pair[0], pair[1]);
-                            }
-                            if (of == 1 && s == 0) {
-                                if (more) wgmma_wait<1>();
-                                else wgmma_wait<0>();
-                                ring.leave();
-                            }
-                        }
-                        const u64 weights = describe<kTiles3 * 8>(ring.wait(more ? PARTS2 : 0));
+                    for (int part = 0; part < PARTS3; ++part) {
+                        const u64 weights = describe<kTiles3 * 8>(ring.wait(more + part));
                         wgmma_fence();
 #pragma unroll
-                        for (int s = 0; s < HIDDEN / 16; ++s) multiply(sums, a[of][s], weights + s * kTiles3 * 16, 1);
-                        wgmma_commit();
-                        if (of == 0) {
-                            wgmma_wait<1>();
-                            ring.template leave<PARTS2>();
-                        } else {
-                            wgmma_wait<0>();
-                            if (more) ring.template leave<PARTS2>();
-                            ring.leave();
-                        }
+                        for (int s = 0; s < kSteps3; ++s) multiply(sums, a[part * kSteps3 + s], weights + s * kTiles3 * 16, 1);
                     }
+                    wgmma_commit();
+                    if (more) {
+                        wgmma_wait<1>();
+                        ring.leave();
+                    }
+                    wgmma_wait<0>();
+                    ring.template leave<PARTS3>();
+                    if (more) round_piece();
                 }
                 if (i < A3 - 1) {
                     char* const v_lane = y_unit + i * (kTiles3 * 1024) + (u_lane - buffer);
@@ -280,13 +303,6 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         *reinterpret_cast<u32*>(v_lane + n * 1024 + 128) = round2(sums[n][2], sums[n][3]);
                     }
                 } else {
-                    __threadfence();
-                    asm volatile("fence.proxy.async;" ::: "memory");
-                    meet_warpgroup(warpgroup);  // nobody multiplies u any more, all slices of v but the last are in memory
-                    if (A3 > 1 && (threadIdx.x & 127) == 0) {
-                        barrier_expect(arrived + 8 * warpgroup, (A3 - 1) * kTiles3 * 1024);
-                        copy_bulk(buffer, y_unit, (A3 - 1) * kTiles3 * 1024, arrived + 8 * warpgroup);
-                    }
 #pragma unroll
                     for (int n = 0; n < kTiles3; ++n) {
                         store_shared(u_lane + (i * kTiles3 + n) * 1024, round2(sums[n][0], sums[n][1]));

@@ -66,7 +66,7 @@ def _third(tile: FfnTiling) -> np.ndarray:
         for cls in range(second.d):
             for piece in range(tile.pieces):
                 q = (piece * tile.hidden + np.arange(tile.hidden)) * second.d + cls
-                panels.append(_matrix(factor, block, p[None, :], q[:, None], 0))
+                panels += np.split(_matrix(factor, block, p[None, :], q[:, None], 0), tile.parts[2])
     return _cores(panels)
 
 
@@ -80,7 +80,7 @@ def _last(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, factor.b, tile.columns):
         for cls in range(factor.d):
             p = start + within
-            panels += np.split(_matrix(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[2])
+            panels += np.split(_matrix(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[3])
             bias.append(p * factor.d + cls)
     return _cores(panels), np.stack(bias)
 
@@ -152,7 +152,7 @@ def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tens
         middle_panels = _padded(torch.cat([second, middle.view(torch.uint8), third], dim=1), tile.stride)
     else:
         up = torch.stack(_parts(tile, second, middle), dim=1)
-        down = _padded(third, tile.stride).view(-1, 1, tile.stride)
+        down = _padded(third, tile.stride).view(len(up), -1, tile.stride)
         middle_panels = torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
     panels = [_padded(first, tile.stride), middle_panels, torch.stack(_parts(tile, last, ends), dim=1)]
     return torch.cat([value.flatten() for value in panels])

@@ -27,7 +27,7 @@ class FfnTiling:
     Attributes:
         factors: the four patterns, in the order in which x meets them.
         hidden: hidden units of a class that are activated together.
-        parts: panels that a product with the first, the second and the last factor is cut into, along its inputs.
+        parts: panels that a product with each factor is cut into, along its inputs.
         columns: columns of the last factor in a panel.
         slots: panels that fit in the ring.
         scaled: whether the last factor's outputs are scaled, one by one.
@@ -35,7 +35,7 @@ class FfnTiling:
 
     factors: Factors
     hidden: int
-    parts: tuple[int, int, int]
+    parts: tuple[int, int, int, int]
     columns: int
     slots: int
     scaled: bool
@@ -90,7 +90,7 @@ class FfnTiling:
     @property
     def last_steps(self) -> list[list[tuple[int, int]]]:
         steps = class_steps(self.factors[2], self.factors[3])
-        longest = -(-max(map(len, steps)) // self.parts[2]) * self.parts[2]
+        longest = -(-max(map(len, steps)) // self.parts[3]) * self.parts[3]
         return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
 
     @property
@@ -100,16 +100,16 @@ class FfnTiling:
         return (
             first.c // self.parts[0] * 16 * tiles_of(first),
             len(self.middle_steps[0]) // self.parts[1] * 32 * self.hidden,
-            self.hidden * 16 * tiles_of(third),
-            len(self.last_steps[0]) // self.parts[2] * 32 * self.columns,
+            self.hidden // self.parts[2] * 16 * tiles_of(third),
+            len(self.last_steps[0]) // self.parts[3] * 32 * self.columns,
         )
 
     @property
     def panel_counts(self) -> tuple[int, int, int]:
         """Panels of the first factor, of the two in the middle, of the last."""
         first, second, third, last = self.factors
-        middle = third.a * second.d * self.pieces * (self.parts[1] + 1)
-        return first.a * self.parts[0], middle, last.b // self.columns * last.d * self.parts[2]
+        middle = third.a * second.d * self.pieces * (self.parts[1] + self.parts[2])
+        return first.a * self.parts[0], middle, last.b // self.columns * last.d * self.parts[3]
 
     @property
     def stride(self) -> int:
@@ -121,7 +121,7 @@ class FfnTiling:
     @property
     def least_slots(self) -> int:
         """Panels that a warpgroup holds at once."""
-        return max(2 * self.parts[0], self.parts[1] + 1, 2 * self.parts[2])
+        return max(2 * self.parts[0], 2 + self.parts[2], 2 * self.parts[3])
 
     @property
     def shared_bytes(self) -> int:
@@ -136,7 +136,7 @@ class FfnTiling:
         """Registers a thread in its busiest stage, estimated."""
         first, _, third, last = self.factors
         x = first.in_features // 4 + 8 * next(n for n in range(4, 0, -1) if tiles_of(first) % n == 0)
-        middle = tiles_of(third) * 4 + self.hidden * 3 // 2
+        middle = tiles_of(third) * 4 + self.hidden * 3 // 4
         last_product = self.columns * last.d // 2 + 2 * self.run * last.d
         return max(x, middle, last_product) + _REGISTERS_BESIDE_TILES
 
@@ -154,7 +154,8 @@ class FfnTiling:
             "HIDDEN": self.hidden,
             "PARTS1": self.parts[0],
             "PARTS2": self.parts[1],
-            "PARTS4": self.parts[2],
+            "PARTS3": self.parts[2],
+            "PARTS4": self.parts[3],
             "STEPS2": len(middle[0]),
             "STEPS4": len(last[0]),
             "COLUMNS4": self.columns,
@@ -231,10 +232,10 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTilin
     """Tilings that fit in the registers and in shared memory, the most promising first."""
     _, second, third, last = factors
     share = third.c // second.d
-    base = FfnTiling(factors, 16, (1, 1, 1), 8, 2, scaled)
+    base = FfnTiling(factors, 16, (1, 1, 1, 1), 8, 2, scaled)
     unit = 8 * base.run
     found = []
-    for hidden in (n for n in (64, 48, 32, 16) if share % n == 0 and share // n * second.d % 2 == 0):
+    for hidden in (n for n in (128, 96, 64, 48, 32, 16) if share % n == 0):
         for columns in (n for n in (64, 48, 32, 24, 16) if last.b % n == 0 and n % unit == 0):
             tile = _cut(replace(base, hidden=hidden, columns=columns))
             choices = range(tile.least_slots, min(max(_MAX_SLOTS, tile.least_slots), sum(tile.panel_counts) - 1) + 1)
@@ -247,9 +248,11 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTilin
 def _cut(tile: FfnTiling) -> FfnTiling:
     """Cut panels until they are small, so that several fit in the ring."""
     first = next((n for n in (1, 2, 3, 4, 6, 8) if tile.factors[0].c % (16 * n) == 0 and tile.panel_bytes[0] // n <= _PANEL_BYTES), 1)
-    second = next((n for n in (1, 2, 3, 4) if tile.panel_bytes[1] // n <= _PANEL_BYTES), 4)
+    steps = len(tile.middle_steps[0])
+    second = next((n for n in range(1, steps + 1) if steps % n == 0 and tile.panel_bytes[1] // n <= _PANEL_BYTES), steps)
+    third = next((n for n in (1, 2, 3, 4) if tile.hidden % (16 * n) == 0 and tile.panel_bytes[2] // n <= _PANEL_BYTES), 1)
     last = next((n for n in (1, 2, 3, 4) if tile.panel_bytes[3] // n <= _PANEL_BYTES), 4)
-    return replace(tile, parts=(first, second, last))
+    return replace(tile, parts=(first, second, third, last))
 
 
 def _descriptor(first: int, second: int) -> int:

@@ -118,13 +118,13 @@ def warp_ffn_tiling(up: Architecture, down: Architecture, shared_limit: int, *, 
 def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> Iterator[WarpFfnTiling]:
     """Tilings that fit in the registers and in shared memory. Narrower pieces or fewer warps were slower than a launch a layer."""
     first, second, third, last = factors
-    base = WarpFfnTiling(factors, 16, (1, 1, 1), 8, _LEAST_SLOTS, scaled, 1)
+    base = WarpFfnTiling(factors, 16, (1, 1, 1, 1), 8, _LEAST_SLOTS, scaled, 1)
     hidden_units = [n for n in range(32, 97, 16) if third.c // second.d % n == 0]
     columns = [n for n in range(8 * base.run, 129, 8 * base.run) if last.b % n == 0 and n * last.d <= _MOST_OUTPUTS]
     for hidden, wide, warps in product(hidden_units, columns, (12, 8, 6)):
         tile = replace(base, hidden=hidden, columns=wide, warps=warps)
         cuts = (n for n in range(1, first.c // 16 + 1) if first.c // 16 % n == 0 and tile.panel_bytes[0] // n <= tile.middle_bytes)
-        tile = replace(tile, parts=(next(cuts, first.c // 16), 1, 1))
+        tile = replace(tile, parts=(next(cuts, first.c // 16), 1, 1, 1))
         slots = min(
             (shared_limit - replace(tile, slots=0).shared_bytes) // (tile.stride + _SLOT_BYTES), sum(tile.panel_counts), _MOST_SLOTS
         )

@@ -28,8 +28,8 @@ def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flysurgery.ops.feed_forward.takes_few_rows", lambda *_: False)
 
 
-def make_block(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> Block:
-    make = torch.Generator("cuda").manual_seed(5)
+def make_block(architectures: tuple[Architecture, Architecture], dtype: torch.dtype, seed: int = 5) -> Block:
+    make = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
         return (torch.randn(shape, generator=make, device="cuda") * deviation + mean).to(dtype)
@@ -80,6 +80,12 @@ def test_any_number_of_rows(architectures: tuple[Architecture, Architecture], dt
     check(rows_of(rows, architectures[0].in_features, dtype), make_block(architectures, dtype), "gelu")
 
 
+@pytest.mark.parametrize("architectures", [GONON, MONARCH])
+@pytest.mark.parametrize("seed", [6, 7, 8])
+def test_odd_rows_on_all_multiprocessors(architectures: tuple[Architecture, Architecture], seed: int) -> None:
+    check(rows_of(25216 - seed, 384, torch.float16, mean=seed), make_block(architectures, torch.float16, seed), "gelu")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("architectures", [SMALL_GONON, WIDE])
 def test_other_widths(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
@@ -128,6 +134,12 @@ def test_norm_and_layers_without_parameters() -> None:
 @pytest.mark.parametrize("mean", [30.0, 1000.0])
 def test_rows_far_from_zero(mean: float) -> None:
     check(rows_of(197, 384, torch.float16, mean), make_block(GONON, torch.float16), "gelu")
+
+
+def test_the_largest_halves_can_be_normalized() -> None:
+    x = rows_of(64, 384, torch.float16)
+    x[:, 0], x[:, 1:9] = 65504.0, -65504.0
+    check(x, make_block(GONON, torch.float16), "gelu", residual=False)
 
 
 def test_a_tiny_scale_is_not_lost() -> None:
