@@ -44,6 +44,7 @@ constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = H
 constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
 constexpr int kSteps4 = STEPS4 / PARTS4;
 constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel, behind which floats stand
+constexpr int kTurns = PARTS2 + PARTS3 - 1;                           // in which a piece is activated
 constexpr int kTilesOfV = A3 * kTiles3;
 constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
 constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
@@ -219,18 +220,20 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             char* const y_unit = y + unit_of(round, warpgroup) * (64 * kOut * 2);
             float h[kTiles2][4];
             u32 a[HIDDEN / 16][4];
-            auto round_piece = [&] {
+            auto round_part = [&](int part) {  // what the third factor's part will read
 #pragma unroll
-                for (int s = 0; s < HIDDEN / 16; ++s)
+                for (int s = part * kSteps3; s < (part + 1) * kSteps3; ++s)
 #pragma unroll
                     for (int k = 0; k < 4; ++k) a[s][k] = round2(h[2 * s + k / 2][k % 2 * 2], h[2 * s + k / 2][k % 2 * 2 + 1]);
             };
-            auto activate_part = [&](int part) {
+            auto activate_part = [&](int part) {  // in turn `part` of kTurns, each after the products with a panel are on their way
+                if (rows > 0) {  // always, but a branch: the compiler would activate between two products
 #pragma unroll
-                for (int s = 0; s < HIDDEN / 16; ++s)
+                    for (int s = 0; s < HIDDEN / 16; ++s)
 #pragma unroll
-                    for (int k = 0; k < 4; ++k)
-                        if (s * PARTS2 / (HIDDEN / 16) == part) a[s][k] = activate_rounded<ACTIVATION>(a[s][k]);
+                        for (int k = 0; k < 4; ++k)
+                            if (s * kTurns / (HIDDEN / 16) == part) a[s][k] = activate_rounded<ACTIVATION>(a[s][k]);
+                }
             };
             // h = bias + K2 u for a class; meanwhile the piece before is activated.
             auto multiply_piece = [&](int cls, bool activate) {
@@ -265,7 +268,8 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             multiply_piece(0, false);
             wgmma_wait<0>();
             ring.leave();
-            round_piece();
+#pragma unroll
+            for (int part = 0; part < PARTS3; ++part) round_part(part);
 #pragma unroll 1
             for (int i = 0; i < A3; ++i) {
                 float sums[kTiles3][4] = {};
@@ -285,15 +289,23 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         wgmma_fence();
 #pragma unroll
                         for (int s = 0; s < kSteps3; ++s) multiply(sums, a[part * kSteps3 + s], weights + s * kTiles3 * 16, 1);
+                        wgmma_commit();
+                        if (part + 1 < PARTS3) activate_part(PARTS2 + part);
                     }
-                    wgmma_commit();
                     if (more) {
-                        wgmma_wait<1>();
+                        wgmma_wait<PARTS3>();
                         ring.leave();
                     }
+                    if (PARTS3 > 1) {  // half of the next piece is rounded while the last products with this one run
+                        wgmma_wait<1>();
+                        ring.template leave<PARTS3 - 1>();
+#pragma unroll
+                        for (int part = 0; part + 1 < PARTS3; ++part)
+                            if (more) round_part(part);
+                    }
                     wgmma_wait<0>();
-                    ring.template leave<PARTS3>();
-                    if (more) round_piece();
+                    ring.leave();
+                    if (more) round_part(PARTS3 - 1);
                 }
                 if (i < A3 - 1) {
                     char* const v_lane = y_unit + i * (kTiles3 * 1024) + (u_lane - buffer);

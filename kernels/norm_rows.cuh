@@ -74,16 +74,17 @@ struct NormRows {
     // the deviations; their squares are summed in float32. `factor` is 2 / sqrt(variance + eps) of the lane's two rows.
     __device__ __forceinline__ void center(float (&factor)[2], float eps) {
         constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u, kHalf = MODE == 1 ? 0x3f003f00u : 0x38003800u;
-        float sums[4] = {};
+        constexpr int kChains = 4;  // sums side by side, as each product waits for the one before
+        float sums[kChains][4] = {};
 #pragma unroll
         for (int s = 0; s < COLUMNS / 16; ++s) {
             u32 a[4];
             operand(a, s);
-            mma(sums, a, kOnes, kOnes);
+            mma(sums[s % kChains], a, kOnes, kOnes);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float mean = sums[2 * h] * (-0.5f / COLUMNS);
+            const float mean = (sums[0][2 * h] + sums[1][2 * h] + (sums[2][2 * h] + sums[3][2 * h])) * (-0.5f / COLUMNS);
             const u32 most = round2(mean, mean);
             const float rest = mean - low_half(most);
             const u32 least = round2(rest, rest);
@@ -96,17 +97,17 @@ struct NormRows {
 #pragma unroll
                 for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = multiply_add_pair(w[v][h][k], kOnes, least);
         }
-        float low[4] = {}, high[4] = {};  // products of the rows with the first eight and the last eight: squares are on the diagonal
+        float low[2][4] = {}, high[2][4] = {};  // products of the rows with the first eight and the last eight: squares are on the diagonal
 #pragma unroll
         for (int s = 0; s < COLUMNS / 16; ++s) {
             u32 a[4];
             operand(a, s);
-            mma(low, a, a[0], a[2]);
-            mma(high, a, a[1], a[3]);
+            mma(low[s % 2], a, a[0], a[2]);
+            mma(high[s % 2], a, a[1], a[3]);
         }
         const int g = (threadIdx.x & 31) >> 2;
-        const float of_low = __shfl_sync(0xffffffffu, g & 1 ? low[1] : low[0], g / 2, 4);
-        const float of_high = __shfl_sync(0xffffffffu, g & 1 ? high[3] : high[2], g / 2, 4);
+        const float of_low = __shfl_sync(0xffffffffu, g & 1 ? low[0][1] + low[1][1] : low[0][0] + low[1][0], g / 2, 4);
+        const float of_high = __shfl_sync(0xffffffffu, g & 1 ? high[0][3] + high[1][3] : high[0][2] + high[1][2], g / 2, 4);
         factor[0] = 2.0f * rsqrtf(of_low * (4.0f / COLUMNS) + eps);
         factor[1] = 2.0f * rsqrtf(of_high * (4.0f / COLUMNS) + eps);
     }
