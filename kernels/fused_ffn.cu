@@ -257,7 +257,6 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             };
             // The slices of v but the last come back when nobody multiplies u any more.
             auto begin_return = [&] {
-                __threadfence();
                 asm volatile("fence.proxy.async;" ::: "memory");
                 meet_warpgroup(warpgroup);
                 if (A3 > 1 && (threadIdx.x & 127) == 0) {
