@@ -9,7 +9,7 @@
 // m16n8k16 A operand, so u stays in registers (or, where it is too large, in shared memory that only its own lane reads).
 // The order of u is free: the columns of stage 1 are sorted by the class of stage 2 that reads them, so the stride-D1
 // permutation costs nothing. GROUPS linears that share x (q, k, v) run side by side, or BLOCKS blocks with one of them each.
-// With NORM rows of x are normalized on their way, see fused_norm.cuh.
+// With NORM a layer norm of x stands before the layer, see fused_norm.cuh.
 //
 // Weights arrive as an image in the order of use, cut into panels: [k8][column][8 halves], which ldmatrix reads without
 // bank conflicts. They pass through a ring of SLOTS slots; the last warp to leave a slot refills it, so nobody waits to
@@ -46,9 +46,24 @@ __device__ __forceinline__ void widen_vector(float* out, const Vector<kStore>& v
     }
 }
 
+// A lane t of four holds the vectors 3t to 3t + 2 of a row. Neighbours exchange their second ones, so that all stores fill sectors of 32 bytes.
+__device__ __forceinline__ void store_three(char* to, const Vector<kStore> (&held)[kPlaces], bool odd, bool inside) {
+    Vector<kStore> first, second, third;
+#pragma unroll
+    for (int k = 0; k < kStore / 4; ++k) {
+        const u32 got = __shfl_xor_sync(0xffffffffu, held[kPlaces / 2].w[k], 1);
+        first.w[k] = odd ? held[0].w[k] : held[kPlaces - 1].w[k];
+        second.w[k] = odd ? got : held[0].w[k];
+        third.w[k] = odd ? held[kPlaces - 1].w[k] : got;
+    }
+    if (!inside) return;
+    *reinterpret_cast<Vector<kStore>*>(to + (odd ? 0 : 2) * kStore) = first;
+    *reinterpret_cast<Vector<kStore>*>(to + (odd ? -2 : 0) * kStore) = second;
+    *reinterpret_cast<Vector<kStore>*>(to + (odd ? 2 : 4) * kStore) = third;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-fused_linear(const char* __restrict__ x, const char* __restrict__ image, const char* __restrict__ bias,
-             const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride,
+fused_linear(const char* x, const char* __restrict__ image, const char* __restrict__ bias, const char* residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride,
              int eps_bits) {
     extern __shared__ __align__(128) char memory[];
     // Several linears that share x may have blocks of their own, which find it in the L2 cache.
@@ -61,7 +76,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
     const u32 staged_all = ring + SLOTS * kSlot;
     const u32 u_all = staged_all + WARPS * STAGES * kStageBytes;
     const u32 bias_at = u_all + WARPS * kUBytes;
-    const u32 full = bias_at + kOutFeatures * kElem;
+    const u32 full = bias_at + kBiases * kOutFeatures * kElem;
     const u32 left_all = full + 8 * SLOTS;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // warp-uniform for the compiler
     const long long rows_of_round = (long long)kUnitRows * kUnits * gridDim.x;
@@ -69,20 +84,18 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 
     using Ring = PanelRing<Panels>;
     if (threadIdx.x == 0) Ring::prepare(full, left_all);
-    for (int b = threadIdx.x * 4; b < kOutFeatures * kElem; b += 128 * WARPS) {
-        store_shared(bias_at + b, bias ? *reinterpret_cast<const u32*>(bias + b) : 0);
-    }
+#pragma unroll
+    for (int i = 0; i < kBiases; ++i)
+        for (int b = threadIdx.x * 4; b < kOutFeatures * kElem; b += 128 * WARPS)
+            store_shared(bias_at + i * kOutFeatures * kElem + b, bias ? *reinterpret_cast<const u32*>(bias + i * BLOCKS * kOutFeatures * kElem + b) : 0);
     __syncthreads();
 
     const int g = lane >> 2, t = lane & 3;
-    const u32 u_base = (U_OVER_X ? staged_all + warp * STAGES * kStageBytes : u_all + warp * kUBytes) + lane * 8;
+    const u32 u_base = u_all + warp * kUBytes + lane * 8;
     Ring panels(image, ring, full, left_all, rounds, warp, lane);
     StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
-    // After the first weights, which would wait behind them. Whole rows come one warpgroup after the other, so that the first
-    // one multiplies while the last one waits.
-    if (kInTurn && warp / 4 > 0) named_barrier_wait(warp / 4, 256);
-    for (int s = 0; s < STAGES - 1 + kRowStaged; ++s) staged.load();
-    if (kInTurn && warp / 4 + 1 < WARPS / 4) named_barrier_arrive(warp / 4 + 1, 256);
+    wait_for_kernels_before();  // weights were there before
+    for (int s = 0; s < STAGES - 1; ++s) staged.load();  // after the first weights, which would wait behind them
 
     const u32 matrix1 = WGMMA ? 0 : matrix_offset(lane, kTiles1 * 8, kImage1), matrix2 = WGMMA ? 0 : matrix_offset(lane, PANEL_COLUMNS, kImage2);
 
@@ -98,27 +111,28 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
             continue;
         }
         // u as halves of A operands, tile by tile.
-        u32 u_hi[U_SHARED == 1 ? 1 : kUTiles][MT][2], u_lo[U_SHARED == 0 && kPairs ? kUTiles : 1][MT][2];
+        u32 u_hi[kUTiles][MT][2], u_lo[kPairs ? kUTiles : 1][MT][2];
         int u_exponent[MT][2];
         auto put_u = [&](int i, int m, const u32 (&hi)[2], const u32 (&lo)[2]) {
             const u32 at = u_base + (i * MT + m) * kUImages * 256;
-            if constexpr (U_SHARED == 1) store_shared_pair(at, hi[0], hi[1]);
+            if (high_is_shared(i)) store_shared_pair(at, hi[0], hi[1]);
             else { u_hi[i][m][0] = hi[0]; u_hi[i][m][1] = hi[1]; }
-            if constexpr (kPairs && U_SHARED == 0) { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
-            if constexpr (kPairs && U_SHARED != 0) store_shared_pair(at + kLowOfU, lo[0], lo[1]);
+            if constexpr (kPairs) {
+                if (low_is_shared(i)) store_shared_pair(at + kLowOfU, lo[0], lo[1]);
+                else { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
+            }
         };
         auto get_u = [&](int i, int m, u32 (&hi)[2], u32 (&lo)[2]) {
             const u32 at = u_base + (i * MT + m) * kUImages * 256;
-            if constexpr (U_SHARED == 1) load_shared_pair(hi, at);
+            if (high_is_shared(i)) load_shared_pair(hi, at);
             else { hi[0] = u_hi[i][m][0]; hi[1] = u_hi[i][m][1]; }
-            if constexpr (kPairs && U_SHARED == 0) { lo[0] = u_lo[i][m][0]; lo[1] = u_lo[i][m][1]; }
-            if constexpr (kPairs && U_SHARED != 0) load_shared_pair(lo, at + kLowOfU);
+            if constexpr (kPairs) {
+                if (low_is_shared(i)) load_shared_pair(lo, at + kLowOfU);
+                else { lo[0] = u_lo[i][m][0]; lo[1] = u_lo[i][m][1]; }
+            }
         };
 
         RowNorm norm;
-        const float eps = __int_as_float(eps_bits);
-        if constexpr (kRowStaged) norm.measure_staged(staged, eps);
-        else if constexpr (NORM) norm.measure(x + (row0 + g) * x_stride, x_stride, (int)min(rows - row0, (long long)kRowsOfWarp) - g, t, eps);
 
         // ---- stage 1
 #pragma unroll
@@ -129,9 +143,6 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                 float acc[RESIDUES][MT][kTiles1][4] = {};
                 int exponent[MT][2] = {};
                 float scale[MT][2] = {};
-                if constexpr (NORM)
-#pragma unroll
-                    for (int mh = 0; mh < 2 * MT; ++mh) exponent[mh / 2][mh % 2] = kNormedExponent;
 
                 // The first part of a long sum waits, with its exponents, where this group of u will be.
                 int earlier[MT][2];
@@ -162,14 +173,17 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                         u32 hi[RESIDUES][kBatch1][MT][4], lo[RESIDUES][kPairs ? kBatch1 : 1][MT][4];
                         u32 largest_half = 0;
                         auto scaled = [&](u32 word, int m, int h) {
-                            return NORM ? norm.normalized(__uint_as_float(word), 2 * m + h) : __uint_as_float(word) * scale[m][h];
+                            return (NORM ? __uint_as_float(word) - norm.shift[2 * m + h] : __uint_as_float(word)) * scale[m][h];
                         };
-                        auto operands = [&]() {
+                        const bool first_of_row = group0 == 0 && p == 0 && c == 0;
+                        auto operands = [&](bool anew) {
                             if constexpr (kMatrix) {
                                 staged.read_operands(hi[0]);
                             } else {
                                 u32 raw[kBatch1][2 * MT][kLaneBytes / 4];  // read anew where needed again: registers are scarce
                                 staged.read(raw);
+                                if constexpr (NORM && kFloat)
+                                    if (pass == 0 && !anew) norm.take(raw);
 #pragma unroll
                                 for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
@@ -191,23 +205,21 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                                                 }
                                             }
                             }
-                            if constexpr (NORM && !kFloat)
+                            if constexpr (NORM && !kFloat) {
+                                if (first_of_row) norm.begin(hi[0]);
 #pragma unroll
-                                for (int r = 0; r < RESIDUES; ++r)
-#pragma unroll
-                                    for (int s = 0; s < kBatch1; ++s)
-#pragma unroll
-                                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                                            for (int k = 0; k < 4; ++k) hi[r][s][m][k] = norm.normalized_pair(hi[r][s][m][k], 2 * m + k % 2);
+                                for (int r = 0; r < RESIDUES; ++r) norm.take(hi[r]);
+                            }
                         };
-                        // The scale of the rows: set by the first batch of a group, lowered when a later one overflows. Normalized ones need none.
-                        const bool first = kScaled && p == 0 && c == 0;
-                        if (!first) operands();
-                        if (first || (kScaled && __any_sync(0xffffffffu, overflows(largest_half)))) {
+                        // The scale of the rows: set by the first batch of a group, lowered when a later one overflows.
+                        const bool first = kFloat && p == 0 && c == 0;
+                        if (!first) operands(false);
+                        if (first || (kFloat && __any_sync(0xffffffffu, overflows(largest_half)))) {
                             u32 raw[kBatch1][2 * MT][kLaneBytes / 4];
                             staged.read(raw);
                             if (!first) finish_products<0>();
+                            if constexpr (NORM && kFloat)
+                                if (first_of_row) norm.begin(raw);
 #pragma unroll
                             for (int mh = 0; mh < 2 * MT; ++mh) {
                                 const int m = mh / 2, h = mh % 2;
@@ -215,7 +227,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
 #pragma unroll
                                 for (int b = 0; b < kBatch1; ++b)
 #pragma unroll
-                                    for (int e = 0; e < kLaneBytes / 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[b][mh][e])));
+                                    for (int e = 0; e < kLaneBytes / 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[b][mh][e]) - (NORM ? norm.shift[mh] : 0.0f)));
                                 const int fresh = exponent_for(over_quad(largest));
                                 const int change = first ? 0 : min(fresh - exponent[m][h], 0);
                                 exponent[m][h] = first ? fresh : exponent[m][h] + change;
@@ -231,7 +243,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                                         }
                                 }
                             }
-                            operands();
+                            operands(!first);
                         }
                         staged.done();
                         begin_products();
@@ -289,12 +301,12 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                             const int there = group0 * kTiles1;  // tiles of u that are there
 #pragma unroll
                             for (int i = 0; i < there; ++i) {
-                                if constexpr (U_SHARED != 1) u_hi[i][m][h] = scale2(u_hi[i][m][h], factor);
-                                if constexpr (kPairs && U_SHARED == 0) u_lo[i][m][h] = scale2(u_lo[i][m][h], factor);
+                                if (!high_is_shared(i)) u_hi[i][m][h] = scale2(u_hi[i][m][h], factor);
+                                if (kPairs && !low_is_shared(i)) u_lo[i][m][h] = scale2(u_lo[i][m][h], factor);
                             }
 #pragma unroll 1
-                            for (int i = 0; i < there * kUImages; ++i) {
-                                const u32 at = u_base + ((i / kUImages1 * MT + m) * kUImages + i % kUImages1) * 256 + h * 4;
+                            for (int i = 0; i < min(there, kUSharedTiles) * kUImages; ++i) {
+                                const u32 at = u_base + ((i / kUImages * MT + m) * kUImages + i % kUImages) * 256 + h * 4;
                                 store_shared(at, scale2(load_shared_one(at), factor));
                             }
                         }
@@ -312,7 +324,6 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                             }
                     }
                 }
-                if (U_OVER_X) __syncwarp();  // all have read x
 #pragma unroll
                 for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
@@ -329,6 +340,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
         }
 
         // ---- stage 2
+        if constexpr (NORM) norm.finish(g, __int_as_float(eps_bits));
         char* const y_base = y + row0 * (long long)kRowOfY;
         const char* const residual_base = residual + row0 * residual_stride;
         const int left = (int)(rows - row0 < kRowsOfWarp ? rows - row0 : kRowsOfWarp) - g;  // row mh*8 is inside if left > mh*8
@@ -342,7 +354,7 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                 for (int mh = 0; mh < 2 * MT; ++mh) {
                     const int e = -(u_exponent[mh / 2][mh % 2] + reinterpret_cast<const int*>(image)[gi / A1]);
                     down[mh][0] = power(e / 2);
-                    down[mh][1] = power(e - e / 2);
+                    down[mh][1] = NORM ? power(e - e / 2) * norm.factor[mh] : power(e - e / 2);
                 }
             }
             for (int panel = 0; panel < kColumnPanels; ++panel) {
@@ -369,16 +381,18 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                                     }
                                     const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
                                     const u32 at = u_base + (i * MT + m) * kUImages * 256;
-                                    if constexpr (U_SHARED == 1) load_shared_pair(&hi[b][m][k], at);
+                                    if (high_is_shared(i)) load_shared_pair(&hi[b][m][k], at);
                                     else { hi[b][m][k] = u_hi[i][m][0]; hi[b][m][k + 1] = u_hi[i][m][1]; }
-                                    if constexpr (kPairs && U_SHARED != 0) load_shared_pair(&lo[b][m][k], at + kLowOfU);
-                                    if constexpr (kPairs && U_SHARED == 0) { lo[b][m][k] = u_lo[i][m][0]; lo[b][m][k + 1] = u_lo[i][m][1]; }
+                                    if constexpr (kPairs) {
+                                        if (low_is_shared(i)) load_shared_pair(&lo[b][m][k], at + kLowOfU);
+                                        else { lo[b][m][k] = u_lo[i][m][0]; lo[b][m][k + 1] = u_lo[i][m][1]; }
+                                    }
                                 }
                             }
-                            if (s == 0 || U_SHARED != 0) begin_products();
+                            if (s == 0 || kUSharedTiles > 0) begin_products();
                             multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
                             queue_products();
-                            if (U_SHARED != 0) finish_products<1>();
+                            if (kUSharedTiles > 0) finish_products<1>();
                         }
                     }
                     finish_products<0>();
@@ -388,54 +402,59 @@ fused_linear(const char* __restrict__ x, const char* __restrict__ image, const c
                 // ---- epilogue: a lane holds kRun adjacent outputs of each of its rows
                 const int panel_byte = (gi * B1 + panel * PANEL_COLUMNS / kHalves) * D1 * kElem;
 #pragma unroll
-                for (int v = 0; v < kTiles2 / RUN * kRun / kPer / kHalves; ++v) {
-                    const int run = v / (kRun / kPer), place = v % (kRun / kPer);
-                    const int in_panel = run * 4 * kRun * kElem + place * kPlaceStride;
-                    if (B1 % PANEL_COLUMNS != 0 && panel * PANEL_COLUMNS * D1 * kElem + in_panel + t * kLaneStride >= B1 * D1 * kElem) continue;
-                    const int byte = panel_byte + in_panel;
-                    float b[kHalves][kPer], s[kPer];
+                for (int run = 0; run < kTiles2 / RUN / kHalves; ++run) {
+                    Vector<kStore> held[2 * MT][kPlaces];
 #pragma unroll
-                    for (int half = 0; half < kHalves; ++half) {
-                        const u32 at = bias_at + half * (kOutFeatures / 2 * kElem) + byte + t * kLaneStride;
-                        Vector<kStore> bias_vector;
-                        if constexpr (kStore == 16) load_shared(bias_vector.w, at);
-                        else load_shared_pair(bias_vector.w, at);
-                        widen_vector(b[half], bias_vector);
+                    for (int place = 0; place < kPlaces; ++place) {
+                        const int in_panel = run * 4 * kRun * kElem + place * kPlaceStride;
+                        if (B1 % PANEL_COLUMNS != 0 && panel * PANEL_COLUMNS * D1 * kElem + in_panel + t * kLaneStride >= B1 * D1 * kElem) continue;
+                        const int byte = panel_byte + in_panel;
+                        float b[kBiases][kHalves][kPer], s[kPer];
+#pragma unroll
+                        for (int i = 0; i < kBiases * kHalves; ++i) {
+                            const int half = i % kHalves;
+                            const u32 at = bias_at + (i / kHalves * kOutFeatures + half * (kOutFeatures / 2)) * kElem + byte + t * kLaneStride;
+                            Vector<kStore> bias_vector;
+                            if constexpr (kStore == 16) load_shared(bias_vector.w, at);
+                            else load_shared_pair(bias_vector.w, at);
+                            widen_vector(b[i / kHalves][half], bias_vector);
+                        }
+                        if constexpr (SCALED) widen_vector(s, *reinterpret_cast<const Vector<kStore>*>(bias + kOutFeatures * kElem + byte + t * kLaneStride));
+#pragma unroll
+                        for (int mh = 0; mh < 2 * MT; ++mh) {
+                            float out[kPer];
+#pragma unroll
+                            for (int e = 0; e < kPer; ++e) {
+                                const int p = (place * kPer + e) / D1, j = (place * kPer + e) % D1;
+                                auto sum = [&](int half) {
+                                    const float a = acc[j][mh / 2][half * (kTiles2 / 2) + run * RUN + p / 2][2 * (mh % 2) + p % 2];
+                                    const float shift = NORM ? fmaf(b[kBiases - 1][half][e], norm.rest[mh], b[0][half][e]) : b[0][half][e];
+                                    return kFloat ? fmaf(a * down[mh][0], down[mh][1], shift) : NORM ? fmaf(a, norm.factor[mh], shift) : a + shift;
+                                };
+                                out[e] = activate<ACTIVATION, !kFloat>(SCALED ? sum(0) * s[e] : sum(0));
+                                if constexpr (GATED) out[e] *= sum(1);
+                            }
+                            if (RESIDUAL && left > mh * 8) {
+                                float r[kPer];
+                                widen_vector(r, *reinterpret_cast<const Vector<kStore>*>(residual_base + (g + mh * 8) * residual_stride + t * kLaneStride + byte));
+#pragma unroll
+                                for (int e = 0; e < kPer; ++e) out[e] += r[e];
+                            }
+                            Vector<kStore>& packed = held[mh][place];
+#pragma unroll
+                            for (int k = 0; k < kStore / 4; ++k) {
+                                if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
+                                else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
+                            }
+                            if (!kExchanged && left > mh * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + mh * 8 * kRowOfY + byte)) = packed;
+                        }
                     }
-                    if constexpr (SCALED) widen_vector(s, *reinterpret_cast<const Vector<kStore>*>(bias + kOutFeatures * kElem + byte + t * kLaneStride));
+                    if constexpr (kExchanged)
 #pragma unroll
-                    for (int mh = 0; mh < 2 * MT; ++mh) {
-                        float out[kPer];
-#pragma unroll
-                        for (int e = 0; e < kPer; ++e) {
-                            const int p = (place * kPer + e) / D1, j = (place * kPer + e) % D1;
-                            auto sum = [&](int half) {
-                                const float a = acc[j][mh / 2][half * (kTiles2 / 2) + run * RUN + p / 2][2 * (mh % 2) + p % 2];
-                                return kFloat ? fmaf(a * down[mh][0], down[mh][1], b[half][e]) : a + b[half][e];
-                            };
-                            out[e] = activate<ACTIVATION, !kFloat>(SCALED ? sum(0) * s[e] : sum(0));
-                            if constexpr (GATED) out[e] *= sum(1);
-                        }
-                        if (RESIDUAL && left > mh * 8) {
-                            float r[kPer];
-                            widen_vector(r, *reinterpret_cast<const Vector<kStore>*>(residual_base + (g + mh * 8) * residual_stride + t * kLaneStride + byte));
-#pragma unroll
-                            for (int e = 0; e < kPer; ++e) out[e] += r[e];
-                        }
-                        Vector<kStore> packed;
-#pragma unroll
-                        for (int k = 0; k < kStore / 4; ++k) {
-                            if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
-                            else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
-                        }
-                        if (left > mh * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + mh * 8 * kRowOfY + byte)) = packed;
-                    }
+                        for (int mh = 0; mh < 2 * MT; ++mh)
+                            store_three(y_base + (y_lane + mh * 8 * kRowOfY + panel_byte + run * 4 * kRun * kElem), held[mh], t & 1, left > mh * 8);
                 }
             }
-        }
-        if (U_OVER_X) {
-            __syncwarp();  // all have read u
-            for (int s = 0; s < STAGES; ++s) staged.load();
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

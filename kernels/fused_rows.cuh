@@ -75,7 +75,7 @@ struct StagedRows {
             for (int mh = 0; mh < 2 * MT; ++mh) {
                 const int bytes = C2 == 16 * kSteps1 || valid > v * 64 ? size(mh) : 0;
                 if (kBatch1 % 2 == 0 || t + 4 * v < 2 * kBatch1)
-                    copy_async<16>(to + (mh / 2 * kPairsOfSteps + v) * 1024 + mh % 2 * 512, at(mh, v * 64), bytes);
+                    copy_ahead<16>(to + (mh / 2 * kPairsOfSteps + v) * 1024 + mh % 2 * 512, at(mh, v * 64), bytes);
             }
     }
 
@@ -88,14 +88,13 @@ struct StagedRows {
 #pragma unroll
                 for (int v = 0; v < kVecs; ++v) {
                     const int bytes = C2 == 16 * kSteps1 ? size(mh) : min(max(valid - v * kVec, 0), size(mh));
-                    copy_async<kVec>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, at(mh, b * kStepBytes + v * kVec), bytes);
+                    copy_ahead<kVec>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, at(mh, b * kStepBytes + v * kVec), bytes);
                 }
         }
     }
 
     // Wait for the batch that is due; its part may then be read until `done`.
     __device__ __forceinline__ void wait() {
-        if (kRowStaged) return;  // its norm has waited for all of it
         wait_copies<STAGES - 2>();
         if (kMatrix) __syncwarp();
     }
@@ -122,16 +121,9 @@ struct StagedRows {
             for (int m = 0; m < MT; ++m) load_matrices(a[s][m], from + (m * kPairsOfSteps + s / 2) * 1024 + (s % 2 ? odd_step : 0));
     }
 
-    // Go on to the next batch, which must be there, and let this one lie.
-    __device__ __forceinline__ void skip() {
+    __device__ __forceinline__ void done() {
         from += kStageBytes;
         if (from == from_first + STAGES * kStageBytes) from = from_first;
-    }
-
-    __device__ __forceinline__ void done() {
-        skip();
-        if (U_OVER_X) return;  // u comes there; the next row waits until it has been read
-        if (kRowStaged && kMatrix) __syncwarp();  // the others have read what is replaced now
         load();
     }
 };

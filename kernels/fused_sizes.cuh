@@ -50,6 +50,7 @@ constexpr int kUnits = WARPS / kUnitWarps;
 constexpr int kUnitRows = kUnitWarps * kRowsOfWarp;
 constexpr int kHeader = 128;                  // bytes before the panels: an int for each linear, the exponent of its scaled weights
 constexpr int kOutFeatures = GROUPS * A1 * B1 * D1;
+constexpr int kBiases = NORM ? 2 : 1;         // vectors that are added to outputs: the bias, and what a norm adds
 constexpr int kHalves = GATED ? 2 : 1;        // outputs whose product is a column of y: a gate and a value, side by side in each panel
 constexpr int kRowOfY = BLOCKS * kOutFeatures / kHalves * kElem;  // bytes
 constexpr int kImageBytes = kHeader + kCount1 * kPanel1 + kCount2 * kPanel2;
@@ -65,23 +66,22 @@ constexpr int kRun = 2 * RUN * D1;            // adjacent outputs that a lane ho
 constexpr int kStore = kRun * kElem % 16 == 0 ? 16 : 8;        // bytes of a vector of outputs
 constexpr int kPer = kStore / kElem;          // outputs in a vector
 constexpr bool kWhole = kPer % D1 == 0;       // a vector holds whole columns: then lanes take vectors in turn, and a store has no gaps
+constexpr int kPlaces = kRun / kPer;          // vectors of a row that a lane holds side by side
+constexpr bool kExchanged = !kWhole && kPlaces == 3 && B1 % PANEL_COLUMNS == 0;  // vectors that neighbouring lanes exchange
 constexpr int kUTiles = kGroups2 * kTiles1;   // tiles of u
-constexpr int kUImages = U_SHARED == 1 ? kImages : U_SHARED == 2 ? 1 : 0;  // images of u in shared memory
-constexpr int kUImages1 = kUImages > 0 ? kUImages : 1;
-constexpr int kLowOfU = U_SHARED == 1 ? 256 : 0;               // from a tile's high halves to its low ones
-constexpr int kUBytes = U_OVER_X ? 0 : kUTiles * MT * 256 * kUImages;
+// What lies of u in shared memory: the first U_GROUPS groups, or, with U_LOW, the low halves of all.
+constexpr int kUSharedTiles = U_LOW ? kUTiles : U_GROUPS * kTiles1;
+constexpr int kUImages = U_LOW ? 1 : kImages;
+constexpr int kLowOfU = U_LOW ? 0 : 256;      // from a tile's high halves to its low ones
+constexpr int kUBytes = kUSharedTiles * MT * 256 * kUImages;
+__host__ __device__ constexpr bool high_is_shared(int tile) { return tile < U_GROUPS * kTiles1; }
+__host__ __device__ constexpr bool low_is_shared(int tile) { return tile < kUSharedTiles; }
 constexpr int kRowBytes = A2 * C2 * D2 * kElem;
 constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
-constexpr int kRowBatches = A2 * kBatches;                     // batches of a row
-constexpr bool kRowStaged = NORM && kLinear && STAGES == kRowBatches;  // a whole row fits in the stages: its norm is taken there
-static_assert(!U_OVER_X || (kRowStaged && U_SHARED == 1 && kTiles1 * MT * 256 * kUImages <= kBatches * kStageBytes), "a group of u takes the place of its x");
-constexpr bool kInTurn = kRowStaged && WGMMA;
-constexpr bool kScaled = kFloat && !NORM;                      // rows of x have scales of their own
-constexpr int kNormedExponent = kFloat ? 9 : 0;                // normalized values, below 2^6, times 2^9 lie well in the range of fp16
 // Long sums are flushed halfway, since tensor cores cut off what each step adds.
 constexpr int kParts = PARTS;
 // Steps of the second product handled together.
-constexpr int kBatch2 = U_SHARED == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
+constexpr int kBatch2 = kUSharedTiles == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
 
 static_assert(SLOTS <= kPanels && SLOTS > 1, "a slot for each panel at most");
 static_assert(C2 % 4 == 0, "a lane reads 4 elements of a column class at a time");
@@ -92,6 +92,7 @@ static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole 
 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");
 static_assert(!WGMMA || (MT == 1 && WARPS % 4 == 0), "a warpgroup has 64 rows, 16 a warp");
-static_assert(U_SHARED < 2 || kPairs, "only pairs have a low part to put aside");
+static_assert(U_GROUPS <= kGroups2 && (!U_LOW || (kPairs && U_GROUPS == 0)), "only pairs have a low part to put aside");
+static_assert(!NORM || (C2 % 16 == 0 && !SCALED), "a norm counts all columns of x and no others");
 static_assert(!GATED || (GROUPS * BLOCKS * A1 == 1 && B1 % PANEL_COLUMNS == 0 && kTiles2 % (2 * RUN) == 0 && !RESIDUAL && !SCALED),
               "halves of whole panels, and nothing behind them");

@@ -50,6 +50,13 @@ __device__ __forceinline__ u32 round2(float low, float high) {
     else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// a * b + c of two halves each, rounded once.
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+    u32 r;
+    if constexpr (MODE == 1) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    else asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
 __device__ __forceinline__ float widen(u16 h) {
     float f;
     if constexpr (MODE == 1) f = __uint_as_float((u32)h << 16);
@@ -102,6 +109,12 @@ template <int BYTES>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) {
     if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
+}
+// The same, which asks the L2 cache for the 256 bytes around, of which more will be read soon.
+template <int BYTES>
+__device__ __forceinline__ void copy_ahead(u32 to, const void* from, int valid) {
+    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
+    else asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>

@@ -19,7 +19,7 @@ from flysurgery.ops.cuda.factor_grad import FactorGrad, gradient_configs
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
 from flysurgery.ops.cuda.gradients import forget_chains
-from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.kernel import device_arch, may_begin_early
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import forget_products
@@ -128,7 +128,8 @@ def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, 
         linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"
-        return lambda x, dy: fused.run(x, image, activation=activation)
+        early = may_begin_early(device_index)
+        return lambda x, dy: fused.run(x, image, activation=activation, early=early)
     if case.kernel == SINGLE:
         single = factor_product(case.architecture.patterns[0], case.mode, config, limit)
         image = single.pack(_random_factors(case, device_index)[0])

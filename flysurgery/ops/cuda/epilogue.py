@@ -10,10 +10,10 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear
+from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
-from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture
 
 
@@ -54,8 +54,8 @@ def run_epilogue(
             columns.insert(0, torch.zeros_like(scale))
         return (image, torch.cat([part.detach().to(dtype_of(mode)) for part in columns])) if columns else (image,)
 
-    packed = derived(("epilogue", kernels, bias is None, scale is None), sources, make)
-    return kernels.run(x, packed[0], packed[1] if len(packed) > 1 else None, residual, activation, scaled=scale is not None)
+    packed, early = kept(("epilogue", kernels, bias is None, scale is None), sources, make)
+    return kernels.run(x, packed[0], packed[1] if len(packed) > 1 else None, residual, activation, scaled=scale is not None, early=early)
 
 
 def _fake_epilogue(

@@ -13,9 +13,9 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of, factors_to_dense
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.ops.cuda.kept import kept
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.derived import derived
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1}
 _CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes
@@ -161,16 +161,12 @@ def run_few_rows(
     sources = tuple(part for part in parts if part is not None)
     in_place = [*lengths] == [0] and _in_place(weights[0], x.dtype)
 
-    changed = False
-
     def make() -> tuple[Tensor, ...]:
-        nonlocal changed
-        changed = True
         vectors = pack_vectors(weights[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
         return vectors if in_place else (*vectors, pack_weights(weights, lengths).to(x.dtype))
 
     token = ("few rows", x.dtype, in_place, tuple(lengths), tuple(part is not None for part in parts))
-    norm, columns, *packed = derived(token, sources, make)
+    (norm, columns, *packed), early = kept(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     _kernel(tile, x.dtype, activation, residual is not None, device_index).launch(
@@ -179,7 +175,7 @@ def run_few_rows(
         tile.shared_bytes,
         current_stream(device_index),
         *(x, packed[0] if packed else weights[0], norm, columns, residual, y, rows, *strides, float_bits(eps or 0.0)),
-        early=not changed and may_begin_early(device_index),  # the weights were there before the kernel queued last
+        early=early,
     )
     return y
 

@@ -48,7 +48,8 @@ class FusedLinear:
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
         linears: how many linears of this architecture read the same x; their outputs lie side by side.
         config: one of ``candidates``; None takes the first.
-        norm: whether rows of x are normalized on their way, to mean 0 and variance 1.
+        norm: whether a layer norm of the rows of x, to mean 0 and variance 1, stands before the layer; the sum of each output's
+            weights then lies behind the bias.
         gated: whether the outputs are a gate and then a value, as many of each, and it gives ``activation(gate) * value``.
         device_index: CUDA device.
 
@@ -129,13 +130,16 @@ class FusedLinear:
         self,
         x: Tensor,  # shape: (*batch, in_features)
         image: Tensor,
-        bias: Tensor | None = None,  # shape: (linears * out_features,), and as much behind it where scaled
+        bias: Tensor | None = None,  # shape: (linears * out_features,), and as much behind it where scaled or behind a norm
         residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
         activation: str = "none",
         eps: float = 0.0,
         scaled: bool = False,
+        early: bool = False,
     ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
         """Launch on the current stream. What the kernel cannot read in place is copied first. ``eps`` is the norm's.
+
+        ``early``: image and bias were there before the kernel queued last, and are read while it still runs.
 
         It reads vectors of 16 bytes, in rows that one stride leads through.
         """
@@ -149,7 +153,15 @@ class FusedLinear:
             residual, _, residual_stride = _in_vectors(residual)
         key = (rows, stride, activation, scaled, residual_stride, eps)
         launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(x.device.index), x.data_ptr(), image.data_ptr(), address_of(bias), address_of(residual), y.data_ptr())
+        launch(
+            current_stream(x.device.index),
+            x.data_ptr(),
+            image.data_ptr(),
+            address_of(bias),
+            address_of(residual),
+            y.data_ptr(),
+            early=early,
+        )
         return y
 
     def prepared(self, x: Rows) -> Prepared:

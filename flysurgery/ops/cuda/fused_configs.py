@@ -29,7 +29,7 @@ def _configs_of(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[Fus
     residues = [n for n in range(1, tile.first.d + 1) if tile.first.d % n == 0]
     units = [(True, warps, 1) for warps in (4, 8, 12, 16)] if wgmma else []
     units += [(False, warps, row_tiles) for warps in (4, 6, 8, 12, 16) for row_tiles in (1, 2)]
-    placements = (0, 1, 2) if tile.images == 2 else (0, 1, 3) if tile.norm else (0, 1)
+    placements = [n for n in (0, 1, 2, 3) if (n != 2 or tile.images == 2) and (n != 3 or tile.groups > 1)]
     for (by_group, warps, row_tiles), u_shared, run, step, residue in product(units, placements, tile.runs, steps, residues):
         for panel_columns, panel_classes, batch in product(_panel_columns(tile, run), {1, tile.second.d}, _batches(step, residue)):
             sizes = (step, batch, panel_columns, panel_classes, 2, residue, run, u_shared)
@@ -55,21 +55,17 @@ def _batches(panel_steps: int, residues: int) -> list[int]:
 def _fill(tile: Tiling, config: FusedConfig, shared_limit: int) -> Iterator[FusedConfig]:
     """Spend the shared memory: all panels if they fit, or a ring of them; then as many stages of x as fit."""
     panels = sum(tile.panel_counts(config))
-    whole_row = (tile.row_stages(config),) if tile.norm else ()
     for slots in sorted({panels, *(n for n in (2, 3, 4, 6) if n < panels)}):
-        for choice in (whole_row, tuple(n for n in (6, 4, 3, 2) if n not in whole_row)):
-            filled = (replace(config, slots=slots, stages=stages) for stages in choice)
-            found = next((each for each in filled if _holds(tile, each, shared_limit)), None)
-            if found is not None:
-                yield found
+        filled = (replace(config, slots=slots, stages=stages) for stages in (6, 4, 3, 2))
+        found = next((each for each in filled if _holds(tile, each, shared_limit)), None)
+        if found is not None:
+            yield found
 
 
 def _holds(tile: Tiling, config: FusedConfig, shared_limit: int) -> bool:
-    placed = config.u_shared != 3 or tile.fits_over_x(config)
-    few, twice = config.warps * config.row_tiles < 8, tile.blocks > 1 and not tile.stages_row(config)
-    if tile.norm and (few or twice):
-        return False  # with few rows at a time, or blocks that read them twice, a launch of its own for the norm is faster
-    return placed and config.stages >= 2 and tile.shared_bytes(config) <= shared_limit
+    if tile.norm and config.warps * config.row_tiles < 8:
+        return False  # with few rows at a time a launch of its own for the norm is faster
+    return config.stages >= 2 and tile.shared_bytes(config) <= shared_limit
 
 
 def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -> bool:
@@ -82,7 +78,7 @@ def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -
     whole = whole and config.panel_columns % (8 * config.run) == 0 and second.b % (2 * config.run) == 0 and config.run in tile.runs
     whole = whole and config.panel_columns in _panel_columns(tile, config.run) and config.panel_classes in (1, second.d)
     warps = config.warps % 4 == 0 and config.row_tiles == 1 and wgmma if config.wgmma else config.row_tiles in (1, 2)
-    placed = config.u_shared in ((0, 1, 2) if tile.images == 2 else (0, 1, 3))
+    placed = config.u_shared in ((0, 1, 2, 3) if tile.images == 2 else (0, 1, 3))
     if not (whole and warps and placed and 2 <= config.slots <= sum(tile.panel_counts(config))):
         return False
     return tile.registers(config) <= registers_allowed(config.warps) and _holds(tile, config, shared_limit)
@@ -98,7 +94,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             5.2 / config.panel_columns,  # narrow products leave the tensor cores waiting
             0.0 if config.wgmma else 0.25,
             0.95 if warps < 8 else 0.18 if warps < 12 else 0.0 if warps == 12 else 0.13,
-            (0.0, 0.3, 0.01, 0.0)[config.u_shared],
+            (0.0, 0.3, 0.01, 0.1)[config.u_shared],
             0.03 if config.slots < 4 else 0.0,
             0.07 / config.batch,
             0.14 * max(0.0, 1.0 - in_flight / 34_000),
@@ -107,7 +103,6 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             0.38 * (tile.first.d / config.residues - 1),
             0.02 / config.panel_steps,
             0.3 if config.apart else 0.0,
-            0.08 if config.wgmma and config.u_shared in (0, 3) and config.panel_classes < tile.second.d else 0.0,  # waits more often
-            0.1 if tile.norm and not tile.stages_row(config) else 0.0,  # x is read twice
+            0.08 if config.wgmma and config.u_shared == 0 and config.panel_classes < tile.second.d else 0.0,  # waits more often
         )
     )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear, fused_reason
+from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
-from flysurgery.ops.cuda.norm_linear import fold
+from flysurgery.ops.cuda.norm_linear import fold, with_sums
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
-from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture
 
 GATED_LINEAR, NORM_GATED_LINEAR = "gated_linear", "norm_gated_linear"
@@ -89,11 +89,13 @@ def run_gated_linear(
         of_left, *of_offset = [torch.cat((each[gate], each[1 - gate]), dim=1 - index) for index, each in enumerate(halves)]
         pairs, columns = fold([(of_left, right)], of_offset, weight, bias)
         image = found.kernel.pack(pairs)
+        if eps is not None:
+            return image, with_sums(columns, pairs, dtype_of(mode))
         return (image,) if columns is None else (image, columns.to(dtype_of(mode)))
 
     sources = (left, right, *(part for part in (offset, weight, bias) if part is not None))
-    packed = derived((found, gate, offset is None, weight is None, bias is None), sources, make)
-    return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, None, activation, eps or 0.0)
+    packed, early = kept((found, gate, offset is None, weight is None, bias is None), sources, make)
+    return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, None, activation, eps or 0.0, early=early)
 
 
 def _fake_gated_linear(

@@ -7,6 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ def device_arch(device_index: int) -> str:
     return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
+@cache
 def may_begin_early(device_index: int) -> bool:
     """Whether a kernel may begin before the one queued before it has ended."""
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
@@ -137,18 +139,13 @@ class Kernel:
 
     def queue_early(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """The same, to begin while the kernel before still runs."""
-        driver = cuda_module("bindings.driver")
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value = value
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = (
-            sizes
-        )
-        config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
-        self._queue(lambda: driver.cuLaunchKernelEx(config, self.function, address, 0)[0], sizes)
+        self.queue_as(early_launch(sizes), sizes, stream, address)
+
+    def queue_as(self, config: Any, sizes: tuple[int, ...], stream: int, address: int) -> None:
+        """The same as an ``early_launch`` says."""
+        config.hStream = stream
+        launch = cuda_module("bindings.driver").cuLaunchKernelEx
+        self._queue(lambda: launch(config, self.function, address, 0)[0], sizes)
 
     def _queue(self, launch: Callable[[], Any], sizes: tuple[int, ...]) -> None:
         result = launch()
@@ -173,6 +170,20 @@ class Kernel:
                 f"kernel {self.name} needs {shared_bytes} bytes of shared memory a block, this device has less: {result.name}"
             )
         self._shared_bytes = shared_bytes
+
+
+def early_launch(sizes: tuple[int, ...]) -> Any:
+    """The driver's description of a launch that begins while the kernel before still runs; ``sizes`` are grid, block and shared bytes."""
+    driver = cuda_module("bindings.driver")
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = value
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = sizes
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 class Parameters:
@@ -217,13 +228,17 @@ class Prepared:
         self._address = self.parameters.fill((None,) * addresses + numbers, kernel.name)
         self._launch, self._words = kernel.driver_launch, self.parameters.words
         self._pack = struct.Struct(f"{addresses}q").pack_into
+        self._early: Any = None
         self._lock = threading.Lock()
 
-    def __call__(self, stream: int, *addresses: int) -> None:
-        """Queue the kernel on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+    def __call__(self, stream: int, *addresses: int, early: bool = False) -> None:
+        """Queue the kernel on a stream. The device must be the current one. ``early`` and errors are those of ``Kernel.launch``."""
         with self._lock:
             self._pack(self._words, 0, *addresses)
-            if self._launch(self.kernel.function, *self.sizes, stream, self._address, 0)[0] != 0:
+            if early:
+                self._early = self._early or early_launch(self.sizes)
+                self.kernel.queue_as(self._early, self.sizes, stream, self._address)
+            elif self._launch(self.kernel.function, *self.sizes, stream, self._address, 0)[0] != 0:
                 self.kernel.queue(self.sizes, stream, self._address)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.product import Product, product_of
 from flysurgery.ops.cuda.table import rows_bucket
-from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture, Pattern
 
 ProductKey = tuple[tuple[torch.Size, ...], str, int, int, int, bool]
@@ -41,8 +41,8 @@ def multiply(
     meet(product, x)
     if rows == 0:
         return x.new_empty((*x.shape[:-1], linears * product.architecture.out_features))
-    packed = derived((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed))
-    return product.run(x, packed, bool(biases))
+    packed, early = kept((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed))
+    return product.run(x, packed, bool(biases), early)
 
 
 def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int, transposed: bool) -> Product:

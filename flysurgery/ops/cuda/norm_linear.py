@@ -10,11 +10,11 @@ from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
 from flysurgery.ops.cuda.fused import FusedLinear, fused_reason
+from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
-from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture
 
 NORM_LINEAR = "norm_linear"
@@ -79,11 +79,10 @@ def run_norm_linear(
 
     def make() -> tuple[Tensor, ...]:
         pairs, offset = fold([(factors[2 * n], factors[2 * n + 1]) for n in range(linears)], biases, weight, bias)
-        image = found.kernel.pack(pairs)
-        return (image,) if offset is None else (image, offset.to(dtype_of(mode)))
+        return found.kernel.pack(pairs), with_sums(offset, pairs, dtype_of(mode))
 
-    packed = derived((found, weight is None, bias is None, len(biases)), sources, make)
-    return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, activation=activation, eps=eps)
+    (image, offset), early = kept((found, weight is None, bias is None, len(biases)), sources, make)
+    return found.kernel.run(x, image, offset, activation=activation, eps=eps, early=early)
 
 
 def fold(
@@ -105,6 +104,18 @@ def fold(
     if weight is not None:
         pairs = [(left, right * weight.detach().double().view(a, 1, c, d)) for left, right in pairs]
     return pairs, torch.cat(offsets) if offsets else None
+
+
+def with_sums(
+    offset: Tensor | None,  # shape: (linears * out_features,)
+    pairs: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
+    dtype: torch.dtype,
+) -> Tensor:  # shape: (2 * linears * out_features,)
+    """What the kernel adds to its outputs behind a norm: the bias, and the sum of each output's weights, rounded as the kernel has them."""
+    rounded = [(left.to(dtype).double(), right.to(dtype).double()) for left, right in pairs]
+    ones = [right.new_ones(1, right.shape[0] * right.shape[2] * right.shape[3]) for _, right in rounded]
+    sums = torch.cat([ks_einsum(ks_einsum(one, right), left)[0] for one, (left, right) in zip(ones, rounded, strict=True)])
+    return torch.cat((torch.zeros_like(sums) if offset is None else offset, sums)).to(dtype)
 
 
 def _fake_norm_linear(

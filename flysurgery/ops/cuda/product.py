@@ -95,11 +95,15 @@ class Product:
         x: Tensor,  # shape: (*batch, in_features)
         packed: Sequence[Tensor],  # what ``pack`` gives
         with_bias: bool,
+        early: bool = False,
     ) -> Tensor:  # shape: (*batch, linears * out_features)
-        """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first."""
+        """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first.
+
+        ``early``: what is packed was there before the kernel queued last, and may be read while it still runs.
+        """
         bias = packed[-1] if with_bias else None
         if isinstance(self.kernels, FusedLinear):
-            return self.kernels.run(x, packed[0], bias)
+            return self.kernels.run(x, packed[0], bias, early=early)
         last = len(self.kernels) - 1
         for place, single in enumerate(self.kernels):
             x = single.run(x, packed[place], bias if place == last else None)

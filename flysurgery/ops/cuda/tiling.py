@@ -15,7 +15,6 @@ _MAX_PADDING = 1.6
 _REGISTERS_BESIDE_TILES = 30
 _REGISTERS_OF_NORM = 12
 _LONG_STEPS = 24
-_NORM_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class FusedConfig:
         slots: panels that fit in the ring; all of them where the weights stay resident.
         residues: residues of the first factor's input computed in one pass over it.
         run: column tiles whose outputs a lane stores together, so that they fill vectors.
-        u_shared: what part of the intermediate lies in shared memory: 0 none, 1 all, 2 the low halves of pairs, 3 all, in the place
-            of the row of x, which is normalized there.
+        u_shared: what part of the intermediate lies in shared memory: 0 none, 1 all, 2 the low halves of pairs, 3 half of the groups.
         wgmma: products by warpgroups, sm_90a only.
         apart: a block multiplies one of the linears that share x; blocks of different linears share it in the L2 cache.
     """
@@ -62,7 +60,7 @@ class Tiling:
     second: Pattern
     mode: str
     linears: int  # that a block multiplies
-    norm: bool = False  # whether rows of x are normalized on their way
+    norm: bool = False  # whether a layer norm of the rows of x stands before the layer
     blocks: int = 1  # that read the same rows of x, for linears of their own
     gated: bool = False  # whether the outputs are a gate and a value, side by side in each panel, of which the product is stored
 
@@ -134,24 +132,10 @@ class Tiling:
         """Whether k runs through x in its own order, as ldmatrix reads it; otherwise a lane reads four neighbours."""
         return self.element_bytes == 2 and self.first.d == 1 and self.first.c % 8 == 0
 
-    def row_stages(self, config: FusedConfig) -> int:
-        """Stages that hold a whole row of x: its mean and variance are then taken there, and not in another pass over memory."""
-        return self.first.a * (self.first_steps // config.batch)
-
     def stage_bytes(self, config: FusedConfig) -> int:
         """Bytes of a warp's stage of x."""
         batch = config.batch + (config.batch % 2 if self.natural else 0)
         return batch * config.row_tiles * 2 * 4 * self.first.d * self.element_bytes * 32
-
-    def stages_row(self, config: FusedConfig) -> bool:
-        """Whether the stages hold a whole row of x. Pairs have no room for it."""
-        whole = self.first.d == 1 and self.first.c == 16 * self.first_steps and self.images == 1
-        return whole and config.stages == self.row_stages(config)
-
-    def fits_over_x(self, config: FusedConfig) -> bool:
-        """Whether the intermediate fits in the place of the row of x, group by group."""
-        u = self.first_columns // 8 * config.row_tiles * 256 * self.images
-        return self.norm and self.stages_row(config) and u <= self.first_steps // config.batch * self.stage_bytes(config)
 
     @cached_property
     def second_steps(self) -> int:
@@ -188,12 +172,16 @@ class Tiling:
         second = config.panel_classes * self.second_steps * 16 * config.panel_columns * 2 * self.images
         return first, second
 
+    def shared_groups(self, config: FusedConfig) -> int:
+        """Groups of the intermediate that lie in shared memory as a whole."""
+        return (0, self.groups, 0, self.groups // 2)[config.u_shared]
+
     def shared_bytes(self, config: FusedConfig) -> int:
         """Dynamic shared memory of a block."""
-        images = (0, self.images, 1, 0)[config.u_shared]
-        u = self.groups * self.first_columns // 8 * config.row_tiles * 256 * images
-        bias = self.out_features * self.element_bytes
-        return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + bias
+        groups, images = (self.groups, 1) if config.u_shared == 2 else (self.shared_groups(config), self.images)
+        u = groups * self.first_columns // 8 * config.row_tiles * 256 * images
+        biases = (2 if self.norm else 1) * self.out_features * self.element_bytes
+        return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + biases
 
     def parts(self, config: FusedConfig) -> int:
         """In how many parts the sums of the first product are taken, as tensor cores cut off what each step adds to a long one."""
@@ -208,16 +196,15 @@ class Tiling:
 
     def registers(self, config: FusedConfig) -> int:
         """Registers a thread, estimated: accumulators and the intermediate, and what stands beside them."""
-        images = (self.images, 0, 1, 0)[config.u_shared]
-        u = self.groups * self.first_columns // 8 * 2 * config.row_tiles * images
+        images = 1 if config.u_shared == 2 else self.images
+        groups = self.groups - self.shared_groups(config)
+        u_of_group = self.first_columns // 8 * 2 * config.row_tiles * images
         first = config.residues * config.row_tiles * self.first_columns // 2
         second = self.second.d * config.row_tiles * config.panel_columns // 2
         operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
-        turns = self.groups // config.residues
+        loaded = 4 * second_batch(config) * self.images if config.u_shared else 0
         return (
-            max(
-                u * (turns - 1) // turns + first + operands, u + second + (4 * second_batch(config) * self.images if config.u_shared else 0)
-            )
+            max(max(groups - config.residues, 0) * u_of_group + first + operands, groups * u_of_group + second + loaded)
             + _REGISTERS_BESIDE_TILES
             + (_REGISTERS_OF_NORM if self.norm else 0)
         )
@@ -253,8 +240,8 @@ class Tiling:
             "PARTS": self.parts(config),
             "SLOTS": config.slots,
             "RESIDUES": config.residues,
-            "U_SHARED": 1 if config.u_shared == 3 else config.u_shared,
-            "U_OVER_X": int(config.u_shared == 3),
+            "U_GROUPS": self.shared_groups(config),
+            "U_LOW": int(config.u_shared == 2),
             "NORM": int(self.norm),
             "BLOCKS": self.blocks,
             "GATED": int(self.gated),
@@ -301,8 +288,8 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: boo
     padding = result.groups * result.group_tiles * 8 / first.out_features
     if padding > _MAX_PADDING:
         return f"tiles of 8 would pad the inner size {first.out_features} by a factor of {padding:.2f}"
-    if norm and result.in_features * result.element_bytes % _NORM_BYTES:
-        return f"the fused kernel takes the norm of rows of whole {_NORM_BYTES} bytes, got {result.in_features} features in mode {mode}"
+    if norm and first.c % 16:
+        return f"the fused kernel takes the norm of rows in steps of 16 columns of a class, pattern {first} has c = {first.c}"
     if gated and (linears > 1 or second.a > 1 or second.b % 2):
         return (
             f"the fused kernel takes a gate and a value that are the halves of one layer's outputs, with a = 1 and an even b, got {second}"

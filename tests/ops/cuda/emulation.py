@@ -19,6 +19,25 @@ from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
 
 
+def behind_a_norm(
+    x: Tensor,  # shape: (rows, in_features)
+    linears: Sequence[tuple[Tensor, ...]],
+    bias: Tensor,  # shape: (2 * outputs,), the sums of weights behind the bias
+    eps: float,
+) -> Tensor:  # shape: (rows, outputs)
+    """Linears behind a norm: of rows less some value near their mean, the rest of which is made up for by the sums of weights."""
+    shift, mean = x[:, :8].mean(dim=1, keepdim=True), x.mean(dim=1, keepdim=True)
+    products = []
+    for factors in linears:
+        value = x - shift
+        for factor in reversed(factors):
+            value = ks_einsum(value, factor)
+        products.append(value)
+    offset, sums = bias.chunk(2)
+    deviation = (x.var(dim=1, keepdim=True, unbiased=False) + eps).sqrt()
+    return (torch.cat(products, dim=-1) - (mean - shift) * sums) / deviation + offset
+
+
 class EmulatedProduct:
     """Stands in for ``Product``; counts how often it packs."""
 
@@ -60,7 +79,7 @@ class EmulatedProduct:
     def readable(self, x: Tensor) -> Tensor:
         return in_rows(x)[0]
 
-    def run(self, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool) -> Tensor:
+    def run(self, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool, early: bool = False) -> Tensor:
         length, outputs = len(self.architecture), []
         images = packed[:-1] if with_bias else packed
         for start in range(0, len(images), length):

@@ -14,6 +14,7 @@ from flysurgery.ops.cuda.gated_linear import run_gated_linear
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.tiling import tiling
 from flysurgery.patterns import Architecture
+from tests.ops.cuda.emulation import behind_a_norm
 from tests.support.tolerance import FP32, assert_epilogue_comparable
 
 WIDE = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
@@ -32,9 +33,13 @@ class Emulated:
         (self.factors,) = [tuple(factor.float() for factor in pair) for pair in linears]
         return torch.zeros(1)
 
-    def run(self, x: Tensor, image: Tensor, bias: Tensor | None, residual: None, activation: str, eps: float) -> Tensor:
-        x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps) if self.norm else x
-        gate, value = composed.linear_residual(x, FusedFactors(self.factors, bias), torch.zeros(())).chunk(2, dim=-1)
+    def run(self, x: Tensor, image: Tensor, bias: Tensor | None, residual: None, activation: str, eps: float, early: bool) -> Tensor:
+        if self.norm:
+            assert bias is not None
+            y = behind_a_norm(x, [self.factors], bias, eps)
+        else:
+            y = composed.linear_residual(x, FusedFactors(self.factors, bias), torch.zeros(()))
+        gate, value = y.chunk(2, dim=-1)
         return composed.ACTIVATIONS[activation](gate) * value
 
 

@@ -80,7 +80,7 @@ def test_switching_tf32_on_makes_a_new_graph(on_cuda: None, monkeypatch: pytest.
 def _noting_the_mode(modes: list[str]):
     run = EmulatedProduct.run
 
-    def noting(product: EmulatedProduct, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool) -> Tensor:
+    def noting(product: EmulatedProduct, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool, early: bool) -> Tensor:
         modes.append(product.mode)
         return run(product, x, packed, with_bias)
 

@@ -14,6 +14,7 @@ from flysurgery.ops.cuda import norm_linear
 from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.norm_linear import fold, run_norm_linear
 from flysurgery.patterns import Architecture
+from tests.ops.cuda.emulation import behind_a_norm
 from tests.support.tolerance import FP32, assert_epilogue_comparable
 
 SMALL = [
@@ -53,15 +54,14 @@ class Emulated:
 
     def __init__(self) -> None:
         self.kernel = self
-        self.pairs: list[Sequence[Tensor]] = []
+        self.pairs: list[tuple[Tensor, ...]] = []
 
     def pack(self, linears: Sequence[Sequence[Tensor]]) -> Tensor:
         self.pairs = [tuple(factor.float() for factor in pair) for pair in linears]
         return torch.zeros(1)
 
-    def run(self, x: Tensor, image: Tensor, bias: Tensor | None, *, activation: str, eps: float) -> Tensor:
-        y = composed.norm_linear(x, Norm(None, None, eps), [FusedFactors(tuple(pair)) for pair in self.pairs])
-        return composed.ACTIVATIONS[activation](y if bias is None else y + bias)
+    def run(self, x: Tensor, image: Tensor, bias: Tensor, *, activation: str, eps: float, early: bool) -> Tensor:
+        return composed.ACTIVATIONS[activation](behind_a_norm(x, self.pairs, bias, eps))
 
 
 @pytest.mark.parametrize("biased", [False, True])
