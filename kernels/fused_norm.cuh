@@ -6,7 +6,8 @@
 #include "fused_rows.cuh"
 
 // The sums of x - shift and of its squares, for the rows that a lane multiplies. `shift` is the mean of the row's first values: the
-// difference of the sums then loses no more than a factor of columns / first values of the variance.
+// difference of the sums then loses no more than a factor of columns / first values of the variance, and halves, which are rounded once more,
+// no more than its root.
 struct RowNorm {
     static constexpr float kColumns = kRowBytes / kElem;
     static constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u, kHalf = MODE == 1 ? 0x3f003f00u : 0x38003800u;  // pairs of halves
