@@ -141,6 +141,7 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
             for (int pass = 0; pass < kPasses; ++pass) {
                 const int group0 = i2 * D2 + pass * RESIDUES;
                 float acc[RESIDUES][MT][kTiles1][4] = {};
+                float small[kSmallApart ? RESIDUES : 1][MT][kTiles1][4] = {};  // sums of lo*hi and hi*lo
                 int exponent[MT][2] = {};
                 float scale[MT][2] = {};
 
@@ -240,6 +241,10 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                                         for (int n = 0; n < kTiles1; ++n) {
                                             acc[r][m][n][2 * h] *= factor;
                                             acc[r][m][n][2 * h + 1] *= factor;
+                                            if constexpr (kSmallApart) {
+                                                small[r][m][n][2 * h] *= factor;
+                                                small[r][m][n][2 * h + 1] *= factor;
+                                            }
                                         }
                                 }
                             }
@@ -249,7 +254,7 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                         begin_products();
 #pragma unroll
                         for (int r = 0; r < RESIDUES; ++r)
-                            multiply<kTiles1, kBatch1, RESIDUES, kImage1>(acc[r], hi[r], lo[r], address, c * RESIDUES + r);
+                            multiply<kTiles1, kBatch1, RESIDUES, kImage1>(acc[r], kSmallApart ? small[r] : acc[r], hi[r], lo[r], address, c * RESIDUES + r);
                         queue_products();
                         // The next batch is made ready while this one is multiplied.
                         if (c + kBatch1 < PANEL_STEPS) finish_products<1>();
@@ -258,6 +263,15 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                     panels.leave();
                 }
 
+                if constexpr (kSmallApart)
+#pragma unroll
+                    for (int r = 0; r < RESIDUES; ++r)
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                            for (int n = 0; n < kTiles1; ++n)
+#pragma unroll
+                                for (int e = 0; e < 4; ++e) acc[r][m][n][e] += small[r][m][n][e];
                 if constexpr (kParts > 1)
 #pragma unroll
                     for (int r = 0; r < RESIDUES; ++r)
@@ -390,7 +404,7 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                                 }
                             }
                             if (s == 0 || kUSharedTiles > 0) begin_products();
-                            multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
+                            multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
                             queue_products();
                             if (kUSharedTiles > 0) finish_products<1>();
                         }

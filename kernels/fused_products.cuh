@@ -29,18 +29,18 @@ __device__ __forceinline__ void wgmma_step(float (&acc)[TILES_][4], const u32 (&
 #endif
 
 // acc += a[s] * panel[first + s * STRIDE], for `count` of S steps of a panel of N column tiles. `panel` is the panel's address,
-// plus the lane's ldmatrix offset for mma.sync. The products of wgmma are only queued.
+// plus the lane's ldmatrix offset for mma.sync. Of pairs `small`, which may be acc, takes lo*hi + hi*lo. The products of wgmma are only queued.
 template <int N, int S, int STRIDE, int IMAGE_BYTES>
-__device__ __forceinline__ void multiply(float (&acc)[MT][N][4], const u32 (&hi)[S][MT][4], const u32 (&lo)[kPairs ? S : 1][MT][4],
-                                         u32 panel, int first, int count = S) {
+__device__ __forceinline__ void multiply(float (&acc)[MT][N][4], float (&small)[MT][N][4], const u32 (&hi)[S][MT][4],
+                                         const u32 (&lo)[kPairs ? S : 1][MT][4], u32 panel, int first, int count = S) {
     constexpr int kStep = N * 256;
 #if WGMMA
     if constexpr (kPairs) {
 #pragma unroll
         for (int s = 0; s < S; ++s) {
             if (s >= count) continue;
-            wgmma_step(acc[0], lo[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
-            wgmma_step(acc[0], hi[s][0], panel + (first + s * STRIDE) * kStep + IMAGE_BYTES, N * 8);
+            wgmma_step(small[0], lo[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
+            wgmma_step(small[0], hi[s][0], panel + (first + s * STRIDE) * kStep + IMAGE_BYTES, N * 8);
         }
     }
 #pragma unroll
@@ -57,8 +57,8 @@ __device__ __forceinline__ void multiply(float (&acc)[MT][N][4], const u32 (&hi)
                 load_matrices(b[s], panel + (first + s * STRIDE) * kStep + n * 128);
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
-                    mma(acc[m][n], lo[s][m], b[s][0], b[s][1]);
-                    mma(acc[m][n], hi[s][m], b[s][2], b[s][3]);
+                    mma(small[m][n], lo[s][m], b[s][0], b[s][1]);
+                    mma(small[m][n], hi[s][m], b[s][2], b[s][3]);
                 }
             }
 #pragma unroll

@@ -80,6 +80,8 @@ constexpr int kRowBytes = A2 * C2 * D2 * kElem;
 constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
 // Long sums are flushed halfway, since tensor cores cut off what each step adds.
 constexpr int kParts = PARTS;
+// Or the small products of pairs are summed apart, so that each step adds once to the long sum and not three times.
+constexpr bool kSmallApart = SMALL_APART;
 // Steps of the second product handled together.
 constexpr int kBatch2 = kUSharedTiles == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
 

@@ -15,6 +15,8 @@ _MAX_PADDING = 1.6
 _REGISTERS_BESIDE_TILES = 30
 _REGISTERS_OF_NORM = 12
 _LONG_STEPS = 24
+_RATHER_LONG_STEPS = 12
+_SPARING = 0.8
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,14 @@ class Tiling:
         long = self.images == 2 and self.first_steps >= _LONG_STEPS and self.first_steps // config.panel_steps % 2 == 0
         return 2 if long else 1
 
+    def small_apart(self, config: FusedConfig) -> bool:
+        """Whether the small products of pairs have accumulators of their own in the first product, where its sums are rather long.
+
+        Only with registers to spare: near the limit it costs more time than it is worth.
+        """
+        long = self.images == 2 and self.first_steps >= _RATHER_LONG_STEPS and self.parts(config) == 1
+        return long and self._first_registers(config, 2) <= _SPARING * registers_allowed(config.warps)
+
     def span(self, config: FusedConfig) -> int:
         """Adjacent columns of the second product that a lane holds."""
         run_bytes = 2 * config.run * self.second.d * self.element_bytes
@@ -196,18 +206,25 @@ class Tiling:
 
     def registers(self, config: FusedConfig) -> int:
         """Registers a thread, estimated: accumulators and the intermediate, and what stands beside them."""
-        images = 1 if config.u_shared == 2 else self.images
-        groups = self.groups - self.shared_groups(config)
-        u_of_group = self.first_columns // 8 * 2 * config.row_tiles * images
-        first = config.residues * config.row_tiles * self.first_columns // 2
         second = self.second.d * config.row_tiles * config.panel_columns // 2
-        operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
         loaded = 4 * second_batch(config) * self.images if config.u_shared else 0
-        return (
-            max(max(groups - config.residues, 0) * u_of_group + first + operands, groups * u_of_group + second + loaded)
-            + _REGISTERS_BESIDE_TILES
-            + (_REGISTERS_OF_NORM if self.norm else 0)
-        )
+        groups = self.groups - self.shared_groups(config)
+        return max(self._first_registers(config, 1), groups * self._registers_of_group(config) + second + loaded + self._registers_beside)
+
+    def _first_registers(self, config: FusedConfig, sums: int) -> int:
+        """Those of the first product, with so many accumulators for each output."""
+        accumulators = sums * config.residues * config.row_tiles * self.first_columns // 2
+        operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
+        before = max(self.groups - self.shared_groups(config) - config.residues, 0)
+        return before * self._registers_of_group(config) + accumulators + operands + self._registers_beside
+
+    def _registers_of_group(self, config: FusedConfig) -> int:
+        images = 1 if config.u_shared == 2 else self.images
+        return self.first_columns // 8 * 2 * config.row_tiles * images
+
+    @property
+    def _registers_beside(self) -> int:
+        return _REGISTERS_BESIDE_TILES + (_REGISTERS_OF_NORM if self.norm else 0)
 
     def defines(self, config: FusedConfig) -> dict[str, int | str]:
         """The macros that the kernel is compiled with, less the activation."""
@@ -238,6 +255,7 @@ class Tiling:
             "PANEL_CLASSES": config.panel_classes,
             "STEPS2": second_batch(config),
             "PARTS": self.parts(config),
+            "SMALL_APART": int(self.small_apart(config)),
             "SLOTS": config.slots,
             "RESIDUES": config.residues,
             "U_GROUPS": self.shared_groups(config),
