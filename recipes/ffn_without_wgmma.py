@@ -32,7 +32,7 @@ from flysurgery.ops.cuda.ffn_warp_tiling import WarpFfnTiling, warp_ffn_tiling
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.kernel import device_arch
-from flysurgery.ops.cuda.norm_linear import fold
+from flysurgery.ops.cuda.norm_linear import fold, with_sums
 from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 
@@ -119,7 +119,7 @@ def two_launches(block: Block, norm: Norm, up: FusedFactors, down: FusedFactors,
     """Both layers, each in its fastest configuration."""
     assert up.bias is not None
     pairs, offset = fold([(up.factors[0], up.factors[1])], [up.bias], norm.weight, norm.bias)
-    bias = None if offset is None else offset.half()
+    bias = with_sums(offset, pairs, torch.float16)
     layers: list[Layer] = []
     for nth, weights in enumerate((pairs, [(down.factors[0], down.factors[1])])):
         found: dict[str, Layer] = {}

@@ -60,7 +60,7 @@ class DenseBlock(nn.Module):
     @staticmethod
     def _dense(layer: FusedFactors, dtype: torch.dtype) -> nn.Linear:
         weight = factors_to_dense([factor.double() for factor in layer.factors]).to(dtype)
-        linear = nn.Linear(weight.shape[1], weight.shape[0], device="cuda", dtype=dtype)
+        linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], device="cuda", dtype=dtype)  # draws nothing on CUDA
         linear.load_state_dict({"weight": weight, "bias": layer.bias})
         return linear
 
