@@ -60,7 +60,7 @@ class DenseBlock(nn.Module):
     @staticmethod
     def _dense(layer: FusedFactors, dtype: torch.dtype) -> nn.Linear:
         weight = factors_to_dense([factor.double() for factor in layer.factors]).to(dtype)
-        linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], device="cuda", dtype=dtype)  # draws nothing on CUDA
+        linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta", dtype=dtype).to_empty(device="cuda")  # draws nothing there
         linear.load_state_dict({"weight": weight, "bias": layer.bias})
         return linear
 
