@@ -59,6 +59,19 @@ def widened(norm: Norm | None, up: FusedFactors, down: FusedFactors, scale: Tens
     return exact, wide(up), wide(down), None if scale is None else scale.double()
 
 
+def check_graphs_and_compilers(block: Block, x: Tensor) -> None:
+    norm, up, down, scale = block
+    expected = ffn(x, norm, up, down, "gelu", scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ffn(x, norm, up, down, "gelu", scale)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+    compiled = torch.compile(lambda x: ffn(x, norm, up, down, "gelu", scale), fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+
+
 def check(x: Tensor, block: tuple[Norm | None, FusedFactors, FusedFactors, Tensor | None], activation: str, residual: bool = True) -> None:
     norm, up, down, scale = block
     out = ffn(x, norm, up, down, activation, scale, residual)
@@ -174,17 +187,7 @@ def test_a_changed_weight_is_seen() -> None:
 
 
 def test_graphs_and_compilers() -> None:
-    norm, up, down, scale = make_block(GONON, torch.float16)
-    x = rows_of(394, 384, torch.float16)
-    expected = ffn(x, norm, up, down, "gelu", scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ffn(x, norm, up, down, "gelu", scale)
-    out.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out, expected)
-    compiled = torch.compile(lambda x: ffn(x, norm, up, down, "gelu", scale), fullgraph=True)
-    assert torch.equal(compiled(x), expected)
+    check_graphs_and_compilers(make_block(GONON, torch.float16), rows_of(394, 384, torch.float16))
 
 
 def test_what_it_refuses() -> None:

@@ -11,7 +11,7 @@ from flysurgery.ops import FusedFactors, Norm, ffn, ffn_launches
 from flysurgery.ops.cuda import ffn as kernels
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import low_rank
-from tests.ops.cuda.test_ffn import GONON, MONARCH, SMALL, SMALL_GONON, check, make_block, rows_of
+from tests.ops.cuda.test_ffn import GONON, MONARCH, SMALL, SMALL_GONON, check, check_graphs_and_compilers, make_block, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -78,14 +78,4 @@ def test_strided_rows_batches_and_runs_on_all_multiprocessors_are_bit_equal() ->
 
 
 def test_graphs_and_compilers() -> None:
-    norm, up, down, scale = make_block(SMALL, torch.float16)
-    x = rows_of(394, 192, torch.float16)
-    expected = ffn(x, norm, up, down, "gelu", scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ffn(x, norm, up, down, "gelu", scale)
-    out.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out, expected)
-    compiled = torch.compile(lambda x: ffn(x, norm, up, down, "gelu", scale), fullgraph=True)
-    assert torch.equal(compiled(x), expected)
+    check_graphs_and_compilers(make_block(SMALL, torch.float16), rows_of(394, 192, torch.float16))
