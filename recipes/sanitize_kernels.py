@@ -25,6 +25,7 @@ from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import product_of
+from flysurgery.ops.cuda.short_attention import run_short_attention
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.tiling import Tiling, tiling
 from flysurgery.ops.cuda.transposition import Transposition
@@ -122,6 +123,14 @@ def run_attention_layer(mode: str) -> None:
     print(f"attention {mode}")
 
 
+def run_short_sequences(dtype: torch.dtype) -> None:
+    for head in (32, 64):
+        for tokens in ROWS:
+            q, k, v = torch.randn((2, tokens, 3, 2, head), device="cuda").to(dtype).permute(2, 0, 3, 1, 4)
+            run_short_attention(q, k, v, 0.125)
+    print(f"attention in short sequences {dtype}")
+
+
 def run_few(dtype: torch.dtype) -> None:
     weight, bias = torch.randn((96, 192), device="cuda").to(dtype), torch.randn(96, device="cuda").to(dtype)
     for rows in ROWS:
@@ -184,6 +193,7 @@ def main() -> None:
         for named in (gonon, monarch):
             run_feed_forward((named(768, 192), named(192, 768)), dtype_of(mode))
         run_few(dtype_of(mode))
+        run_short_sequences(dtype_of(mode))
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         run_transposition(dtype)
     torch.cuda.synchronize()
