@@ -1,9 +1,11 @@
-"""A feed-forward block with its norm, layer scale and residual, and why no kernel takes it.
+"""A feed-forward block with its norm, layer scale and residual: by which launches, and why no kernel takes it.
 
 ``flysurgery.ops.composed`` has the same made of PyTorch's operators, for everything that a reason excludes.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from flysurgery.ops.gated import gated_hidden, gated_launches, gated_reason, mul
 from flysurgery.ops.norm_linears import fused_norm_linear, in_one_launch
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
+from flysurgery.ops.stage import Stage
 from flysurgery.ops.wide import takes_ffn, wide_ffn, wide_ffn_launches
 from flysurgery.patterns import Architecture
 
@@ -45,53 +48,12 @@ def ffn(
     Raises:
         BackendError: no kernel takes this; the message is what ``ffn_reason`` answers.
     """
-    obstacle = ffn_reason(x, norm, up, down, activation, scale, residual, inner)
-    if obstacle is not None:
-        raise BackendError(obstacle)
-    if isinstance(up, FusedFactors | Dense) and _few_rows_twice(x, norm, up, down, activation, inner):
-        hidden = few_rows_linear(x, norm, (up,), activation)
-        return few_rows_linear(hidden, inner, (down,), residual=x if residual else None, scale=scale)
-    if (
-        isinstance(up, FusedFactors)
-        and isinstance(down, FusedFactors)
-        and _whole_obstacle(x, up, down, activation, residual, inner) is None
-    ):
-        parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
-        rows = x.reshape(-1, x.shape[-1])
-        y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
-        return y.view(*x.shape[:-1], y.shape[-1])
-    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
-        return wide_ffn(x, norm, up, down, activation, scale, residual)
-    hidden = gated_hidden(x, norm, up, activation) if isinstance(up, Gated) else _activated(x, norm, up, activation)
-    return _added(normed(hidden, inner), down, x if residual else None, scale)
-
-
-def _activated(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> Tensor:
-    """``activation(up(norm(x)))``, in one launch where the fused kernel takes the norm as well."""
-    if norm is not None and isinstance(up, FusedFactors) and in_one_launch(x, [up]):
-        return fused_norm_linear(x, norm, [up], activation)
-    return linear_epilogue(normed(x, norm), up, activation)
-
-
-def _added(hidden: Tensor, down: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
-    """``residual + scale * down(hidden)``, in one launch where there is a kernel for it."""
-    if takes_few_rows(hidden, (down,)):
-        return few_rows_linear(hidden, None, (down,), residual=residual, scale=scale)
-    if _added_in_one_launch(hidden, down):
-        return linear_epilogue(hidden, down, residual=residual, scale=scale)
-    y = multiplied(hidden, down)
-    if scale is None:
-        return y if residual is None else residual + y
-    scale = scale.to(y.dtype)
-    return y * scale if residual is None else torch.addcmul(residual, y, scale)
-
-
-def _added_in_one_launch(x: Tensor, down: Linear) -> bool:
-    """Whether a kernel multiplies and adds to the residual, and is the fastest."""
-    if epilogue_reason(down, x.dtype, x.device) is not None:
-        return False
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
-    return not isinstance(down, Dense) or _dense_advice(*down.sizes, mode or "", x.device.index) is None
+    stages = _stages(x, norm, up, down, activation, scale, residual, inner)
+    if isinstance(stages, str):
+        raise BackendError(stages)
+    for stage in stages:
+        x = stage.run(x)
+    return x
 
 
 def ffn_launches(
@@ -104,29 +66,9 @@ def ffn_launches(
     residual: bool = True,
     inner: Norm | None = None,
 ) -> tuple[str, ...]:
-    """What the launches of ``ffn`` compute, one after the other, where ``ffn_reason`` has none against it."""
-    added = " and ".join([*(["scale"] if scale is not None else []), *(["residual"] if residual else [])])
-    last = f"down and {added}" if added else "down"
-    if isinstance(up, Gated):
-        first = gated_launches(x, norm, up, activation)
-    elif _few_rows_twice(x, norm, up, down, activation, inner):
-        return ("up and activation" if norm is None else "norm, up and activation", last if inner is None else f"inner norm, {last}")
-    elif (
-        isinstance(down, FusedFactors)
-        and isinstance(up, FusedFactors)
-        and _whole_obstacle(x, up, down, activation, residual, inner) is None
-    ):
-        return ("the whole block",)
-    elif isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
-        return wide_ffn_launches(norm, scale, residual)
-    elif norm is not None and isinstance(up, FusedFactors) and in_one_launch(x, [up]):
-        first = ("norm, up and activation",)
-    else:
-        first = (*(() if norm is None else ("norm",)), "up and activation")
-    before = () if inner is None else ("inner norm",)
-    if takes_few_rows(x, (down,)) or _added_in_one_launch(x, down):
-        return (*first, *before, last)
-    return (*first, *before, "down", *([added] if added else []))
+    """What the launches of ``ffn`` compute, one after the other; none where ``ffn_reason`` has something against it."""
+    stages = _stages(x, norm, up, down, activation, scale, residual, inner)
+    return () if isinstance(stages, str) else tuple(launch for stage in stages for launch in stage.launches)
 
 
 def ffn_reason(
@@ -140,31 +82,119 @@ def ffn_reason(
     inner: Norm | None = None,
 ) -> str | None:
     """Why no kernel takes this feed-forward block; None where one does. Looks at shapes, dtypes, devices and gradients only."""
+    stages = _stages(x, norm, up, down, activation, scale, residual, inner)
+    return stages if isinstance(stages, str) else None
+
+
+def _stages(
+    x: Tensor,
+    norm: Norm | None,
+    up: Linear | Gated,
+    down: Linear,
+    activation: str,
+    scale: Tensor | None,
+    residual: bool,
+    inner: Norm | None,
+) -> tuple[Stage, ...] | str:
+    """Which way a block goes, the fastest first, or why no kernel takes it."""
+    wrong = _wrong(x, norm, up, down, scale, residual, inner)
+    if wrong is not None:
+        return wrong
+    norms_reason = norm_reason(norm, x.shape[-1], x.dtype) or norm_reason(inner, down.sizes[0], x.dtype)
+    before_last = () if inner is None else (Stage(("inner norm",), partial(normed, norm=inner)),)
+    if isinstance(up, Gated):
+        obstacle = norms_reason or gated_reason(x, up, activation)
+        if obstacle is not None:
+            return obstacle
+        gated = Stage(gated_launches(x, norm, up, activation), partial(gated_hidden, norm=norm, up=up, activation=activation))
+        return gated, *before_last, _last(x, down, scale, residual)
+    if takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner):
+        return _first_of_few_rows(norm, up, activation), _last_of_few_rows(x, inner, down, scale, residual)
+    whole = _whole_obstacle(x, up, down, activation, residual, inner)
+    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
+        operands = {"norm": norm, "up": up, "down": down, "activation": activation, "scale": scale, "residual": residual}
+        if whole is None:
+            return (Stage(("the whole block",), partial(_whole, **operands)),)
+        if inner is None and takes_ffn(x, up, down, activation):
+            return norms_reason or (Stage(wide_ffn_launches(norm, scale, residual), partial(wide_ffn, **operands)),)
+    launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
+    if launches is not None:
+        return f"{whole}; {launches}"
+    return *_first(x, norm, up, activation), *before_last, _last(x, down, scale, residual)
+
+
+def _wrong(
+    x: Tensor, norm: Norm | None, up: Linear | Gated, down: Linear, scale: Tensor | None, residual: bool, inner: Norm | None
+) -> str | None:
+    """Why the operands of a block do not fit each other, or no operator takes them."""
     norms = [each for each in (norm, inner) if each is not None]
     tensors = (*up.tensors, *down.tensors, *(part for each in norms for part in each.tensors), *(() if scale is None else (scale,)))
     (inputs, hidden), (taken, outputs) = up.sizes, down.sizes
     wrong = common_obstacle(x, tensors) or wrong_vector(down.bias, outputs, "bias")
     wrong = wrong or next(filter(None, (wrong_size(x, each) for each in (up.members if isinstance(up, Gated) else (up,)))), None)
     wrong = wrong or wrong_vector(scale, outputs, "scale") or wrong_norm(norm, inputs) or wrong_norm(inner, hidden)
-    if wrong is not None:
-        return wrong
-    if hidden != taken or (residual and inputs != outputs):
+    if wrong is None and (hidden != taken or (residual and inputs != outputs)):
         return f"expected layers that fit each other and the residual, got {inputs} to {hidden} and {taken} to {outputs} features"
-    norms_reason = norm_reason(norm, inputs, x.dtype) or norm_reason(inner, hidden, x.dtype)
-    if isinstance(up, Gated):
-        return norms_reason or gated_reason(x, up, activation)
-    whole = _whole_obstacle(x, up, down, activation, residual, inner)
-    if whole is None or _few_rows_twice(x, norm, up, down, activation, inner):
-        return None
-    if isinstance(up, FusedFactors) and isinstance(down, FusedFactors) and inner is None and takes_ffn(x, up, down, activation):
-        return norms_reason
-    launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
-    return None if launches is None else f"{whole}; {launches}"
+    return wrong
 
 
-def _few_rows_twice(x: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: str, inner: Norm | None) -> bool:
-    """Whether x has few rows, and their kernel takes both layers of a feed-forward block."""
-    return takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner)
+def _first_of_few_rows(norm: Norm | None, up: Linear, activation: str) -> Stage:
+    launch = "up and activation" if norm is None else "norm, up and activation"
+    return Stage((launch,), partial(few_rows_linear, norm=norm, group=(up,), activation=activation))
+
+
+def _last_of_few_rows(x: Tensor, inner: Norm | None, down: Linear, scale: Tensor | None, residual: bool) -> Stage:
+    launch = " and ".join([*(["inner norm, down"] if inner else ["down"]), *_added(scale, residual)])
+    return Stage((launch,), partial(few_rows_linear, norm=inner, group=(down,), residual=x if residual else None, scale=scale))
+
+
+def _first(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> tuple[Stage, ...]:
+    """``activation(up(norm(x)))``, in one launch where the fused kernel takes the norm as well."""
+    if norm is not None and isinstance(up, FusedFactors) and in_one_launch(x, [up]):
+        return (Stage(("norm, up and activation",), partial(fused_norm_linear, norm=norm, group=[up], activation=activation)),)
+    before = () if norm is None else (Stage(("norm",), partial(normed, norm=norm)),)
+    return *before, Stage(("up and activation",), partial(linear_epilogue, linear=up, activation=activation))
+
+
+def _last(x: Tensor, down: Linear, scale: Tensor | None, residual: bool) -> Stage:
+    """``x + scale * down(hidden)``, in one launch where there is a kernel for it; x tells how many rows the hidden units have."""
+    if takes_few_rows(x, (down,)):
+        return _last_of_few_rows(x, None, down, scale, residual)
+    operands, added = {"linear": down, "residual": x if residual else None, "scale": scale}, _added(scale, residual)
+    if _added_in_one_launch(x, down):
+        return Stage((" and ".join(["down", *added]),), partial(linear_epilogue, **operands))
+    return Stage(("down", *([" and ".join(added)] if added else [])), partial(_multiplied_and_added, **operands))
+
+
+def _added(scale: Tensor | None, residual: bool) -> tuple[str, ...]:
+    """What is done to the last layer's product, in words."""
+    return (*(("scale",) if scale is not None else ()), *(("residual",) if residual else ()))
+
+
+def _added_in_one_launch(x: Tensor, down: Linear) -> bool:
+    """Whether a kernel multiplies and adds to the residual, and is the fastest."""
+    if epilogue_reason(down, x.dtype, x.device) is not None:
+        return False
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return not isinstance(down, Dense) or _dense_advice(*down.sizes, mode or "", x.device.index) is None
+
+
+def _multiplied_and_added(hidden: Tensor, linear: Linear, residual: Tensor | None, scale: Tensor | None) -> Tensor:
+    y = multiplied(hidden, linear)
+    if scale is None:
+        return y if residual is None else residual + y
+    scale = scale.to(y.dtype)
+    return y * scale if residual is None else torch.addcmul(residual, y, scale)
+
+
+def _whole(
+    x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, activation: str, scale: Tensor | None, residual: bool
+) -> Tensor:
+    """The block in one launch."""
+    parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _whole_obstacle(x: Tensor, up: Linear, down: Linear, activation: str, residual: bool, inner: Norm | None) -> str | None:

@@ -12,6 +12,7 @@ from flysurgery.inference import clock
 from flysurgery.ops import composed
 
 OPERATORS = ("attention", "ffn", "norm_linear", "linear_residual", "patch_embedding")
+FFN_LAUNCHES = ("half of the block", "the other half")
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in OPERATORS:
         monkeypatch.setattr(ops, name, counted(name))
         monkeypatch.setattr(ops, f"{name}_reason", lambda *arguments: None)
+    monkeypatch.setattr(ops, "ffn_launches", lambda *arguments: FFN_LAUNCHES)
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
     yield names
 

@@ -1,0 +1,107 @@
+"""Which way a feed-forward block goes: what ``ffn_launches`` tells is what ``ffn`` runs, whatever the kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from flysurgery.errors import BackendError
+from flysurgery.ops import Dense, FusedFactors, Gated, Norm, feed_forward, ffn, ffn_launches, ffn_reason
+from flysurgery.patterns import Architecture, monarch
+
+WIDTH, HIDDEN = 32, 64
+LAST = "down and scale and residual"
+
+
+def factors(architecture: Architecture) -> FusedFactors:
+    return FusedFactors(tuple(torch.zeros(pattern.factor_shape) for pattern in architecture), torch.zeros(architecture.out_features))
+
+
+def operands(kind: str, inner: bool) -> tuple[object, ...]:
+    dense = Dense(torch.zeros(HIDDEN, WIDTH))
+    up = {"factors": factors(monarch(HIDDEN, WIDTH)), "dense": dense, "gated": Gated((dense, dense))}[kind]
+    norm, scale = Norm(torch.ones(WIDTH), None), torch.ones(WIDTH)
+    return norm, up, factors(monarch(WIDTH, HIDDEN)), "gelu", scale, True, Norm(None, None) if inner else None
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets kernels take everything of the kinds that are named, on any machine."""
+
+    def take(*kinds: str) -> None:
+        answers = {
+            "common_obstacle": lambda *_: None,
+            "norm_reason": lambda *_: None,
+            "gated_reason": lambda *_: None,
+            "epilogue_reason": lambda *_: None if "epilogue" in kinds else "no epilogue",
+            "takes_few_rows": lambda *_: "few rows" in kinds,
+            "_whole_obstacle": lambda *_: None if "whole" in kinds else "not whole",
+            "takes_ffn": lambda *_: "by factors" in kinds,
+            "in_one_launch": lambda *_: "norm" in kinds,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(feed_forward, name, answer)
+
+    return take
+
+
+def operators(*block: object) -> list[str]:
+    """The project's own operators that a block runs, as the compiler sees them."""
+    seen: list[str] = []
+
+    def keep(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., tuple[Tensor]]:
+        seen.extend(str(node.target).removeprefix("flysurgery.") for node in graph.graph.nodes if "flysurgery" in str(node.target))
+        return lambda *_: (torch.zeros(3, WIDTH),)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(lambda x: ffn(x, *block), backend=keep, fullgraph=True)(torch.zeros(3, WIDTH))  # type: ignore[arg-type]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("takes", "block", "launches", "runs"),
+    [
+        (("few rows", "whole"), ("factors", True), ("norm, up and activation", f"inner norm, {LAST}"), ["few_rows", "few_rows"]),
+        (("whole", "by factors"), ("factors", False), ("the whole block",), ["ffn"]),
+        (("epilogue", "norm"), ("factors", False), ("norm, up and activation", LAST), ["norm_linear", "ks_linear_epilogue"]),
+        (
+            ("epilogue",),
+            ("dense", True),
+            ("norm", "up and activation", "inner norm", LAST),
+            ["layer_norm", "dense_linear", "layer_norm", "ks_linear_epilogue"],
+        ),
+        (
+            ("epilogue",),
+            ("gated", True),
+            ("norm", "gate", "value", "their product", "inner norm", LAST),
+            ["layer_norm", "gated", "layer_norm", "ks_linear_epilogue"],
+        ),
+    ],
+    ids=["few rows", "whole", "norm and layer", "layer by layer", "gated"],
+)
+def test_what_is_told_is_what_runs(
+    kernels: Callable[..., None], takes: tuple[str, ...], block: tuple[str, bool], launches: tuple[str, ...], runs: list[str]
+) -> None:
+    kernels(*takes)
+    assert ffn_launches(torch.zeros(3, WIDTH), *operands(*block)) == launches  # type: ignore[arg-type]
+    assert operators(*operands(*block)) == runs
+
+
+def test_by_factors_has_a_launch_for_each(kernels: Callable[..., None]) -> None:
+    kernels("by factors", "epilogue")
+    block = operands("factors", False)
+    assert len(ffn_launches(torch.zeros(3, WIDTH), *block)) == 5  # type: ignore[arg-type]
+    assert operators(*block) == ["wide_ffn"]
+
+
+def test_what_no_kernel_takes_says_why(kernels: Callable[..., None]) -> None:
+    kernels()
+    x, block = torch.zeros(3, WIDTH), operands("factors", False)
+    assert ffn_reason(x, *block) == "not whole; no epilogue"  # type: ignore[arg-type]
+    assert ffn_launches(x, *block) == ()  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="not whole; no epilogue"):
+        ffn(x, *block)  # type: ignore[arg-type]
