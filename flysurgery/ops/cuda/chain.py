@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
@@ -68,10 +68,16 @@ class Chain:
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for calls of so many rows: one case a kind of launch."""
-        device = torch.cuda.get_device_name(self.device_index)
-        found = [TunedCase(device, SINGLE, Architecture((pattern,)), self.mode, 1, rows) for pattern in self._products]
         wide = [joined_pattern(pattern, joined) for pattern, joined in zip(self.architecture, self._joined, strict=True)]
-        return [*found, *(TunedCase(device, GRADIENT, Architecture((pattern,)), self.mode, 1, rows) for pattern in wide)]
+        return [*self._cases(SINGLE, self._products, rows), *self._cases(GRADIENT, wide, rows)]
+
+    def input_cases(self, rows: int) -> list[TunedCase]:
+        """Those of ``input_launches``."""
+        return self._cases(SINGLE, self.architecture.patterns[1:], rows)
+
+    def _cases(self, kernel: str, patterns: Iterable[Pattern], rows: int) -> list[TunedCase]:
+        device = torch.cuda.get_device_name(self.device_index)
+        return [TunedCase(device, kernel, Architecture((pattern,)), self.mode, 1, rows) for pattern in patterns]
 
     def _pack(self, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An image a launch: of the factors but the leftmost, from right to left, then of all transposed, from left to right."""

@@ -17,7 +17,7 @@ from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.product import Product
-from flysurgery.ops.cuda.table import rows_bucket
+from flysurgery.ops.cuda.table import TunedCase, rows_bucket
 
 _trained: dict[tuple[object, ...], Trained] = {}
 _forgotten = 0
@@ -43,12 +43,16 @@ class Trained:
     """
 
     def __init__(self, product: Product, chain: Chain, factors: int, with_bias: bool) -> None:
-        self.product, self.chain = product, chain
+        self.product, self.chain, self.device_index = product, chain, product.device_index
         self._factors, self._with_bias = factors, with_bias
         self._keeps = len(product.architecture) < len(chain.architecture)
         self._multiplied = 1 if self._keeps else factors
         self.packer = Packer(self._pack, product.mode)
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
+
+    def cases(self, rows: int) -> list[TunedCase]:
+        """What to autotune for a forward pass of so many rows; the backward pass tells its own."""
+        return [*self.product.cases(rows), *(self.chain.input_cases(rows) if self._keeps else ())]
 
     def _pack(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images of the product, those of its biases, and those of the backward pass."""
@@ -65,7 +69,7 @@ class Trained:
         gather = self.packer.gather or self.packer.gather_for(parameters)
         if gather is None or not all(map(Tensor.is_contiguous, parameters)):
             return None
-        meet(self.product, x)
+        meet(self, x)
         x_at = x.data_ptr()
         key = x.shape, x.stride(), x_at % 16
         plan = self._plans.get(key)

@@ -14,13 +14,15 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda import autotune as tuning
 from flysurgery.ops.cuda import multiply as multiplication
 from flysurgery.ops.cuda import table
+from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.ops.cuda.autotune import autotune
 from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.table import TunedCase, user_table
+from flysurgery.ops.cuda.trained import TrainedCall
 from tests.ops.cuda.emulation import EmulatedProduct
 from tests.ops.cuda.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
-from tests.ops.cuda.test_autograd import eager, operands
+from tests.ops.cuda.test_autograd import KEPT, eager, operands
 from tests.support.tolerance import FP32_BY_FP16_PAIRS
 
 
@@ -70,6 +72,15 @@ def test_each_case_is_timed_once_and_the_fastest_kept(clock: Clock, monkeypatch:
         assert tuned.entry.config == {"name": "second"} and tuned.entry.median_us == 2.0 and tuned.default_us == 3.0
         assert len(tuned.failures) == 1 and "does not compile" in tuned.failures[0]
     assert {entry.case for entry in table._read(user_table())} == {tuned.entry.case for tuned in found}
+
+
+def test_a_factor_whose_output_is_kept_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the forward pass of a layer that trains, which multiplies factor by factor then."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "emulated")
+    (x, factors, biases), call = operands(KEPT, 1), TrainedCall(torch.float16, 1, "fp16", 2)
+    parameters = [tensor.detach().float().requires_grad_() for tensor in (*factors, *biases)]
+    found = autotune(lambda: EagerLinear.apply(call, x.detach().half(), *parameters))
+    assert {tuned.entry.case.architecture.patterns for tuned in found} == {(pattern,) for pattern in KEPT}
 
 
 def test_kernels_are_chosen_anew_afterwards(clock: Clock) -> None:
