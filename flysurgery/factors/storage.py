@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ def architecture_of(
         PatternError: there is no factor, one has not four dimensions, or two neighbours disagree about the
             size between them.
     """
-    shapes = tuple(tuple(map(int, factor.shape)) for factor in factors)  # TorchScript tracing gives sizes as tensors
+    shapes = tuple(tuple(map(index, factor.shape)) for factor in factors)  # who traces may give tensors or symbols as sizes
     if shapes not in _known:
         for shape in shapes:
             if len(shape) != 4:

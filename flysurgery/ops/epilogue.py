@@ -41,8 +41,7 @@ def epilogue_reason(linear: Linear, dtype: torch.dtype, device: torch.device, ac
         return f"the fused operators take float32, float16 and bfloat16, not {dtype}"
     if isinstance(linear, Dense):
         return _dense_obstacle(*linear.sizes, mode, activation, device.index)
-    shapes = tuple(tuple(factor.shape) for factor in linear.factors)
-    return _factors_obstacle(shapes, mode, activation, device.index)
+    return _factors_obstacle(linear.shapes, mode, activation, device.index)
 
 
 def common_obstacle(x: Tensor, tensors: Iterable[Tensor]) -> str | None:

@@ -17,7 +17,7 @@ from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
-from flysurgery.ops.gated import gated_hidden, gated_launches, gated_reason, multiplied
+from flysurgery.ops.gated import gated_stages, multiplied
 from flysurgery.ops.norm_linears import fused_norm_linear, in_one_launch
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
@@ -100,14 +100,11 @@ def _stages(
     wrong = _wrong(x, norm, up, down, scale, residual, inner)
     if wrong is not None:
         return wrong
-    norms_reason = norm_reason(norm, x.shape[-1], x.dtype) or norm_reason(inner, down.sizes[0], x.dtype)
+    norms_reason = norm_reason(norm, up.sizes[0], x.dtype) or norm_reason(inner, down.sizes[0], x.dtype)
     before_last = () if inner is None else (Stage(("inner norm",), partial(normed, norm=inner)),)
     if isinstance(up, Gated):
-        obstacle = norms_reason or gated_reason(x, up, activation)
-        if obstacle is not None:
-            return obstacle
-        gated = Stage(gated_launches(x, norm, up, activation), partial(gated_hidden, norm=norm, up=up, activation=activation))
-        return gated, *before_last, _last(x, down, scale, residual)
+        first = norms_reason or gated_stages(x, norm, up, activation)
+        return first if isinstance(first, str) else (*first, *before_last, _last(x, down, scale, residual))
     if takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner):
         return _first_of_few_rows(norm, up, activation), _last_of_few_rows(x, inner, down, scale, residual)
     whole = _whole_obstacle(x, up, down, activation, residual, inner)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
@@ -14,47 +16,34 @@ from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import normed
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
+from flysurgery.ops.stage import Stage
 from flysurgery.patterns import Architecture
 
 
-def gated_hidden(
-    x: Tensor,  # shape: (*batch, in_features)
-    norm: Norm | None,
-    up: Gated,
-    activation: str,
-) -> Tensor:  # shape: (*batch, hidden)
-    """``activation(gate(norm(x))) * value(norm(x))`` where ``gated_reason`` has none against it.
+def gated_stages(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> tuple[Stage, ...] | str:
+    """How ``activation(gate(norm(x))) * value(norm(x))`` is computed, the fastest way first, or why no kernel takes it.
 
     One launch for factors whose outputs are both, with the norm where that fits as well, and one for dense layers behind the norm's;
-    others by launches of their own and one for the gate.
+    others by launches of their own and one for the gate. Whether x and the norm fit the layers is not asked here.
     """
-    factors = up.members[0] if len(up.members) == 1 else None
-    if isinstance(factors, FusedFactors) and _in_one_launch(x, norm is not None, factors, activation):
-        return _fused(x, norm, factors, up.gate, activation)
-    entering = normed(x, norm)
-    if isinstance(factors, FusedFactors) and _in_one_launch(x, False, factors, activation):
-        return _fused(entering, None, factors, up.gate, activation)
+    outputs = [member.sizes[1] for member in up.members]
+    if len(outputs) not in (1, 2) or outputs[0] != outputs[-1] or sum(outputs) % 2:
+        return f"expected two layers for gate and value with as many outputs, or one whose outputs are both, got {outputs} outputs"
+    obstacle = _gated_obstacle(up.sizes[1], x.dtype, activation)
+    if obstacle is not None:
+        return obstacle
+    before = () if norm is None else (Stage(("norm",), partial(normed, norm=norm)),)
+    both = up.members[0] if len(up.members) == 1 else None
+    if isinstance(both, FusedFactors):
+        fused = partial(_fused, both=both, gate=up.gate, activation=activation)
+        if _in_one_launch(x, norm is not None, both, activation):
+            return (Stage(("gate and value" if norm is None else "norm, gate and value",), partial(fused, norm=norm)),)
+        if _in_one_launch(x, False, both, activation):
+            return *before, Stage(("gate and value",), partial(fused, norm=None))
     if _dense_in_one_launch(x, up, activation):
-        weights, biases = [member.weight for member in up.members if isinstance(member, Dense)], _biases(up)
-        rows, mode = entering.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
-        y = torch.ops.flysurgery.dense_gated(rows, weights, biases, up.gate, activation, mode)
-        return y.view(*x.shape[:-1], y.shape[-1])
-    outputs = [multiplied(entering, member) for member in up.members]
-    parts = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-    gate, value = (part.flatten(0, -2) for part in (parts[up.gate], parts[1 - up.gate]))
-    return torch.ops.flysurgery.gated(gate, value, activation).view(*x.shape[:-1], gate.shape[-1])
-
-
-def gated_launches(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> tuple[str, ...]:
-    """What the launches of ``gated_hidden`` compute, one after the other; a product of factors may take one for each."""
-    factors = up.members[0] if len(up.members) == 1 else None
-    if isinstance(factors, FusedFactors) and _in_one_launch(x, norm is not None, factors, activation):
-        return ("gate and value" if norm is None else "norm, gate and value",)
-    before = () if norm is None else ("norm",)
-    fused = isinstance(factors, FusedFactors) and _in_one_launch(x, False, factors, activation)
-    if fused or _dense_in_one_launch(x, up, activation):
-        return (*before, "gate and value")
-    return (*before, *(("gate", "value") if len(up.members) == 2 else ("both halves",)), "their product")
+        return *before, Stage(("gate and value",), partial(_dense, up=up, activation=activation))
+    products = ("gate", "value") if len(up.members) == 2 else ("both halves",)  # a product of factors may take a launch for each
+    return *before, Stage((*products, "their product"), partial(_apart, up=up, activation=activation))
 
 
 def _fused(x: Tensor, norm: Norm | None, both: FusedFactors, gate: int, activation: str) -> Tensor:
@@ -64,10 +53,23 @@ def _fused(x: Tensor, norm: Norm | None, both: FusedFactors, gate: int, activati
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
+def _dense(x: Tensor, up: Gated, activation: str) -> Tensor:
+    weights, rows = [member.weight for member in up.members if isinstance(member, Dense)], x.reshape(-1, x.shape[-1])
+    y = torch.ops.flysurgery.dense_gated(rows, weights, _biases(up), up.gate, activation, mode_of(x.dtype, allow_tf32=tf32_allowed()))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _apart(x: Tensor, up: Gated, activation: str) -> Tensor:
+    outputs = [multiplied(x, member) for member in up.members]
+    parts = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    gate, value = (part.flatten(0, -2) for part in (parts[up.gate], parts[1 - up.gate]))
+    return torch.ops.flysurgery.gated(gate, value, activation).view(*x.shape[:-1], gate.shape[-1])
+
+
 def _in_one_launch(x: Tensor, norm: bool, both: FusedFactors, activation: str) -> bool:
     """Whether the fused kernel takes a layer whose outputs are gate and value, and the norm before it where there is one."""
-    mode, shapes = mode_of(x.dtype, allow_tf32=tf32_allowed()), tuple(tuple(factor.shape) for factor in both.factors)
-    return mode is not None and _gated_linear_obstacle(shapes, mode, activation, norm, x.device.index) is None
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return mode is not None and _gated_linear_obstacle(both.shapes, mode, activation, norm, x.device.index) is None
 
 
 def _dense_in_one_launch(x: Tensor, up: Gated, activation: str) -> bool:
@@ -80,14 +82,6 @@ def _dense_in_one_launch(x: Tensor, up: Gated, activation: str) -> bool:
 
 def _biases(up: Gated) -> list[Tensor]:
     return [member.bias for member in up.members if member.bias is not None]
-
-
-def gated_reason(x: Tensor, up: Gated, activation: str) -> str | None:
-    """Why no kernel takes gate and value of these layers; None where one does. Whether x and the norm fit them is not asked here."""
-    outputs = [member.sizes[1] for member in up.members]
-    if len(outputs) not in (1, 2) or outputs[0] != outputs[-1] or sum(outputs) % 2:
-        return f"expected two layers for gate and value with as many outputs, or one whose outputs are both, got {outputs} outputs"
-    return _gated_obstacle(up.sizes[1], x.dtype, activation)
 
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:

@@ -1,8 +1,9 @@
-"""Linears behind a layer norm, and why no kernel takes them."""
+"""Linears behind a layer norm: by which launches, and why no kernel takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
 from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm
+from flysurgery.ops.stage import Stage
 from flysurgery.ops.wide import takes_group, wide_group, wide_group_launches
 from flysurgery.patterns import Architecture
 
@@ -36,23 +38,57 @@ def norm_linear(
     Raises:
         BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
     """
-    obstacle = norm_linear_reason(x, norm, group)
-    if obstacle is not None:
-        raise BackendError(obstacle)
+    stages = _stages(x, norm, group)
+    if isinstance(stages, str):
+        raise BackendError(stages)
+    for stage in stages:
+        x = stage.run(x)
+    return x
+
+
+def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
+    """What the launches of ``norm_linear`` compute, one after the other; none where ``norm_linear_reason`` has something against it."""
+    stages = _stages(x, norm, group)
+    return () if isinstance(stages, str) else tuple(launch for stage in stages for launch in stage.launches)
+
+
+def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
+    """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
+    stages = _stages(x, norm, group)
+    return stages if isinstance(stages, str) else None
+
+
+def _stages(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[Stage, ...] | str:
+    """Which way the linears go behind their norm, the fastest first, or why no kernel takes it."""
+    features = group[0].sizes[0]
+    wrong = common_obstacle(x, (*norm.tensors, *(part for member in group for part in member.tensors)))
+    wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or wrong_norm(norm, features)
+    if wrong is not None:
+        return wrong
     if takes_few_rows(x, group, norm):
-        return few_rows_linear(x, norm, group)
+        return (Stage(("norm and linear",), partial(few_rows_linear, norm=norm, group=group)),)
     factors = [member for member in group if isinstance(member, FusedFactors)]
+    if len(group) > 1 and len(factors) < len(group):
+        return "several linears that share x are multiplied together where all of them are factors"
+    obstacle = norm_reason(norm, features, x.dtype)
+    if obstacle is not None:
+        return obstacle
     if _alike(factors) and takes_group(x, factors):
-        return wide_group(x, norm, factors)
+        return (Stage(wide_group_launches(), partial(wide_group, norm=norm, group=factors)),)
     if in_one_launch(x, factors):
-        return fused_norm_linear(x, norm, factors, "none")
-    entering = normed(x, norm)
+        return (Stage(("norm and linear",), partial(fused_norm_linear, norm=norm, group=factors, activation="none")),)
+    return Stage(("norm",), partial(normed, norm=norm)), Stage(("linear",), partial(_multiplied, group=group))
+
+
+def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:
+    """One linear, or factors side by side."""
     if len(group) == 1 and isinstance(group[0], Dense):
         dense = group[0]
-        return linear_epilogue(entering, dense) if _by_pairs(x, dense) else torch_linear(entering, dense.weight, dense.bias)
+        return linear_epilogue(x, dense) if _by_pairs(x, dense) else torch_linear(x, dense.weight, dense.bias)
+    factors = [member for member in group if isinstance(member, FusedFactors)]
     if len(factors) == 1:
-        return ks_linear(entering, factors[0].factors, factors[0].bias)
-    return ks_linear_group(entering, [member.factors for member in factors], [member.bias for member in factors])
+        return ks_linear(x, factors[0].factors, factors[0].bias)
+    return ks_linear_group(x, [member.factors for member in factors], [member.bias for member in factors])
 
 
 def in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
@@ -74,27 +110,6 @@ def fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], acti
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
     y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
-    """What the launches of ``norm_linear`` compute, one after the other, where ``norm_linear_reason`` has none against it."""
-    if takes_few_rows(x, group, norm):
-        return ("norm and linear",)
-    factors = [member for member in group if isinstance(member, FusedFactors)]
-    if _alike(factors) and takes_group(x, factors):
-        return wide_group_launches()
-    return ("norm and linear",) if in_one_launch(x, factors) else ("norm", "linear")
-
-
-def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
-    """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
-    wrong = common_obstacle(x, (*norm.tensors, *(part for member in group for part in member.tensors)))
-    wrong = wrong or next(filter(None, (wrong_size(x, member) for member in group)), None) or wrong_norm(norm, x.shape[-1])
-    if wrong is not None or takes_few_rows(x, group, norm):
-        return wrong
-    if len(group) > 1 and any(isinstance(member, Dense) for member in group):
-        return "several linears that share x are multiplied together where all of them are factors"
-    return norm_reason(norm, x.shape[-1], x.dtype)
 
 
 def _by_pairs(x: Tensor, dense: Dense) -> bool:

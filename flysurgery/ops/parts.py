@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import index
 
 from torch import Tensor
 
@@ -38,8 +39,8 @@ class FusedFactors:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the factors."""
-        return tuple(tuple(factor.shape) for factor in self.factors)
+        """Of the factors, as constants for a compiler that takes them for unknown, as those of tensors that are no parameters."""
+        return tuple(tuple(map(index, factor.shape)) for factor in self.factors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,8 +56,8 @@ class Dense:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs."""
-        outputs, *inputs = self.weight.shape
+        """Inputs and outputs, constants likewise."""
+        outputs, *inputs = map(index, self.weight.shape)
         return prod(inputs), outputs
 
     @property

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import Dense, FusedFactors, Gated, Norm, feed_forward, ffn, ffn_launches, ffn_reason
+from flysurgery.ops import Dense, FusedFactors, Gated, Norm, epilogue, feed_forward, ffn, ffn_launches, ffn_reason, gated, normed
+from flysurgery.ops.cuda import ffn as whole
 from flysurgery.patterns import Architecture, monarch
+from tests.support.tolerance import assert_equal
 
 WIDTH, HIDDEN = 32, 64
 LAST = "down and scale and residual"
@@ -35,7 +37,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         answers = {
             "common_obstacle": lambda *_: None,
             "norm_reason": lambda *_: None,
-            "gated_reason": lambda *_: None,
             "epilogue_reason": lambda *_: None if "epilogue" in kinds else "no epilogue",
             "takes_few_rows": lambda *_: "few rows" in kinds,
             "_whole_obstacle": lambda *_: None if "whole" in kinds else "not whole",
@@ -44,6 +45,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         }
         for name, answer in answers.items():
             monkeypatch.setattr(feed_forward, name, answer)
+        monkeypatch.setattr(gated, "_gated_obstacle", lambda *_: None)
 
     return take
 
@@ -105,3 +107,16 @@ def test_what_no_kernel_takes_says_why(kernels: Callable[..., None]) -> None:
     assert ffn_launches(x, *block) == ()  # type: ignore[arg-type]
     with pytest.raises(BackendError, match="not whole; no epilogue"):
         ffn(x, *block)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["factors", "dense", "gated"])
+def test_a_compiler_may_not_know_the_sizes_of_weights(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As of tensors that are no parameters; kernels are chosen by constants."""
+    monkeypatch.setattr(feed_forward, "common_obstacle", lambda *_: None)
+    for module in (epilogue, gated, normed, whole):
+        monkeypatch.setattr(module, "device_obstacle", lambda *_: "no device")
+    block = operands(kind, True)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x if ffn_reason(x, *block) is None else -x, fullgraph=True, dynamic=True, backend="eager")  # type: ignore[arg-type]
+    for rows in (3, 5):
+        assert_equal(compiled(torch.ones(rows, WIDTH)), -torch.ones(rows, WIDTH))
