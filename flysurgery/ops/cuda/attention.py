@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
+from flysurgery.ops.cuda.kernel import Kernel, load_kernel
 
 _MODES = {"tf32": 2, "fp32": 3}
 _KEYS = 48
@@ -33,49 +34,21 @@ def run_attention(
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
     """``softmax(scale * q @ k.mT) @ v`` on the current stream; keys and values are read once for 64 or 128 queries.
 
-    Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
-
     Raises:
         BackendError: sizes that ``attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
-    device_index = q.device.index
-    if device_index != torch.cuda.current_device():
-        with torch.cuda.device(device_index):
-            return run_attention(q, k, v, scale, mode)
-    batch, heads, queries, head = q.shape
-    obstacle = attention_obstacle(head, mode)
+    obstacle = attention_obstacle(q.shape[3], mode)
     if obstacle is not None:
         raise BackendError(obstacle)
-    y = tokens_before_heads(q)
-    if y.numel() == 0:
-        return y
-    q, k, v = in_vectors(q, k, v)
+    return attended(q, k, v, scale, partial(_launch, mode=mode))
+
+
+def _launch(q: Tensor, k: Tensor, mode: str) -> AttentionLaunch:
+    batch, heads, queries, head = q.shape
     warps = 8 if queries > 64 else 4
     images, pitch = 4 if mode == "fp32" else 2, 2 * head + 16
-    _kernel(head, mode, warps, device_index).launch(
-        (-(-queries // (16 * warps)), batch * heads, 1),
-        (32 * warps, 1, 1),
-        images * _KEYS * pitch + 2 * _KEYS * head * 4 + 8,
-        current_stream(device_index),
-        *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, k.shape[2], heads, float_bits(scale)),
-    )
-    return y
-
-
-def in_vectors(*parts: Tensor) -> tuple[Tensor, ...]:
-    """The parts, those copied whose features are not adjacent or whose rows do not begin at multiples of 16 bytes."""
-    return tuple(part if _readable(part) else part.contiguous() for part in parts)
-
-
-def _readable(part: Tensor) -> bool:
-    *strides, adjacent = part.stride()
-    return adjacent == 1 and part.data_ptr() % 16 == 0 and not any(stride * part.element_size() % 16 for stride in strides)
-
-
-def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)
-    """An empty tensor of the shape of q, tokens before heads in memory."""
-    batch, heads, queries, head = q.shape
-    return q.new_empty((batch, queries, heads, head)).transpose(1, 2)
+    kernel, grid = _kernel(head, mode, warps, q.device.index), (-(-queries // (16 * warps)), batch * heads, 1)
+    return AttentionLaunch(kernel, grid, 32 * warps, images * _KEYS * pitch + 2 * _KEYS * head * 4 + 8)
 
 
 @lru_cache(maxsize=64)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.attention import in_vectors, tokens_before_heads
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
+from flysurgery.ops.cuda.kernel import Kernel, load_kernel
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1}
 _MOST_BLOCKS = 396
@@ -42,33 +42,22 @@ def run_few_attention(
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
     """``softmax(scale * q @ k.mT) @ v`` on the current stream, sums and softmax in float32; keys and values are read once for 16 queries.
 
-    Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
-
     Raises:
         BackendError: sizes that ``few_attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
-    device_index = q.device.index
-    if device_index != torch.cuda.current_device():
-        with torch.cuda.device(device_index):
-            return run_few_attention(q, k, v, scale)
-    (batch, heads, queries, head), keys = q.shape, k.shape[2]
-    obstacle = few_attention_obstacle(batch * heads, queries, keys, head, q.dtype)
+    batch, heads, queries, head = q.shape
+    obstacle = few_attention_obstacle(batch * heads, queries, k.shape[2], head, q.dtype)
     if obstacle is not None:
         raise BackendError(obstacle)
-    y = tokens_before_heads(q)
-    if y.numel() == 0:
-        return y
-    q, k, v = in_vectors(q, k, v)
-    warps = -(-keys // (16 * _STEPS))
+    return attended(q, k, v, scale, _launch)
+
+
+def _launch(q: Tensor, k: Tensor) -> AttentionLaunch:
+    batch, heads, queries, head = q.shape
+    warps = -(-k.shape[2] // (16 * _STEPS))
     bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
-    _kernel(head, q.dtype, warps, device_index).launch(
-        (-(-queries // _TILE), batch * heads, 1),
-        (32 * warps, 1, 1),
-        warps * bytes_of_warp,
-        current_stream(device_index),
-        *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, keys, heads, float_bits(scale)),
-    )
-    return y
+    kernel, grid = _kernel(head, q.dtype, warps, q.device.index), (-(-queries // _TILE), batch * heads, 1)
+    return AttentionLaunch(kernel, grid, 32 * warps, warps * bytes_of_warp)
 
 
 @lru_cache(maxsize=64)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.attention import in_vectors, tokens_before_heads
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
+from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
+from flysurgery.ops.cuda.kernel import Kernel, device_arch, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 
@@ -122,39 +122,26 @@ def run_short_attention(
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
     """``softmax(scale * q @ k.mT) @ v`` on the current stream, sums and softmax in float32; q, k and v are read once.
 
-    Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
-
     Raises:
         BackendError: sizes that ``short_attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
-    device_index = q.device.index
-    if device_index != torch.cuda.current_device():
-        with torch.cuda.device(device_index):
-            return run_short_attention(q, k, v, scale)
-    obstacle = short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, shared_limit_of(device_index))
+    obstacle = short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, shared_limit_of(q.device.index))
     if obstacle is not None:
         raise BackendError(obstacle)
-    return launch_short_attention(_sizes(q.shape[3], max(q.shape[2], 1), k.shape[2], device_index), q, k, v, scale)
+    return launch_short_attention(_sizes(q.shape[3], max(q.shape[2], 1), k.shape[2], q.device.index), q, k, v, scale)
 
 
 def launch_short_attention(sizes: WarpAttention | WarpgroupAttention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The same by the kernel of one's choice, on the current device."""
-    (batch, heads, queries, _), device_index = q.shape, q.device.index
-    y = tokens_before_heads(q)
-    if y.numel() == 0:
-        return y
+    """The same by the kernel of one's choice."""
     if scale <= 0:  # the kernels take the maximum before they scale
         q, scale = q * scale, 1.0
-    q, k, v = in_vectors(q, k, v)
-    blocks, all_heads = sizes.grid(batch * heads, device_index)
-    _kernel(sizes, HALF_MODES[q.dtype], device_index).launch(
-        (blocks, 1, 1),
-        (32 * sizes.warps, 1, 1),
-        sizes.shared_bytes,
-        current_stream(device_index),
-        *(q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, k.shape[2], heads, *all_heads, float_bits(scale)),
-    )
-    return y
+    return attended(q, k, v, scale, partial(_launch, sizes=sizes))
+
+
+def _launch(q: Tensor, k: Tensor, sizes: WarpAttention | WarpgroupAttention) -> AttentionLaunch:
+    blocks, all_heads = sizes.grid(q.shape[0] * q.shape[1], q.device.index)
+    kernel = _kernel(sizes, HALF_MODES[q.dtype], q.device.index)
+    return AttentionLaunch(kernel, (blocks, 1, 1), 32 * sizes.warps, sizes.shared_bytes, all_heads)
 
 
 @lru_cache(maxsize=1024)
