@@ -1,5 +1,5 @@
-// Activations of sums in float32, by the functions of CUDA's own library: 0 none, 1 GELU by erf, 2 GELU by tanh, 3 SiLU. What is rounded
-// to halves anyway takes the hardware's tanh instead (activation.cuh): HALF.
+// Activations of sums in float32: 0 none, 1 GELU by erf, 2 GELU by tanh, 3 SiLU. Exact, as the name says, for float32: by the functions of
+// CUDA's own library. What is rounded to halves anyway (HALF) takes the hardware's tanh, whose error activation.cuh tells.
 #pragma once
 #include "activation.cuh"
 
