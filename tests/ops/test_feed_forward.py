@@ -46,6 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, answer in answers.items():
             monkeypatch.setattr(feed_forward, name, answer)
         monkeypatch.setattr(gated, "_gated_obstacle", lambda *_: None)
+        monkeypatch.setattr(gated, "_dense_in_one_launch", lambda *_: False)
 
     return take
 
