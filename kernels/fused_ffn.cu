@@ -21,7 +21,7 @@
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
 // The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
 //
-// What orders the copy engine: it fills a slot after all warps have left it, which they do when their products with it are done (wgmma_wait) and
+// What orders the copy engine: it fills a slot after all threads have left it, which they do when their products with it are done (wgmma_wait) and
 // when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
 //
 // Times on an H200: recipes/results/fused_ffn_h200.csv (`python recipes/fused_ffn_table.py`).
@@ -141,7 +141,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
     if (threadIdx.x == 0) {
         for (int w = 0; w < WARPGROUPS; ++w) {
             barrier_init(arrived + 8 * w, 1);
-            barrier_init(freed + 8 * w, 4);
+            barrier_init(freed + 8 * w, 128);
         }
         Ring::prepare(ring_at);
     }
@@ -379,7 +379,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 if (RESIDUAL) load_residual(0);
                 wgmma_wait<0>();
                 finish(D4 - 1);
-                if (column == kPanels4 - 1 && lane == 0) barrier_arrive(freed + 8 * warpgroup);
+                if (column == kPanels4 - 1) barrier_arrive(freed + 8 * warpgroup);
 #pragma unroll
                 for (int run = 0; run < kRuns; ++run)
 #pragma unroll

@@ -8,7 +8,7 @@ template <class Panels>
 struct PanelRing {
     static constexpr bool kResident = Panels::kSlots == Panels::kPanels;  // filled once and never again
     const char* image;
-    u32 ring, full, left;  // slots, a barrier a slot that completes when its panel is there, one that completes when all warps have left it, and a counter of them
+    u32 ring, full, left;  // slots, a barrier a slot that completes when its panel is there, one that completes when all threads have left it, and a counter of warps
     int warp, lane;
     int refills;              // panels still to come
     int upcoming = Panels::kSlots % Panels::kPanels;  // the panel that is brought next
@@ -19,7 +19,7 @@ struct PanelRing {
     static __device__ __forceinline__ void prepare(u32 full, u32 left) {
         for (int s = 0; s < Panels::kSlots; ++s) {
             barrier_init(full + 8 * s, kCopyArrivals);
-            barrier_init(left + 8 * s, Panels::kWarps);
+            barrier_init(left + 8 * s, 32 * Panels::kWarps);
             store_shared(left + 8 * Panels::kSlots + 4 * s, 0);
         }
 #if __CUDA_ARCH__ >= 900
@@ -49,14 +49,12 @@ struct PanelRing {
     // The warp needs the panel no more. The last one to say so brings the panel that comes next in its slot.
     __device__ __forceinline__ void leave() {
         if constexpr (!kResident) {
+            barrier_arrive(left + 8 * slot);
             __syncwarp();
-            // The counter only names the last warp. What orders the others' reads before the copy is the barrier, at which
+            // The counter only names the last warp. What orders the reads of all lanes before the copy is the barrier, at which
             // they have arrived by then, so the last one does not wait.
             u32 before = 0;
-            if (lane == 0) {
-                barrier_arrive(left + 8 * slot);
-                before = shared_increment(left + 8 * Panels::kSlots + 4 * slot);
-            }
+            if (lane == 0) before = shared_increment(left + 8 * Panels::kSlots + 4 * slot);
             before = __shfl_sync(0xffffffffu, before, 0);
             if (before % Panels::kWarps == Panels::kWarps - 1 && refills > 0) {
                 barrier_wait(left + 8 * slot, phase);

@@ -5,7 +5,7 @@
 // Panels: kPanels of them a round, of kStride bytes each, and kSlots slots for kWarps warps.
 template <class Panels>
 struct PanelRing {
-    u32 ring;  // slots, behind them a barrier a slot that completes when its panel is there, and one that completes when all warps have left it
+    u32 ring;  // slots, behind them a barrier a slot that completes when its panel is there, and one that completes when all threads have left it
     int slot = 0;
     u32 phase = 0;
 
@@ -18,7 +18,7 @@ struct PanelRing {
     static __device__ __forceinline__ void prepare(u32 ring) {
         for (int s = 0; s < Panels::kSlots; ++s) {
             barrier_init(ring + kFull + 8 * s, 1);
-            barrier_init(ring + kFree + 8 * s, Panels::kWarps);
+            barrier_init(ring + kFree + 8 * s, 32 * Panels::kWarps);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -48,13 +48,12 @@ struct PanelRing {
         return ring + s * Panels::kStride;
     }
 
-    // The warp needs the present panel no more, nor the next COUNT - 1.
+    // The thread needs the present panel no more, nor the next COUNT - 1.
     template <int COUNT = 1>
     __device__ __forceinline__ void leave() {
-        __syncwarp();
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            if ((threadIdx.x & 31) == 0) barrier_arrive(ring + kFree + 8 * slot);
+            barrier_arrive(ring + kFree + 8 * slot);
             if (++slot == Panels::kSlots) {
                 slot = 0;
                 phase ^= 1;

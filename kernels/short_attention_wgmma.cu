@@ -71,7 +71,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     Ring ring;
     ring.slots = shared_address(memory), ring.arrived = ring.slots + SLOTS * kSlot + kSpare, ring.freed = ring.arrived + 8 * SLOTS;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 128), barrier_init(ring.freed + 8 * s, 4 * TILES);
+        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 128), barrier_init(ring.freed + 8 * s, 128 * TILES);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -130,7 +130,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             wgmma_wait<0>();
 
             if (chunk == CHUNKS - 1) {
-                if (lane == 0) ring.free(of_keys);
+                ring.free(of_keys);
                 const int left = (int)keys - chunk * CHUNK - 2 * t;  // a lane's keys n*8 + e are there if they are fewer
 #pragma unroll
                 for (int n = max(kChunkTiles - 2 * CHUNKS, 0); n < kChunkTiles; ++n)
@@ -173,7 +173,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             wgmma_commit();
             wgmma_wait<0>();
         }
-        if (lane == 0) ring.free(of_values);
+        ring.free(of_values);
 
         named_barrier_wait(1 + warpgroup, 128);  // all have multiplied the queries whose place y takes
         if (first < queries) {
@@ -193,8 +193,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                 load_shared(rounded.w, query_rows + place(row, piece));
                 if (row < queries) *reinterpret_cast<Vector<16>*>(y_head + row * heads * kHead + piece * 8) = rounded;
             }
-            __syncwarp();
         }
-        if (lane == 0) ring.free(of_queries);
+        ring.free(of_queries);
     }
 }

@@ -1,18 +1,24 @@
 """Launch the kernels on small shapes, for NVIDIA's compute-sanitizer to watch.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python recipes/sanitize_kernels.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python recipes/sanitize_kernels.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python recipes/sanitize_kernels.py --part 1/4
 
-Numbers of rows are no multiples of anything; sizes are off the tiles where the kernel takes such. Prints what was launched.
+Numbers of rows are no multiples of anything; sizes are off the tiles where the kernel takes such. Kernels whose blocks stay for
+more rows run on enough of them for a second round too. Prints what was launched. The tools are slow: ``--part 1/4`` takes every
+fourth case from the first on, so that four processes share the work.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
 from flysurgery.ops.cuda.attention import run_attention
-from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
-from flysurgery.ops.cuda.factor_grad import FactorGrad, gradient_configs
+from flysurgery.ops.cuda.dense import run_dense, run_dense_gated, run_patches
+from flysurgery.ops.cuda.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
 from flysurgery.ops.cuda.few_attention import run_few_attention
 from flysurgery.ops.cuda.few_rows import run_few_rows
 from flysurgery.ops.cuda.ffn import run_ffn
@@ -21,7 +27,9 @@ from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.gated import run_gated
 from flysurgery.ops.cuda.gated_linear import run_gated_linear
 from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.grad_wgmma import WgmmaGradConfig
+from flysurgery.ops.cuda.kernel import current_stream, device_arch, in_rows
+from flysurgery.ops.cuda.layer_norm import run_layer_norm
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import product_of
@@ -34,7 +42,7 @@ from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
 from flysurgery.patterns.catalog import gonon, monarch
 
-ROWS = (1, 75)
+ROWS, LINEARS = (1, 75), 3
 SMALL = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
 UNCHAINED = Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
 UP, DOWN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
@@ -45,7 +53,17 @@ def factors_of(architecture: Architecture, dtype: torch.dtype) -> tuple[torch.Te
     return tuple(torch.randn(pattern.factor_shape, device="cuda").to(dtype) for pattern in architecture)
 
 
-def run_fused(architecture: Architecture, mode: str, linears: int, *, norm: bool = False) -> None:
+def blocks_at_once() -> int:
+    """Blocks of the kernels that have a multiprocessor for themselves."""
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def rows_of_two_rounds() -> int:
+    """More than three warpgroups a block take in their first round."""
+    return 192 * blocks_at_once() + 75
+
+
+def run_fused(architecture: Architecture, mode: str, linears: int, all_rows: Sequence[int] = ROWS, *, norm: bool = False) -> None:
     dtype = dtype_of(mode)
     tile = tiling(architecture, mode, linears, norm=norm)
     assert isinstance(tile, Tiling), tile
@@ -54,12 +72,12 @@ def run_fused(architecture: Architecture, mode: str, linears: int, *, norm: bool
         layer = FusedLinear(architecture, mode, linears, config=config, norm=norm, device_index=0)
         left, right = factors_of(architecture, dtype)
         image = layer.pack([(left, right)] * linears)
-        for rows in ROWS:
+        for rows in all_rows:
             x = torch.randn((rows, architecture.in_features), device="cuda").to(dtype)
             wide = torch.randn((rows, linears * architecture.out_features), device="cuda").to(dtype)
             layer.run(x, image)
             layer.run(x, image, wide[0].clone(), wide, "gelu")
-        print(f"fused {mode} {architecture} x {linears}, wgmma={config.wgmma}, norm={norm}")
+        print(f"fused {mode} {architecture} x {linears}, wgmma={config.wgmma}, norm={norm}, rows {all_rows}")
 
 
 def run_gates(mode: str) -> None:
@@ -91,29 +109,31 @@ def run_dense_layer(mode: str) -> None:
     for rows in ROWS:
         x, residual = (torch.randn((rows, size), device="cuda").to(dtype) for size in (192, 96))
         run_dense(x, weight, bias, "gelu", residual, bias, mode)
+    images, kernel = (torch.randn(shape, device="cuda").to(dtype) for shape in ((2, 3, 32, 48), (96, 3, 16, 16)))
+    run_patches(images, kernel, bias, mode)
     print(f"dense {mode}")
 
 
-def run_by_factors(dtype: torch.dtype) -> None:
+def run_by_factors(dtype: torch.dtype, all_rows: Sequence[int] = ROWS) -> None:
     if device_arch(0) != "sm_90a":
         return
-    for rows in ROWS:
+    for rows in all_rows:
         x, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in ((rows, 96), (96,)))
         up, down = factors_of(UP, dtype), factors_of(DOWN, dtype)
         run_wide_ffn(x, Norm(bias, bias), up, None, down, bias, "gelu", bias, residual=True)
-    print(f"by factors {dtype}")
+    print(f"by factors {dtype}, rows {all_rows}")
 
 
-def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: torch.dtype) -> None:
+def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: torch.dtype, all_rows: Sequence[int] = ROWS) -> None:
     up, down = (factors_of(architecture, dtype) for architecture in architectures)
     features = architectures[1].out_features
     bias = torch.randn(features, device="cuda").to(dtype)
-    for rows in ROWS:
+    for rows in all_rows:
         x = torch.randn((rows, features), device="cuda").to(dtype)
         for wgmma in {False, device_arch(0) == "sm_90a"}:
             run_ffn(x, (bias, bias), 1e-6, up, None, down, bias, "gelu", bias, True, wgmma)
             run_ffn(x, None, 0.0, up, None, down, None, "gelu_tanh", None, False, wgmma)
-    print(f"feed-forward {dtype} {architectures[0]} {architectures[1]}")
+    print(f"feed-forward {dtype} {architectures[0]} {architectures[1]}, rows {all_rows}")
 
 
 def run_attention_layer(mode: str) -> None:
@@ -125,8 +145,8 @@ def run_attention_layer(mode: str) -> None:
 
 def run_short_sequences(dtype: torch.dtype) -> None:
     for head in (32, 64):
-        for tokens in ROWS:
-            q, k, v = torch.randn((2, tokens, 3, 2, head), device="cuda").to(dtype).permute(2, 0, 3, 1, 4)
+        for tokens, heads in ((1, 2), (75, 2), (300, blocks_at_once() // 2 + 1)):
+            q, k, v = torch.randn((2, tokens, 3, heads, head), device="cuda").to(dtype).permute(2, 0, 3, 1, 4)
             run_short_attention(q, k, v, 0.125)
     print(f"attention in short sequences {dtype}")
 
@@ -138,8 +158,18 @@ def run_few(dtype: torch.dtype) -> None:
         heads = torch.randn((1, 2, rows, 64), device="cuda").to(dtype)
         for _ in range(2):  # the second begins early
             run_few_rows(x, None, None, 1e-6, [weight], [0], [bias], "gelu", residual, bias)
+            run_few_rows(x, None, None, None, [weight], [0], [bias], "none", None, None)
             run_few_attention(heads, heads, heads, 0.125)
     print(f"few rows and queries {dtype}")
+
+
+def run_gradient_of_linears(pattern: Pattern, mode: str, config: AnyGradConfig, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """They share x; with the gradients of their biases where the kernel has them."""
+    joined = LINEARS if isinstance(config, WgmmaGradConfig) else 1
+    gradient = FactorGrad(pattern, mode, config, shared_limit=shared_limit_of(0), joined=joined)
+    product, splits, step, of_factors = gradient.prepared(in_rows(x)[1], in_rows(dy)[1], LINEARS, gradient.sums_dy, 0)
+    workspace = torch.empty(splits * step, device="cuda")
+    product(current_stream(0), x.data_ptr(), dy.data_ptr(), workspace.data_ptr(), workspace[of_factors:].data_ptr())
 
 
 def run_gradient(pattern: Pattern, mode: str) -> None:
@@ -150,7 +180,14 @@ def run_gradient(pattern: Pattern, mode: str) -> None:
         for wgmma in {False, device_arch(0) == "sm_90a"}:
             config = gradient_configs(pattern, mode, shared_limit_of(0), wgmma=wgmma)[0]
             FactorGrad(pattern, mode, config, shared_limit=shared_limit_of(0)).run(x, dy)
+            run_gradient_of_linears(pattern, mode, config, x, torch.cat([dy] * LINEARS, dim=1))
     print(f"gradient {mode} {pattern}")
+
+
+def run_norm(dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        run_layer_norm(torch.randn((rows, 96), device="cuda").to(dtype), None, None, 1e-6)
+    print(f"norm {dtype}")
 
 
 def run_transposition(dtype: torch.dtype) -> None:
@@ -170,32 +207,38 @@ def run_gather(mode: str) -> None:
     print(f"gather {mode}")
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def cases() -> list[Callable[[], None]]:
+    """All of the above, by modes and patterns."""
+    found: list[Callable[[], None]] = []
     for mode in ("fp16", "bf16", "tf32", "fp32"):
-        run_fused(SMALL, mode, 1)
-        run_single(ODD, mode)
-        run_gradient(ODD, mode)
-        run_gradient(EIGHTS, mode)
-        run_dense_layer(mode)
-        run_gates(mode)
+        found += [partial(run_fused, SMALL, mode, 1), partial(run_single, ODD, mode), partial(run_dense_layer, mode)]
+        found += [partial(run_gradient, ODD, mode), partial(run_gradient, EIGHTS, mode), partial(run_gates, mode)]
     for mode in ("fp16", "fp32"):
-        run_fused(SMALL, mode, 3)
-        run_fused(SMALL, mode, 3, norm=True)
-        run_fused(UNCHAINED, mode, 1)
-        run_single(Pattern(1, 48, 64, 1), mode)
-    for mode in ("tf32", "fp32"):
-        run_attention_layer(mode)
-    run_single(ODD, "exact")
+        found += [partial(run_fused, SMALL, mode, 3), partial(run_fused, SMALL, mode, 3, norm=True), partial(run_fused, UNCHAINED, mode, 1)]
+        found += [partial(run_fused, SMALL, mode, 1, (rows_of_two_rounds(),)), partial(run_single, Pattern(1, 48, 64, 1), mode)]
+    found += [partial(run_attention_layer, mode) for mode in ("tf32", "fp32")]
+    found += [partial(run_single, ODD, "exact")]
     for mode in ("fp16", "bf16"):
-        run_gather(mode)
-        run_by_factors(dtype_of(mode))
-        for named in (gonon, monarch):
-            run_feed_forward((named(768, 192), named(192, 768)), dtype_of(mode))
-        run_few(dtype_of(mode))
-        run_short_sequences(dtype_of(mode))
+        dtype = dtype_of(mode)
+        found += [partial(run_feed_forward, (named(768, 192), named(192, 768)), dtype) for named in (gonon, monarch)]
+        found += [partial(run_gather, mode), partial(run_by_factors, dtype), partial(run_few, dtype), partial(run_short_sequences, dtype)]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        run_transposition(dtype)
+        found += [partial(run_transposition, dtype), partial(run_norm, dtype)]
+    found += [partial(run_feed_forward, (gonon(768, 192), gonon(192, 768)), torch.float16, (rows_of_two_rounds(),))]
+    found += [partial(run_by_factors, torch.float16, (rows_of_two_rounds(),))]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="1/1", help="such as 2/4: every fourth case from the second on")
+    part = parser.parse_args().part
+    first, _, step = part.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
+        parser.error(f"expected a part such as 2/4, got '{part}'; give the first case, a slash, and how many parts there are")
+    torch.manual_seed(0)
+    for case in cases()[int(first) - 1 :: int(step)]:
+        case()
     torch.cuda.synchronize()
 
 
