@@ -55,9 +55,9 @@ def rivals(
     for share in dict.fromkeys((architecture.density, *densities)):
         yield _pruned_csr(dense, share)
     yield _semi_structured(dense)
-    yield _torchao("int8 weights", "Int8WeightOnlyConfig", dense, 0.02)
-    yield _torchao("int8 weights and activations", "Int8DynamicActivationInt8WeightConfig", dense, 0.05)
-    yield _torchao("fp8 weights and activations", "Float8DynamicActivationFloat8WeightConfig", dense, 0.1)
+    yield from _torchao("int8 weights", "Int8WeightOnlyConfig", dense, 0.02)
+    yield from _torchao("int8 weights and activations", "Int8DynamicActivationInt8WeightConfig", dense, 0.05)
+    yield from _torchao("fp8 weights and activations", "Float8DynamicActivationFloat8WeightConfig", dense, 0.1)
     yield from _lazylinop(layer)
 
 
@@ -115,22 +115,36 @@ def _semi_structured(dense: nn.Linear) -> Rival:
     return Rival(name, 0.5, lambda x: nn.functional.linear(x, stored, bias), lambda x: x @ wide.T + wide_bias)
 
 
-def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Rival:
-    """A quantization of torchao, an optional package, through the compiler as its users run it."""
+def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterator[Rival]:
+    """A quantization of torchao, an optional package, through the compiler as it tells its users, and operator by operator.
+
+    The compiler puts a kernel for few rows in the place of a product with int8 weights in bfloat16.
+    """
+    names = (name, f"{name}, not compiled")
+    model = _quantized(config, dense)
+    if isinstance(model, str):
+        yield from (Rival(each, 1.0, None, None, model) for each in names)
+        return
+    exact = copy.deepcopy(dense).double()
+    yield Rival(names[0], 1.0, torch.compile(model, dynamic=False), exact, allowed=allowed, note="torch.compile")
+    yield Rival(names[1], 1.0, model, exact, allowed=allowed)
+
+
+def _quantized(config: str, dense: nn.Linear) -> nn.Module | str:
+    """The layer quantized by torchao, or why it is not."""
     if importlib.util.find_spec("torchao") is None:
-        return Rival(name, 1.0, None, None, "no: torchao is not installed")
+        return "no: torchao is not installed"
     if not dense.weight.is_cuda:
-        return Rival(name, 1.0, None, None, "no: measured on CUDA only")
+        return "no: measured on CUDA only"
     try:
         quantization = importlib.import_module("torchao.quantization")
         model = nn.Sequential(copy.deepcopy(dense))
         # Its settings of the compiler would let float32 products of the whole process use TF32.
         quantization.quantize_(model, getattr(quantization, config)(set_inductor_config=False))
-        compiled = torch.compile(model, dynamic=False)
-        compiled(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
+        model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
     except Exception as error:  # whatever an optional package of another version raises
-        return Rival(name, 1.0, None, None, f"no: {one_line(error)}")
-    return Rival(name, 1.0, compiled, copy.deepcopy(dense).double(), allowed=allowed, note="torch.compile")
+        return f"no: {one_line(error)}"
+    return model
 
 
 def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
