@@ -98,7 +98,9 @@ def _one_layout(
         seconds=protocol.seconds,
         launch=protocol.launch,
     )[PRODUCT_ONLY]
-    measured[PRODUCT_ONLY] = Measured(timing.launch, "ok", None, None, timing.median_ms, timing.iqr_ms)
+    bound, median = ceilings.bound_ms(work), timing.median_ms
+    spent = work.bytes_moved, work.flops, bound, bound / median
+    measured[PRODUCT_ONLY] = Measured(timing.launch, "ok", None, None, median, timing.iqr_ms, None, *spent)
     return measured
 
 

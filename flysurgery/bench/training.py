@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from flysurgery.bench.ceilings import Ceilings, Work, measure_ceilings
 from flysurgery.bench.compiled import COMPILED, compiled, forget_compiled
 from flysurgery.bench.layer import LayerRow, LayerSettings
 from flysurgery.bench.measuring import AGAIN, NOISE, Measured, one_line
 from flysurgery.bench.timing import Timing, time_interleaved
 from flysurgery.bench.units import converted_timm
-from flysurgery.bench.variants import VARIANTS
+from flysurgery.bench.variants import VARIANTS, by_definition
 
 UNIT = "training step"
+MODE = "bf16"
 STEPS_THAT_MUST_LEARN = 8
 
 
@@ -26,17 +29,20 @@ def bench_training(
 
     On CUDA launched from Python, as training is; ``max-autotune`` is not measured.
     """
+    ceilings: Ceilings | None = None
     for launch in settings.launches:
         if launch not in ("eager", "compile"):
             continue
         mark = launch if launch in COMPILED else ""
-        head = (settings.model, settings.arch, "today", UNIT, settings.batch, "bf16", device.type, mark)
+        head = (settings.model, settings.arch, "today", UNIT, settings.batch, MODE, device.type, mark)
         names = ("model", "arch", "protocol", "unit", "batch", "mode", "device_type", "compiled")
         if not done(dict(zip(names, head, strict=True))):
-            yield [LayerRow(*head, name, None, None, measured) for name, measured in _measure(settings, device, launch).items()]
+            ceilings = ceilings or measure_ceilings(MODE, device, quick=settings.quick)
+            found = _measure(settings, device, launch, ceilings)
+            yield [LayerRow(*head, name, None, None, measured) for name, measured in found.items()]
 
 
-def _measure(settings: LayerSettings, device: torch.device, launch: str) -> dict[str, Measured]:
+def _measure(settings: LayerSettings, device: torch.device, launch: str, ceilings: Ceilings) -> dict[str, Measured]:
     forget_compiled()
     torch.manual_seed(settings.seed)
     layer: Any = converted_timm(settings.model, settings.model_args, settings.arch).to(device)
@@ -44,7 +50,9 @@ def _measure(settings: LayerSettings, device: torch.device, launch: str) -> dict
     labels = torch.randint(0, layer.num_classes, (settings.batch,), device=device)
     steps: dict[str, Callable[[Tensor], Tensor]] = {}
     statuses: dict[str, str] = {}
-    for name, model in (("dense", VARIANTS["dense"](layer)), ("layer", layer)):
+    dense = VARIANTS["dense"](layer)
+    works = {"dense": _work(dense, images, labels), "layer": _work(by_definition(layer), images, labels)}
+    for name, model in (("dense", dense), ("layer", layer)):
         step = _step(model.requires_grad_(True).train(), labels, launch)
         try:
             losses = [float(step(images)) for _ in range(STEPS_THAT_MUST_LEARN)]
@@ -57,7 +65,19 @@ def _measure(settings: LayerSettings, device: torch.device, launch: str) -> dict
     if "dense" in steps:
         steps["dense" + AGAIN], statuses["dense" + AGAIN] = steps["dense"], "ok"
     timings = time_interleaved(steps, images, rounds=settings.rounds, seconds=settings.seconds, launch="eager", seed=settings.seed)
-    return {name: _measured(statuses[name], timings, name, device) for name in ("dense", "dense" + AGAIN, "layer") if name in statuses}
+    names = [name for name in ("dense", "dense" + AGAIN, "layer") if name in statuses]
+    return {name: _measured(statuses[name], timings, name, works[name.removesuffix(AGAIN)], ceilings, device) for name in names}
+
+
+def _work(model: nn.Module, images: Tensor, labels: Tensor) -> Work:
+    """Operations of all matrix products there and back, counted on one image; bytes of the images, and of each weight and its two moments,
+    read and written by the optimizer.
+    """
+    model.requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        nn.functional.cross_entropy(model(images[:1]), labels[:1]).backward()
+    model.zero_grad(set_to_none=True)
+    return Work(images.nbytes + 6 * sum(each.nbytes for each in model.parameters()), len(images) * counter.get_total_flops())
 
 
 def _step(model: nn.Module, labels: Tensor, launch: str) -> Callable[[Tensor], Tensor]:
@@ -75,12 +95,13 @@ def _step(model: nn.Module, labels: Tensor, launch: str) -> Callable[[Tensor], T
     return step
 
 
-def _measured(status: str, timings: Mapping[str, Timing], name: str, device: torch.device) -> Measured:
+def _measured(status: str, timings: Mapping[str, Timing], name: str, work: Work, ceilings: Ceilings, device: torch.device) -> Measured:
     if name not in timings or "dense" not in timings:
         return Measured("eager", status)
     dense = timings["dense"].median_ms
     noise = abs(timings["dense" + AGAIN].median_ms / dense - 1)
     if noise > NOISE["cuda" if device.type == "cuda" else "cpu"]:
         status = f"noisy: dense timed twice differs by {noise:.0%}"
-    timing = timings[name]
-    return Measured("eager", status, None, noise, timing.median_ms, timing.iqr_ms, timing.median_ms / dense)
+    timing, bound = timings[name], ceilings.bound_ms(work)
+    times = timing.median_ms, timing.iqr_ms, timing.median_ms / dense
+    return Measured("eager", status, None, noise, *times, work.bytes_moved, work.flops, bound, bound / timing.median_ms)

@@ -54,3 +54,12 @@ def test_table_6_has_the_linears_with_and_without_bias(run_recipe: RunRecipe) ->
 def test_an_unknown_name_is_one_sentence(run_recipe: RunRecipe, option: str, name: str, sentence: str) -> None:
     with pytest.raises(SystemExit, match=sentence):
         run_recipe("vit_s16_table6.py", option, name)
+
+
+def test_a_training_step_is_timed_and_bounded_beside_dense(run_recipe: RunRecipe) -> None:
+    one = ("--batches", "2", "--modes", "fp32", "--protocols", "paper", "--parts", "linear N x N", "--candidates", "dense")
+    rows = run_recipe("vit_s16_table3.py", *TINY_VIT, *one, "--training")
+    step = {row["candidate"]: row for row in rows if row["unit"] == "training step"}
+    assert step.keys() == {"dense", "dense again", "layer"}
+    assert all(row["median_ms"] and row["share_of_bound"] for row in step.values())
+    assert 0 < int(step["layer"]["flops"]) < int(step["dense"]["flops"])
