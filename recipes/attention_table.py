@@ -3,8 +3,8 @@
 ``python recipes/attention_table.py --out recipes/results/attention_h200.csv``
 
 Heads of 64 features, q, k and v as views of what one linear gives, for the sizes of timm's models. Times by CUDA graphs over rotating
-inputs larger than the L2 cache, all candidates of a case in one shuffled run, after a check against float64; a launch is in them. The floor
-is the bytes of q, k, v and y at 4.24 TB/s.
+inputs larger than the L2 cache, all candidates of a case in one shuffled run, after a check against float64; a launch is in them.
+``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow for q, k, v, y and both products.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
-from flysurgery.bench import MODES, in_mode, time_interleaved
+from flysurgery.bench import MODES, Work, in_mode, time_interleaved
 
 HEAD = 64
-BYTES_PER_US = 4.24e6
 CHECKED = 8
 """Images that are held against float64."""
 
@@ -42,7 +41,7 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. ``error`` is relative to float64, in the Frobenius norm; ``floor`` the share of the time that the bytes take."""
+    """One candidate. ``error`` is relative to float64, in the Frobenius norm."""
 
     mode: str
     images: int
@@ -53,7 +52,8 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_pytorch: float
-    floor: float
+    bound_us: float
+    share_of_bound: float
 
 
 def split(x: Tensor) -> tuple[Tensor, ...]:  # x: (images, tokens, 3 * heads * HEAD); each (images, heads, tokens, HEAD)
@@ -91,9 +91,10 @@ def measure(mode: str, images: int, tokens: int, heads: int) -> list[Row]:
         if not errors["flysurgery"] < 1.25 * errors["pytorch"]:
             raise SystemExit(f"{mode}, {images} images, {tokens} tokens, {heads} heads: wrong, relative error {errors['flysurgery']:.2g}")
         timings = time_interleaved(RUNS, x, rounds=15, seconds=0.1)
-    base, floor = timings["pytorch"].median_ms, x.nbytes * 4 / 3 / BYTES_PER_US
+    work = Work(x.nbytes * 4 // 3, 4 * images * heads * tokens * tokens * HEAD)
+    base, bound = timings["pytorch"].median_ms, 1e3 * recipe.ceilings(mode).bound_ms(work)
     return [
-        Row(mode, images, tokens, heads, name, errors[name], us, each.iqr_ms * 1e3, each.median_ms / base, floor / us)
+        Row(mode, images, tokens, heads, name, errors[name], us, each.iqr_ms * 1e3, each.median_ms / base, bound, bound / us)
         for name, each in timings.items()
         for us in (each.median_ms * 1e3,)
     ]

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--model-args", action="append", metavar="KEY=VALUE")
     parser.add_argument("--archs", default="gonon,monarch", help="families of architectures")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, help="images a forward; 16 by default")
     parser.add_argument("--protocols", default="paper,today")
     parser.add_argument("--launches", default="eager,compile")
     parser.set_defaults(device="cpu", threads=2)
@@ -42,7 +42,7 @@ def main() -> None:
                 modes=modes,
                 launches=("eager",) if options.quick else names(options.launches, "--launches"),
                 candidates=CANDIDATES,
-                batch=options.batch,
+                batch=options.batch or recipe.images(options, device, 16),
                 rounds=protocol.rounds,
                 seconds=protocol.seconds,
                 seed=options.seed,

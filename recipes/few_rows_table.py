@@ -4,7 +4,8 @@
 
 Dense layers, and those of Gonon et al., which the kernels multiply out. Times by CUDA graphs over rotating inputs larger than the L2 cache,
 all candidates of a part in one shuffled run, after a check against float64; a launch is in them. Where the kernels for few rows do not
-take a part, ``flysurgery.ops`` takes others.
+take a part, ``flysurgery.ops`` takes others. ``bound_us`` is what a large copy and a large matrix product, measured in the same run,
+allow for x, y and the candidate's weights; a kernel that multiplies factors out reads more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flysurgery import ops
-from flysurgery.bench import MODES, in_mode, time_interleaved
+from flysurgery.bench import MODES, Work, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm, composed
 from flysurgery.patterns import gonon
@@ -37,6 +38,11 @@ class Block:
     out: Linear
     up: Linear
     down: Linear
+
+    def weights(self, part: str) -> list[Tensor]:
+        """The matrices or factors of one part."""
+        of: dict[str, tuple[Linear, ...]] = dict(zip(PARTS, (self.group, (), (self.out,), (self.up, self.down)), strict=True))
+        return [each for linear in of[part] for each in ((linear.weight,) if isinstance(linear, Dense) else linear.factors)]
 
     def parts(self, operators: ModuleType) -> dict[str, Run]:
         """The block's parts by the functions of ``flysurgery.ops`` or of ``flysurgery.ops.composed``."""
@@ -67,6 +73,8 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
+    bound_us: float
+    share_of_bound: float
 
 
 def draw(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
@@ -117,6 +125,7 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
         "dense fused": dense.parts(ops),
         "converted fused": factors.parts(ops),
     }
+    blocks = {name: factors if "converted" in name else dense for name in candidates}
     found: list[Row] = []
     for part in PARTS:
         x = draw(rows, width * (3 if part == "attention" else 1), deviation=1.0).to(dtype)
@@ -128,11 +137,13 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
                 if not errors[name] < 2 * errors["dense"]:
                     raise SystemExit(f"{part} {width} {mode}: {name} is wrong, relative error {errors[name]:.2g}")
             timings = time_interleaved(runs, x, rounds=15)
-        base = timings["dense"].median_ms
-        found += [
-            Row(part, width, mode, rows, name, errors[name], t.median_ms * 1e3, t.iqr_ms * 1e3, t.median_ms / base)
-            for name, t in timings.items()
-        ]
+        moved, base = x.nbytes + truth.numel() * x.element_size(), timings["dense"].median_ms
+        for name, t in timings.items():
+            bound = recipe.bound_us(mode, moved, blocks[name].weights(part), rows)
+            if part == "attention":
+                bound = 1e3 * recipe.ceilings(mode).bound_ms(Work(moved, 4 * rows * rows * width))
+            us = t.median_ms * 1e3
+            found.append(Row(part, width, mode, rows, name, errors[name], us, t.iqr_ms * 1e3, t.median_ms / base, bound, bound / us))
     return found
 
 

@@ -6,7 +6,8 @@ Norm, two butterfly layers, activation and residual. The two launches are the fu
 activation, the second layer with the residual; each the fastest of some configurations without wgmma. ``shared_kb`` is what a block may
 use of shared memory: as on compute capability 9.0 and 10.0, on 8.0, and on 8.9 and 12.0; the arithmetic is that of the device at hand.
 Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a block in one shuffled run, after a check against
-float64. In the most shared memory also with narrower pieces of hidden units than the kernel takes.
+float64. ``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow for x, y and the candidate's weights.
+In the most shared memory also with narrower pieces of hidden units than the kernel takes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
+    bound_us: float
+    share_of_bound: float
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
     assert norm.weight is not None and norm.bias is not None
     with torch.inference_mode():
         truth = composed.ffn(x.double(), Norm(norm.weight.double(), norm.bias.double(), norm.eps), wide(up), wide(down), "gelu")
-        runs: dict[tuple[int, str], Run] = {(0, "dense"): DenseBlock(norm, up, down, "gelu", torch.float16)}
+        dense = DenseBlock(norm, up, down, "gelu", torch.float16)
+        runs: dict[tuple[int, str], Run] = {(0, "dense"): dense}
         for shared_kb in SHARED_KB:
             block = Block(name, width, shared_kb)
             runs |= {(shared_kb, key): one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
@@ -161,10 +165,13 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
             raise SystemExit(f"{name} {width} {wrong[1]} in {wrong[0]} KB is wrong, relative error {errors[wrong]:.2g}")
         timings = time_interleaved({str(key): run for key, run in runs.items()}, x, rounds=15)
     base = timings[str((0, "dense"))].median_ms
-    return [
-        Row(width, name, rows, *key, errors[key], 1e3 * (t := timings[str(key)]).median_ms, 1e3 * t.iqr_ms, t.median_ms / base)
-        for key in runs
-    ]
+    found: list[Row] = []
+    for key in runs:
+        weights = (dense.up.weight, dense.down.weight) if key[1] == "dense" else (*up.factors, *down.factors)
+        bound, t = recipe.bound_us("fp16", 2 * x.nbytes, weights, rows), timings[str(key)]
+        us = 1e3 * t.median_ms
+        found.append(Row(width, name, rows, *key, errors[key], us, 1e3 * t.iqr_ms, t.median_ms / base, bound, bound / us))
+    return found
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 
 For each layer and mode the configuration of the shipped or tuned table, and beside it the same with one thing changed. All of
 a layer in one shuffled run by CUDA graphs over rotating inputs larger than the L2 cache, after a check against float64. A
-change that the kernel does not offer there, as it would not fit or is what stands already, is left out.
+change that the kernel does not offer there, as it would not fit or is what stands already, is left out. ``bound_us`` is what a large copy
+and a large matrix product, measured in the same run, allow.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Row:
     median_us: float
     iqr_us: float
     times_tuned: float
+    bound_us: float
+    share_of_bound: float
 
 
 def variants(tile: Tiling, tuned: FusedConfig, limit: int) -> dict[str, FusedConfig]:
@@ -115,10 +118,12 @@ def measure(name: str, mode: str, rows: int, found: dict[str, FusedConfig]) -> l
     timings = time_interleaved(runs, x, rounds=15)
     us = {change: timing.median_ms * 1e3 for change, timing in timings.items()}
     fixed = (name, str(architecture), mode, rows)
-    return [
-        Row(*fixed, change, str(found.get(change, "")), errors[change], us[change], timings[change].iqr_ms * 1e3, us[change] / us["tuned"])
-        for change in runs
-    ]
+    bound = recipe.bound_us(mode, x.nbytes + truth.numel() * x.element_size(), factors, rows)
+    result: list[Row] = []
+    for change in runs:
+        own = us[change], timings[change].iqr_ms * 1e3, us[change] / us["tuned"], bound, bound / us[change]
+        result.append(Row(*fixed, change, str(found.get(change, "")), errors[change], *own))
+    return result
 
 
 def main() -> None:

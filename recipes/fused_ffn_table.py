@@ -5,7 +5,7 @@
 Norm, two linear layers, activation and residual: one launch where a kernel takes the whole block, else, as of width 768, one for the norm
 and one for each layer. Times by CUDA graphs over rotating inputs larger than the L2 cache, all
 candidates of a block in one shuffled run, after a check against float64. ``composed`` is the same block of factors as separate
-operators.
+operators. ``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow for x, y and the weights.
 ``ratio_to_compiled`` is against ``torch.compile(mode="max-autotune-no-cudagraphs")`` of the dense block; this run captures
 its graphs itself.
 """
@@ -44,6 +44,8 @@ class Row:
     iqr_us: float
     ratio_to_dense: float
     ratio_to_compiled: float
+    bound_us: float
+    share_of_bound: float
 
 
 class DenseBlock(nn.Module):
@@ -111,6 +113,9 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
             raise SystemExit(f"{name} {width} {dtype_name}: the fused block is wrong, relative error {errors['fused']:.2g}")
         timings = time_interleaved(runs, x, rounds=15)
     base, rival = timings["dense"].median_ms, timings["dense compiled"].median_ms
+    bound = recipe.bound_us(dtype_name, 2 * x.nbytes, (*up.factors, *down.factors), rows)
+    dense_bound = recipe.bound_us(dtype_name, 2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)
+    bounds = {key: dense_bound if "dense" in key else bound for key in runs}
     return [
         Row(
             width,
@@ -124,6 +129,8 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
             t.iqr_ms * 1e3,
             t.median_ms / base,
             t.median_ms / rival,
+            bounds[key],
+            bounds[key] / (t.median_ms * 1e3),
         )
         for key, t in timings.items()
     ]
@@ -136,6 +143,8 @@ def main() -> None:
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="out of " + ", ".join(DTYPES))
     parser.add_argument("--activations", default="gelu,gelu_tanh", help="out of gelu, gelu_tanh")
     options = recipe.on_cuda(parser)
+    for dtype in options.dtypes.split(","):
+        recipe.ceilings(dtype)
     found: list[Row] = []
     for width in map(int, options.widths.split(",")):
         for dtype in options.dtypes.split(","):

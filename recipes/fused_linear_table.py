@@ -5,7 +5,7 @@
 Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a layer in one shuffled run, after
 a check against float64. ``layer`` is a ButterflyLinear (for q, k and v a SplitLinear) as it stands in a model, with
 the backend that it chooses by itself. ``copy`` moves the same bytes as the layer. ``bound_us`` is the larger of the bytes over the
-bandwidth of that copy's ceiling and the operations over the rate of a large matrix product, both measured in this run.
+bandwidth of a large copy and the operations over the rate of a large matrix product, both measured in this run.
 """
 
 from __future__ import annotations
@@ -54,17 +54,6 @@ class Row:
     share_of_bound: float | None
 
 
-def ceilings(mode: str) -> tuple[float, float]:
-    """Bytes and operations per microsecond that this device reaches: a large copy, and a large matrix product."""
-    block = torch.zeros(1 << 28, device="cuda")
-    copy = time_interleaved({"copy": lambda x: x + 1}, block, rounds=10)["copy"]  # a kernel: faster than the copy engine
-    x = torch.randn(8192, 8192, device="cuda", dtype=MODES[mode])
-    # fp32 grade runs as three products of halves
-    half = x.half() if mode == "fp32" else x
-    product = time_interleaved({"product": lambda a: a @ a}, half, rounds=10)["product"]
-    return 2 * block.nbytes / (copy.median_ms * 1e3), 2 * 8192**3 / (product.median_ms * 1e3) / (3 if mode == "fp32" else 1)
-
-
 def build(architecture: Architecture, linears: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Linear]:
     """A layer with random weights, and the dense one that it equals."""
     parts = [ButterflyLinear(architecture, device="cuda", dtype=dtype) for _ in range(linears)]
@@ -88,7 +77,7 @@ def candidates(layer: nn.Module, dense: nn.Linear) -> dict[str, Callable[[Tensor
     return found
 
 
-def measure(name: str, mode: str, rows: int, bandwidth: float, rate: float) -> Iterator[Row]:
+def measure(name: str, mode: str, rows: int) -> Iterator[Row]:
     """Check and time one layer in one mode."""
     architecture, linears = LAYERS[name]
     dtype = MODES[mode]
@@ -109,7 +98,7 @@ def measure(name: str, mode: str, rows: int, bandwidth: float, rate: float) -> I
         bytes_moved = (x.numel() + truth.numel()) * x.element_size()
         middle = torch.empty(bytes_moved // 2, dtype=torch.uint8, device="cuda")
         errors["copy"], timings["copy"] = 0.0, time_interleaved({"copy": torch.clone}, middle, rounds=25)["copy"]
-    bound = max(bytes_moved / bandwidth, rows * linears * architecture.flops_per_row / rate)
+    bound = recipe.bound_us(mode, bytes_moved, [factor for part in parts for factor in part.factors], rows)
     choice = explain(Problem(architecture, rows, dtype, "cuda", bias=True, allow_tf32=mode == "tf32")).choice
     for key, timing in timings.items():
         yield _row(name, mode, rows, key, choice if key == "layer" else None, errors[key], timing, timings["dense"], bound)
@@ -131,11 +120,9 @@ def main() -> None:
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=tuple(MODES)))
     found: list[Row] = []
     for mode in options.modes.split(","):
-        with in_mode(mode):
-            limits = ceilings(mode)
         for name in LAYERS:
             with in_mode(mode):
-                rows = list(measure(name, mode, options.rows, *limits))
+                rows = list(measure(name, mode, options.rows))
             found += rows
             by_name = {row.candidate: row for row in rows}
             own, dense = by_name["layer"], by_name["dense"]

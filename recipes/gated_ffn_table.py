@@ -4,7 +4,8 @@
 
 The blocks of timm's eva02 and giant DINOv2 models: norm, gate and value (the halves of one layer's outputs, or two layers), their product,
 a norm where the model has one, the last layer, layer scale where the model has one, residual. Monarch with four blocks. All candidates of a
-block in one shuffled run, by CUDA graphs over rotating inputs larger than the L2 cache, after a check against float64.
+block in one shuffled run, by CUDA graphs over rotating inputs larger than the L2 cache, after a check against float64. ``bound_us`` is
+what a large copy and a large matrix product, measured in the same run, allow for x, y and the weights.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
+    bound_us: float
+    share_of_bound: float
 
 
 Operands = tuple[Norm, Gated, Linear, str, Tensor | None, bool, Norm | None]
@@ -81,6 +84,12 @@ def operands_of(block: Block, dtype: torch.dtype, *, converted: bool) -> Operand
     scale = drawn(block.width, deviation=0.1) if block.scaled else None
     inner = norm(block.hidden) if block.inner else None
     return norm(block.width), up, linear(block.width, block.hidden), "silu", scale, True, inner
+
+
+def weights_of(operands: Operands) -> list[Tensor]:
+    """The matrices or factors of all layers."""
+    linears = (*operands[1].members, operands[2])
+    return [each for linear in linears for each in ((linear.weight,) if isinstance(linear, Dense) else linear.factors)]
 
 
 def in_double(operands: Operands) -> Operands:
@@ -110,6 +119,7 @@ def measure(block: Block, mode: str, rows: int) -> list[Row]:
         runs: dict[str, Callable[[Tensor], Tensor]] = {}
         errors: dict[str, float] = {}
         launches: dict[str, str] = {}
+        bounds: dict[str, float] = {}
         for kind in ("dense", "converted"):
             operands = operands_of(block, dtype, converted=kind == "converted")
             own: dict[str, Callable[[Tensor], Tensor]] = {
@@ -123,14 +133,18 @@ def measure(block: Block, mode: str, rows: int) -> list[Row]:
             if not errors[f"{kind} fused"] < 2 * errors[kind]:
                 raise SystemExit(f"{block.model} {mode}: the {kind} fused block is wrong, relative error {errors[f'{kind} fused']:.2g}")
             launches[f"{kind} fused"] = " | ".join(ffn_launches(x, *operands))
+            bound = recipe.bound_us(mode, 2 * x.nbytes, weights_of(operands), rows)
+            bounds |= dict.fromkeys(own, bound)
             runs |= own
         timings = time_interleaved(runs, x, rounds=15)
     dense = timings["dense"].median_ms
     sizes = block.model, block.width, block.hidden, mode, rows
-    return [
-        Row(*sizes, name, launches.get(name, ""), errors[name], each.median_ms * 1e3, each.iqr_ms * 1e3, each.median_ms / dense)
-        for name, each in timings.items()
-    ]
+    found: list[Row] = []
+    for name, each in timings.items():
+        us, bound = each.median_ms * 1e3, bounds[name]
+        times = us, each.iqr_ms * 1e3, each.median_ms / dense, bound, bound / us
+        found.append(Row(*sizes, name, launches.get(name, ""), errors[name], *times))
+    return found
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 
 Width 384, as in a ViT-S/16. Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates in one shuffled run,
 after a check against float64. ``two launches`` is the norm's kernel and the fused kernel of the three linears. ``ratio_to_compiled`` is
-against ``torch.compile`` of the dense pair. ``copy`` moves the same bytes.
+against ``torch.compile`` of the dense pair. ``copy`` moves the same bytes. ``bound_us`` is what a large copy and a large matrix product,
+measured in the same run, allow for x, y and the candidate's weights.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Row:
     iqr_us: float
     ratio_to_dense: float
     ratio_to_compiled: float
+    bound_us: float
+    share_of_bound: float
 
 
 def build(architecture: Architecture, dtype: torch.dtype) -> tuple[Norm, list[FusedFactors], nn.Sequential]:
@@ -90,10 +93,15 @@ def measure(name: str, mode: str, rows: int) -> list[Row]:
         middle = torch.empty((x.nbytes + LINEARS * x.nbytes) // 2, dtype=torch.uint8, device="cuda")
         errors["copy"], timings["copy"] = 0.0, time_interleaved({"copy": torch.clone}, middle, rounds=15)["copy"]
     base, rival = timings["dense"].median_ms, timings["dense compiled"].median_ms
-    return [
-        Row(name, mode, rows, key, errors[key], t.median_ms * 1e3, t.iqr_ms * 1e3, t.median_ms / base, t.median_ms / rival)
-        for key, t in timings.items()
-    ]
+    matrix = dense.get_parameter("1.weight")
+    factors = [factor for member in group for factor in member.factors]
+    weights = {"fused": factors, "two launches": factors, "dense": [matrix], "dense compiled": [matrix], "copy": []}
+    found: list[Row] = []
+    for key, t in timings.items():
+        us, bound = t.median_ms * 1e3, recipe.bound_us(mode, (1 + LINEARS) * x.nbytes, weights[key], rows)
+        times = us, t.iqr_ms * 1e3, t.median_ms / base, t.median_ms / rival, bound, bound / us
+        found.append(Row(name, mode, rows, key, errors[key], *times))
+    return found
 
 
 def main() -> None:

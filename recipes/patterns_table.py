@@ -32,35 +32,41 @@ from flysurgery.bench.paper_patterns import ROWS, shuffled, time_patterns
 from flysurgery.cli.bench_show import TIMES, print_records
 from flysurgery.cli.tables import print_table
 
+TOKENS = ROWS // 128
+QUICK_LARGEST = 1024
 COLUMNS = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES)
 
 
 def main() -> None:
     """Measure for as long as told, print shares of wins, median factors and shares of time, draw."""
     parser = recipe.arguments(__doc__, modes="fp32,fp16", seconds=0.05)
-    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--rows", type=int, help=f"{ROWS} by default: 128 images of 196 tokens")
     parser.add_argument("--count", type=int, help="how many patterns in all; all 627 by default, 6 with --quick")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
-    parser.add_argument("--largest", type=int, help="only patterns with at most this many features in and out")
+    parser.add_argument(
+        "--largest", type=int, help=f"only patterns with at most this many features in and out; {QUICK_LARGEST} with --quick on a CPU"
+    )
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
+    rows = options.rows or recipe.images(options, device) * TOKENS
     end = time.monotonic() + 60 * options.minutes
     patterns = shuffled(time_patterns(), options.seed)
-    if options.largest is not None:
-        patterns = [each for each in patterns if max(each.shape) <= options.largest]
+    largest = options.largest or (QUICK_LARGEST if options.quick and device.type == "cpu" else None)
+    if largest is not None:
+        patterns = [each for each in patterns if max(each.shape) <= largest]
     patterns = patterns[: options.count or (6 if options.quick else len(patterns))]
     protocol = recipe.protocol(options, 15)
     with recipe.start(options, device) as run:
-        todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, options.rows, mode, device))]
+        todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, rows, mode, device))]
         ceilings = {}
-        for done, (pattern, mode) in enumerate(compiled_ahead(todo, options.rows, device)):
+        for done, (pattern, mode) in enumerate(compiled_ahead(todo, rows, device)):
             if time.monotonic() > end:
                 print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
                 break
             if mode not in ceilings:
                 ceilings[mode] = measure_ceilings(mode, device, quick=options.quick)
             try:
-                run.add(bench_factor(pattern, options.rows, mode, device, ceilings[mode], protocol), f"{pattern} {mode}")
+                run.add(bench_factor(pattern, rows, mode, device, ceilings[mode], protocol), f"{pattern} {mode}")
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 print(f"{pattern} in {mode} does not fit into this device's memory, and has no rows", flush=True)
@@ -71,7 +77,7 @@ def main() -> None:
     titles = ("mode", "share", "lower quartile", "median", "upper quartile", "patterns")
     print_table(titles, shares_table(run.records, modes), right=titles[2:])
     if options.plot is not None:
-        draw(run.records, modes, options.plot, options.rows)
+        draw(run.records, modes, options.plot, rows)
 
 
 def draw(records: Sequence[Record], modes: Sequence[str], plot: Path, rows: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from flysurgery.bench import MODES, Protocol, modes_of, take_stamp, write_csv
+from flysurgery.bench import MODES, Ceilings, Protocol, Work, measure_ceilings, modes_of, take_stamp, write_csv
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
 from flysurgery.cli.options import device_of
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 def arguments(description: str | None, *, modes: str | None = None, seconds: float | None = None) -> argparse.ArgumentParser:
     """A parser with the options that every measuring recipe has; ``--modes`` and ``--seconds`` where there is a default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases and samples: an answer within two minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and samples, on a CPU of one image: an answer within two minutes")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
@@ -41,6 +43,11 @@ def protocol(options: argparse.Namespace, rounds: int) -> Protocol:
     if options.quick:
         return Protocol("graph", 5, options.seconds / 10, options.seed)
     return Protocol("graph", rounds, options.seconds, options.seed)
+
+
+def images(options: argparse.Namespace, device: torch.device, usual: int = 128) -> int:
+    """How many images a call has where no option says so: ``usual``, and one with ``--quick`` on a CPU."""
+    return 1 if options.quick and device.type == "cpu" else usual
 
 
 def of_mode(plot: Path, mode: str) -> Path:
@@ -65,6 +72,19 @@ def on_cuda(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device, and PyTorch finds none")
     return options
+
+
+@cache
+def ceilings(mode: str) -> Ceilings:
+    """What the CUDA device reaches in a mode, measured once a run."""
+    return measure_ceilings(mode, torch.device("cuda"))
+
+
+def bound_us(mode: str, moved: int, weights: Iterable[Tensor], rows: int) -> float:
+    """Microseconds below which no product with these matrices or factors gets: ``moved`` bytes of inputs and outputs, weights once."""
+    weights = list(weights)
+    work = Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
+    return 1e3 * ceilings(mode).bound_ms(work)
 
 
 def keep(options: argparse.Namespace, rows: Sequence[DataclassInstance]) -> None:

@@ -27,23 +27,24 @@ def main() -> None:
     parser = recipe.arguments(__doc__, modes="all", seconds=0.5)
     parser.add_argument("--arch", default="gonon")
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--rows", type=int, default=25088)
+    parser.add_argument("--rows", type=int, help="25088 by default: 128 images of 196 tokens")
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     protocol = recipe.protocol(options, 30)
+    count = options.rows or recipe.images(options, device) * 196
     with recipe.start(options, device) as run:
         for mode in modes:
             ceilings = None
             for layer, (out_features, in_features) in layer_sizes(options.width).items():
-                if run.has({"layer": layer, "out_features": out_features, "rows": options.rows, "mode": mode, "arch": options.arch}):
+                if run.has({"layer": layer, "out_features": out_features, "rows": count, "mode": mode, "arch": options.arch}):
                     continue
                 ceilings = ceilings or measure_ceilings(mode, device, quick=options.quick)
                 densities = {"densities": (0.1,)} if options.quick else {}
-                head = (options.arch, layer, out_features, in_features, options.rows, mode, device, ceilings, protocol)
+                head = (options.arch, layer, out_features, in_features, count, mode, device, ceilings, protocol)
                 run.add(bench_rivals(*head, **densities), f"{layer} {mode}")
     recipe.show(run, COLUMNS)
     if options.plot is not None:
-        draw(run.records, options.plot, f"{run.records[0]['device']}, {options.rows} rows")
+        draw(run.records, options.plot, f"{run.records[0]['device']}, {count} rows")
 
 
 def draw(records: Sequence[Record], plot: Path, title: str) -> None:

@@ -47,7 +47,7 @@ def arguments(description: str | None, *, launches: str, parts: str) -> argparse
     parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT of timm: vit_base_patch16_224, vit_large_patch16_224, ...")
     parser.add_argument("--model-args", action="append", metavar="KEY=VALUE", help="arguments of its constructor; repeatable")
     parser.add_argument("--arch", default="gonon", help="gonon (widths that are multiples of 24), monarch or lowrank")
-    parser.add_argument("--batches", default="128", help="images a forward, such as 1,8,128")
+    parser.add_argument("--batches", help="images a forward, such as 1,8,128; 128 by default")
     parser.add_argument("--protocols", default="paper,today", help="paper, today or both")
     parser.add_argument("--parts", default=parts, help=f"out of {parts}; linear* are all linears")
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="out of these")
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
     device, modes = recipe.device_and_modes(options)
     quick, protocol = options.quick, recipe.protocol(options, 30)
     with recipe.start(options, device) as bench:
-        for batch in (int(each) for each in options.batches.split(",")):
+        for batch in map(int, (options.batches or str(recipe.images(options, device))).split(",")):
             settings = LayerSettings(
                 model=options.model,
                 model_args=model_arguments(options.model_args),
