@@ -78,7 +78,12 @@ def ours(x: Tensor) -> Tensor:
     return ops.attention(q, k, v)
 
 
-RUNS: dict[str, Run] = {"pytorch": by_pytorch, **{name: by_backend(backend) for name, backend in BACKENDS.items()}, "flysurgery": ours}
+RUNS: dict[str, Run] = {
+    "pytorch": by_pytorch,
+    "pytorch again": by_pytorch,
+    **{name: by_backend(backend) for name, backend in BACKENDS.items()},
+    "flysurgery": ours,
+}
 
 
 def measure(mode: str, images: int, tokens: int, heads: int) -> list[Row]:

@@ -1,10 +1,10 @@
-"""Time the gradient of one factor, the factors of a ViT-S/16 among them, beside einsum.
+"""The gradient of one factor, the factors of a ViT-S/16 among them, beside einsum.
 
     python recipes/factor_grad_table.py --out recipes/results/factor_grad_h200.csv
 
-25088 rows, batch-size-first, the median of captured calls with nothing of the inputs in the L2 cache. Gradients run in their
-default configuration; ``--candidates`` also times the next ones. ``bound_us`` is what a large copy and a large matrix product, measured in
-the same run, allow for x, dy and the gradient.
+25088 rows, batch-size-first. Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a factor in one shuffled
+run, after a check against float64. Gradients run in their default configuration; ``--candidates`` also times the next ones. ``bound_us`` is
+what a large copy and a large matrix product, measured in the same run, allow for x, dy and the gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from single_factor_cases import compile_all, grad_jobs
 from torch import Tensor
 
-from flysurgery.bench import in_mode
+from flysurgery.bench import in_mode, time_interleaved
 from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason, gradient_configs
@@ -35,73 +35,65 @@ PATTERNS = [
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of one gradient."""
+    """One candidate of one gradient. ``error`` is relative to float64, in the Frobenius norm."""
 
     a: int
     b: int
     c: int
     d: int
     mode: str
-    cuda_us: float
-    best_us: float
-    einsum_us: float
+    candidate: str
+    error: float
+    median_us: float
+    iqr_us: float
+    ratio_to_einsum: float
     bound_us: float
     share_of_bound: float
 
-    @property
-    def ratio(self) -> float:
-        """Time of the default configuration over that of einsum."""
-        return self.cuda_us / self.einsum_us
 
+def measure(pattern: Pattern, mode: str, count: int) -> list[Row]:
+    """Check and time one gradient in its first ``count`` configurations, and einsum."""
 
-def median_us(call: Callable[[], object], flush: Tensor) -> float:
-    """Median time of a captured call, seven repeats of short ones and three of those above 1 ms."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times: list[float] = []
-    while len(times) < (3 if times and times[0] > 1000 else 7):
-        flush.sum()  # reading leaves no lines in the cache that would have to be written back
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
+    def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, a*c*d), (rows, a*b*d)
+        x, dy = both.split((ROWS * pattern.in_features, ROWS * pattern.out_features))
+        return x.view(ROWS, -1), dy.view(ROWS, -1)
 
-
-def time_gradient(pattern: Pattern, mode: str, count: int, flush: Tensor) -> Row:
-    """One gradient in its first ``count`` configurations, and einsum."""
-    ours, limit = [], shared_limit_of(0)
-    with in_mode(mode) as dtype:
-        x = torch.randn((ROWS, pattern.in_features), device="cuda").to(dtype)
-        dy = torch.randn((ROWS, pattern.out_features), device="cuda").to(dtype)
-        for config in gradient_configs(pattern, mode, limit, wgmma=device_arch(0) == "sm_90a")[:count]:
-            product = FactorGrad(pattern, mode, config, shared_limit=limit)
-            ours.append(median_us(lambda product=product: product.run(x, dy), flush))
-        bound = recipe.bound_us(mode, x.nbytes + dy.nbytes, [torch.empty(pattern.factor_shape, dtype=dtype)], ROWS)
+    def einsum(both: Tensor) -> Tensor:
+        x, dy = parts(both)
         left, right = dy.unflatten(1, (pattern.a, pattern.b, pattern.d)), x.unflatten(1, (pattern.a, pattern.c, pattern.d))
-        einsum = median_us(lambda: torch.einsum("nipj,niqj->ipqj", left, right), flush)
-    return Row(*pattern.factor_shape, mode, ours[0], min(ours), einsum, bound, bound / ours[0])
+        return torch.einsum("nipj,niqj->ipqj", left, right)
+
+    torch.manual_seed(0)
+    limit = shared_limit_of(0)
+    with in_mode(mode) as dtype:
+        both = torch.randn(ROWS * (pattern.in_features + pattern.out_features), device="cuda").to(dtype)
+        runs: dict[str, Callable[[Tensor], Tensor]] = {}
+        for nth, config in enumerate(gradient_configs(pattern, mode, limit, wgmma=device_arch(0) == "sm_90a")[:count]):
+            product = FactorGrad(pattern, mode, config, shared_limit=limit)
+            runs[f"configuration {nth + 1}" if nth else "cuda"] = lambda both, product=product: product.run(*parts(both))
+        runs |= {"einsum": einsum, "einsum again": einsum}
+        truth = einsum(both.double())
+        errors = {name: float((run(both) - truth).norm() / truth.norm()) for name, run in runs.items()}
+        wrong = [name for name, error in errors.items() if not error < 16 * errors["einsum"]]
+        if wrong:
+            raise SystemExit(f"{pattern} {mode}: {wrong[0]} is wrong, relative error {errors[wrong[0]]:.2g}")
+        timings = time_interleaved(runs, both, rounds=15, seconds=0.1)
+        bound = recipe.bound_us(mode, both.nbytes, [truth.to(dtype)], ROWS)
+    base, found = timings["einsum"].median_ms, list[Row]()
+    for name, each in timings.items():
+        us = 1e3 * each.median_ms
+        times = us, 1e3 * each.iqr_ms, each.median_ms / base, bound, bound / us
+        found.append(Row(*pattern.factor_shape, mode, name, errors[name], *times))
+    return found
 
 
 def summary(rows: list[Row], mode: str) -> str:
     """Share of wins over einsum, and by how much."""
-    own = [row for row in rows if row.mode == mode]
-    wins = sum(row.ratio < 1 for row in own)
-    factor = statistics.median(1 / row.ratio for row in own)
-    first = statistics.median(row.cuda_us / row.best_us for row in own)
-    bound = statistics.median(row.share_of_bound for row in own)
-    return (
-        f"{mode}: faster than einsum on {wins} of {len(own)}, median factor {factor:.2f}, worst {min(1 / row.ratio for row in own):.2f}; "
-        f"of the bound {bound:.0%}; default over best {first:.2f}"
-    )
+    own = [row for row in rows if row.mode == mode and row.candidate == "cuda"]
+    factors, shares = [1 / row.ratio_to_einsum for row in own], [row.share_of_bound for row in own]
+    wins, factor, share = sum(each > 1 for each in factors), statistics.median(factors), statistics.median(shares)
+    sizes = f"median factor {factor:.2f}, worst {min(factors):.2f}; of the bound {share:.0%}"
+    return f"{mode}: faster than einsum on {wins} of {len(own)}, {sizes}"
 
 
 def main() -> None:
@@ -119,21 +111,20 @@ def main() -> None:
             for job in grad_jobs(FactorGrad(pattern, mode, config, shared_limit=limit), arch, False)
         }
     )
-    flush = torch.zeros(1 << 26, dtype=torch.int32, device="cuda")
-    rows: list[Row] = []
+    found: list[Row] = []
     for pattern, mode in cases:
         try:
-            row = time_gradient(pattern, mode, options.candidates, flush)
+            rows = measure(pattern, mode, options.candidates)
         except BackendError as error:
             print(f"left out: {mode} {pattern}: {error}", flush=True)
             continue
-        rows.append(row)
-        times = f"{row.cuda_us:.0f} best {row.best_us:.0f} bound {row.bound_us:.0f} einsum {row.einsum_us:.0f} ratio {row.ratio:.3f}"
-        print(f"{mode} {pattern} {times}", flush=True)
+        found += rows
+        times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
+        print(f"{mode} {pattern}: {times} us, bound {rows[0].bound_us:.1f}; cuda / einsum {rows[0].ratio_to_einsum:.3f}", flush=True)
+        recipe.keep(options, found)
         torch.cuda.empty_cache()
     for mode in modes:
-        print(summary(rows, mode), flush=True)
-    recipe.keep(options, rows)
+        print(summary(found, mode), flush=True)
 
 
 if __name__ == "__main__":

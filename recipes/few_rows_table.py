@@ -122,6 +122,7 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
     dense = replace(dense, group=(joined,))
     candidates = {
         "dense": dense.parts(composed),
+        "dense again": dense.parts(composed),
         "dense fused": dense.parts(ops),
         "converted fused": factors.parts(ops),
     }

@@ -154,7 +154,7 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
     with torch.inference_mode():
         truth = composed.ffn(x.double(), Norm(norm.weight.double(), norm.bias.double(), norm.eps), wide(up), wide(down), "gelu")
         dense = DenseBlock(norm, up, down, "gelu", torch.float16)
-        runs: dict[tuple[int, str], Run] = {(0, "dense"): dense}
+        runs: dict[tuple[int, str], Run] = {(0, "dense"): dense, (0, "dense again"): dense}
         for shared_kb in SHARED_KB:
             block = Block(name, width, shared_kb)
             runs |= {(shared_kb, key): one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
@@ -167,7 +167,7 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
     base = timings[str((0, "dense"))].median_ms
     found: list[Row] = []
     for key in runs:
-        weights = (dense.up.weight, dense.down.weight) if key[1] == "dense" else (*up.factors, *down.factors)
+        weights = (dense.up.weight, dense.down.weight) if "dense" in key[1] else (*up.factors, *down.factors)
         bound, t = recipe.bound_us("fp16", 2 * x.nbytes, weights, rows), timings[str(key)]
         us = 1e3 * t.median_ms
         found.append(Row(width, name, rows, *key, errors[key], us, 1e3 * t.iqr_ms, t.median_ms / base, bound, bound / us))

@@ -106,6 +106,7 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
             "fused": lambda x: ffn(x, norm, up, down, activation),
             "composed": lambda x: composed.ffn(x, norm, up, down, activation),
             "dense": dense,
+            "dense again": dense,
             "dense compiled": compiled,
         }
         errors = {key: float((run(x) - truth).norm() / (truth - x).norm()) for key, run in runs.items()}
