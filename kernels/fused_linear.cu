@@ -81,6 +81,8 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // warp-uniform for the compiler
     const long long rows_of_round = (long long)kUnitRows * kUnits * gridDim.x;
     const int rounds = (int)((rows + rows_of_round - 1) / rows_of_round);
+    // The round that is shared, if any: a last one with no more than a unit of rows a block.
+    const int shared_round = kShares && rows - (rounds - 1) * rows_of_round <= (long long)kUnitRows * gridDim.x ? rounds - 1 : -1;
 
     using Ring = PanelRing<Panels>;
     if (threadIdx.x == 0) Ring::prepare(full, left_all);
@@ -93,14 +95,14 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
     const int g = lane >> 2, t = lane & 3;
     const u32 u_base = u_all + warp * kUBytes + lane * 8;
     Ring panels(image, ring, full, left_all, rounds, warp, lane);
-    StagedRows staged(x, rows, x_stride, staged_all, warp, lane);
+    StagedRows staged(x, rows, x_stride, staged_all, warp, lane, shared_round);
     wait_for_kernels_before();  // weights were there before
     for (int s = 0; s < STAGES - 1; ++s) staged.load();  // after the first weights, which would wait behind them
 
     const u32 matrix1 = WGMMA ? 0 : matrix_offset(lane, kTiles1 * 8, kImage1), matrix2 = WGMMA ? 0 : matrix_offset(lane, PANEL_COLUMNS, kImage2);
 
     for (int round = 0; round < rounds; ++round) {
-        const long long row0 = first_row(round, warp);
+        const long long row0 = first_row(round, warp, shared_round);
         if (row0 - warp % kUnitWarps * kRowsOfWarp >= rows) {  // no rows left for this unit, others still need the panels
             if (Ring::kResident) break;
 #pragma unroll 1
@@ -122,20 +124,11 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                 else { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
             }
         };
-        auto get_u = [&](int i, int m, u32 (&hi)[2], u32 (&lo)[2]) {
-            const u32 at = u_base + (i * MT + m) * kUImages * 256;
-            if (high_is_shared(i)) load_shared_pair(hi, at);
-            else { hi[0] = u_hi[i][m][0]; hi[1] = u_hi[i][m][1]; }
-            if constexpr (kPairs) {
-                if (low_is_shared(i)) load_shared_pair(lo, at + kLowOfU);
-                else { lo[0] = u_lo[i][m][0]; lo[1] = u_lo[i][m][1]; }
-            }
-        };
 
         RowNorm norm;
 
         // ---- stage 1
-#pragma unroll
+#pragma unroll kUnrolled1
         for (int i2 = 0; i2 < A2; ++i2) {
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
@@ -145,28 +138,7 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                 int exponent[MT][2] = {};
                 float scale[MT][2] = {};
 
-                // The first part of a long sum waits, with its exponents, where this group of u will be.
-                int earlier[MT][2];
-                auto put_aside = [&]() {
-#pragma unroll
-                    for (int r = 0; r < RESIDUES; ++r)
-#pragma unroll
-                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                            for (int n = 0; n < kTiles1; ++n) {
-                                u32 words[2][2];
-#pragma unroll
-                                for (int e = 0; e < 4; ++e) {
-                                    words[e / 2][e % 2] = __float_as_uint(acc[r][m][n][e]);
-                                    acc[r][m][n][e] = 0.0f;
-                                }
-                                put_u((group0 + r) * kTiles1 + n, m, words[0], words[1]);
-                                earlier[m][0] = exponent[m][0], earlier[m][1] = exponent[m][1];
-                            }
-                };
-
                 for (int p = 0; p < kPanelsOfGroup; ++p) {
-                    if (kParts > 1 && p == kPanelsOfGroup / kParts) put_aside();
                     const u32 address = panels.next() + matrix1;
 #pragma unroll
                     for (int c = 0; c < PANEL_STEPS; c += kBatch1) {
@@ -213,27 +185,28 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             }
                         };
                         // The scale of the rows: set by the first batch of a group, lowered when a later one overflows.
-                        const bool first = kFloat && p == 0 && c == 0;
-                        if (!first) operands(false);
-                        if (first || (kFloat && __any_sync(0xffffffffu, overflows(largest_half)))) {
-                            u32 raw[kBatch1][2 * MT][kLaneBytes / 4];
-                            staged.read(raw);
-                            if (!first) finish_products<0>();
-                            if constexpr (NORM && kFloat)
-                                if (first_of_row) norm.begin(raw);
+                        const bool first = p == 0 && c == 0;
+                        bool settle = kFloat && first, anew = false;
+#pragma unroll 1
+                        while (true) {
+                            if (settle) {
+                                u32 raw[kBatch1][2 * MT][kLaneBytes / 4];
+                                staged.read(raw);
+                                finish_products<0>();
+                                if constexpr (NORM && kFloat)
+                                    if (first_of_row) norm.begin(raw);
 #pragma unroll
-                            for (int mh = 0; mh < 2 * MT; ++mh) {
-                                const int m = mh / 2, h = mh % 2;
-                                float largest = 0.0f;
+                                for (int mh = 0; mh < 2 * MT; ++mh) {
+                                    const int m = mh / 2, h = mh % 2;
+                                    float largest = 0.0f;
 #pragma unroll
-                                for (int b = 0; b < kBatch1; ++b)
+                                    for (int b = 0; b < kBatch1; ++b)
 #pragma unroll
-                                    for (int e = 0; e < kLaneBytes / 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[b][mh][e]) - (NORM ? norm.shift[mh] : 0.0f)));
-                                const int fresh = exponent_for(over_quad(largest));
-                                const int change = first ? 0 : min(fresh - exponent[m][h], 0);
-                                exponent[m][h] = first ? fresh : exponent[m][h] + change;
-                                scale[m][h] = power(exponent[m][h]);
-                                if (!first) {
+                                        for (int e = 0; e < kLaneBytes / 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[b][mh][e]) - (NORM ? norm.shift[mh] : 0.0f)));
+                                    const int fresh = exponent_for(over_quad(largest));
+                                    const int change = first ? 0 : min(fresh - exponent[m][h], 0);
+                                    exponent[m][h] = first ? fresh : exponent[m][h] + change;
+                                    scale[m][h] = power(exponent[m][h]);
                                     const float factor = power(change);
 #pragma unroll
                                     for (int r = 0; r < RESIDUES; ++r)
@@ -248,7 +221,9 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                                         }
                                 }
                             }
-                            operands(!first);
+                            operands(anew);
+                            if (!kFloat || settle || !__any_sync(0xffffffffu, overflows(largest_half))) break;
+                            settle = anew = true;
                         }
                         staged.done();
                         begin_products();
@@ -272,19 +247,6 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             for (int n = 0; n < kTiles1; ++n)
 #pragma unroll
                                 for (int e = 0; e < 4; ++e) acc[r][m][n][e] += small[r][m][n][e];
-                if constexpr (kParts > 1)
-#pragma unroll
-                    for (int r = 0; r < RESIDUES; ++r)
-#pragma unroll
-                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                            for (int n = 0; n < kTiles1; ++n) {
-                                u32 words[2][2];
-                                get_u((group0 + r) * kTiles1 + n, m, words[0], words[1]);
-#pragma unroll
-                                for (int e = 0; e < 4; ++e)
-                                    acc[r][m][n][e] = fmaf(__uint_as_float(words[e / 2][e % 2]), power(exponent[m][e / 2] - earlier[m][e / 2]), acc[r][m][n][e]);
-                            }
 
                 // ---- accumulators become A operands
                 if constexpr (kFloat) {
@@ -314,7 +276,8 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             const float factor = power(change);
                             const int there = group0 * kTiles1;  // tiles of u that are there
 #pragma unroll
-                            for (int i = 0; i < there; ++i) {
+                            for (int i = 0; i < kUTiles; ++i) {
+                                if (i >= there) continue;
                                 if (!high_is_shared(i)) u_hi[i][m][h] = scale2(u_hi[i][m][h], factor);
                                 if (kPairs && !low_is_shared(i)) u_lo[i][m][h] = scale2(u_lo[i][m][h], factor);
                             }
@@ -338,18 +301,27 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             }
                     }
                 }
+                u32 hi[RESIDUES][MT][kTiles1][2], lo[RESIDUES][MT][kTiles1][2];
 #pragma unroll
                 for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
                     for (int m = 0; m < MT; ++m)
 #pragma unroll
-                        for (int n = 0; n < kTiles1; ++n) {
-                            const int i = (group0 + r) * kTiles1 + n;
-                            u32 hi[2], lo[2];
-                            split2(acc[r][m][n][0], acc[r][m][n][1], hi[0], lo[0]);
-                            split2(acc[r][m][n][2], acc[r][m][n][3], hi[1], lo[1]);
-                            put_u(i, m, hi, lo);
-                        }
+                        for (int n = 0; n < kTiles1; ++n)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h)
+                                split2(acc[r][m][n][2 * h], acc[r][m][n][2 * h + 1], hi[r][m][n][h], lo[r][m][n][h]);
+#pragma unroll
+                for (int known = 0; known < A2; ++known) {
+                    if (known != i2) continue;  // registers have their names at compile time
+#pragma unroll
+                    for (int r = 0; r < RESIDUES; ++r)
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+#pragma unroll
+                            for (int n = 0; n < kTiles1; ++n)
+                                put_u((known * D2 + pass * RESIDUES + r) * kTiles1 + n, m, hi[r][m][n], lo[r][m][n]);
+                }
             }
         }
 
@@ -372,43 +344,58 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                 }
             }
             for (int panel = 0; panel < kColumnPanels; ++panel) {
+                if (kShares && round == shared_round && panel % kUnits != warp / kUnitWarps) {  // another warpgroup's
+#pragma unroll 1
+                    for (int p = 0; p < kPanelsOfColumns; ++p) {
+                        panels.next();
+                        panels.leave();
+                    }
+                    continue;
+                }
                 float acc[D1][MT][kTiles2][4] = {};
 #pragma unroll
                 for (int j0 = 0; j0 < D1; j0 += PANEL_CLASSES) {
-                    const u32 address = panels.next() + matrix2;
+                    const u32 address = panels.next(kHeld2 && j0 > 0) + matrix2;
 #pragma unroll
                     for (int j = j0; j < j0 + PANEL_CLASSES; ++j) {
                         const int c = gi % A1 * D1 + j, steps = class_steps(c), tiles = class_tiles(c);
 #pragma unroll
-                        for (int s = 0; s < steps; s += kBatch2) {
-                            u32 hi[kBatch2][MT][4], lo[kPairs ? kBatch2 : 1][MT][4];
+                        for (int sweep = 0; sweep < kSweeps2; ++sweep)
 #pragma unroll
-                            for (int o = 0; o < 2 * kBatch2; ++o) {
-                                const int nth = 2 * s + o, b = o / 2, k = o % 2 * 2;  // the class's nth tile is half of operand b
-                                if (nth >= 2 * steps) continue;
+                            for (int s = 0; s < steps; s += kBatch2) {
+                                const int terms = kSweeps2 == 1 ? kSmallTerms | kLargeTerms : sweep == 0 ? kSmallTerms : kLargeTerms;
+                                u32 hi[kBatch2][MT][4], lo[kPairs ? kBatch2 : 1][MT][4];
 #pragma unroll
-                                for (int m = 0; m < MT; ++m) {
-                                    if (nth == kGroups2 * tiles) {  // padding
-                                        hi[b][m][k] = hi[b][m][k + 1] = 0;
-                                        if constexpr (kPairs) lo[b][m][k] = lo[b][m][k + 1] = 0;
-                                        continue;
-                                    }
-                                    const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
-                                    const u32 at = u_base + (i * MT + m) * kUImages * 256;
-                                    if (high_is_shared(i)) load_shared_pair(&hi[b][m][k], at);
-                                    else { hi[b][m][k] = u_hi[i][m][0]; hi[b][m][k + 1] = u_hi[i][m][1]; }
-                                    if constexpr (kPairs) {
-                                        if (low_is_shared(i)) load_shared_pair(&lo[b][m][k], at + kLowOfU);
-                                        else { lo[b][m][k] = u_lo[i][m][0]; lo[b][m][k + 1] = u_lo[i][m][1]; }
+                                for (int o = 0; o < 2 * kBatch2; ++o) {
+                                    const int nth = 2 * s + o, b = o / 2, k = o % 2 * 2;  // the class's nth tile is half of operand b
+                                    if (nth >= 2 * steps) continue;
+#pragma unroll
+                                    for (int m = 0; m < MT; ++m) {
+                                        if (nth == kGroups2 * tiles) {  // padding
+                                            hi[b][m][k] = hi[b][m][k + 1] = 0;
+                                            if constexpr (kPairs) lo[b][m][k] = lo[b][m][k + 1] = 0;
+                                            continue;
+                                        }
+                                        const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
+                                        const u32 at = u_base + (i * MT + m) * kUImages * 256;
+                                        if (high_is_shared(i)) load_shared_pair(&hi[b][m][k], at);
+                                        else { hi[b][m][k] = u_hi[i][m][0]; hi[b][m][k + 1] = u_hi[i][m][1]; }
+                                        if (kPairs && (terms & kSmallTerms)) {
+                                            if (low_is_shared(i)) load_shared_pair(&lo[b][m][k], at + kLowOfU);
+                                            else { lo[b][m][k] = u_lo[i][m][0]; lo[b][m][k + 1] = u_lo[i][m][1]; }
+                                        }
                                     }
                                 }
+                                if (sweep == 0 && s == 0 || kUSharedTiles > 0) begin_products();
+                                multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s, terms);
+                                queue_products();
+                                if (kUSharedTiles > 0) finish_products<1>();
                             }
-                            if (s == 0 || kUSharedTiles > 0) begin_products();
-                            multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s);
-                            queue_products();
-                            if (kUSharedTiles > 0) finish_products<1>();
-                        }
                     }
+                    finish_products<kHeld2>();
+                    if (!kHeld2 || j0 > 0) panels.leave();
+                }
+                if (kHeld2) {
                     finish_products<0>();
                     panels.leave();
                 }

@@ -28,24 +28,27 @@ __device__ __forceinline__ void wgmma_step(float (&acc)[TILES_][4], const u32 (&
 }
 #endif
 
+constexpr int kSmallTerms = 1, kLargeTerms = 2;  // of pairs: lo*hi + hi*lo, and hi*hi
+
 // acc += a[s] * panel[first + s * STRIDE], for `count` of S steps of a panel of N column tiles. `panel` is the panel's address,
-// plus the lane's ldmatrix offset for mma.sync. Of pairs `small`, which may be acc, takes lo*hi + hi*lo. The products of wgmma are only queued.
+// plus the lane's ldmatrix offset for mma.sync. Of pairs `small`, which may be acc, takes lo*hi + hi*lo. `terms` of pairs are
+// multiplied, with mma.sync all of them. The products of wgmma are only queued.
 template <int N, int S, int STRIDE, int IMAGE_BYTES>
 __device__ __forceinline__ void multiply(float (&acc)[MT][N][4], float (&small)[MT][N][4], const u32 (&hi)[S][MT][4],
-                                         const u32 (&lo)[kPairs ? S : 1][MT][4], u32 panel, int first, int count = S) {
+                                         const u32 (&lo)[kPairs ? S : 1][MT][4], u32 panel, int first, int count = S, int terms = kSmallTerms | kLargeTerms) {
     constexpr int kStep = N * 256;
 #if WGMMA
     if constexpr (kPairs) {
 #pragma unroll
         for (int s = 0; s < S; ++s) {
-            if (s >= count) continue;
+            if (s >= count || !(terms & kSmallTerms)) continue;
             wgmma_step(small[0], lo[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
             wgmma_step(small[0], hi[s][0], panel + (first + s * STRIDE) * kStep + IMAGE_BYTES, N * 8);
         }
     }
 #pragma unroll
     for (int s = 0; s < S; ++s)
-        if (s < count) wgmma_step(acc[0], hi[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
+        if (s < count && (terms & kLargeTerms)) wgmma_step(acc[0], hi[s][0], panel + (first + s * STRIDE) * kStep, N * 8);
 #else
     if constexpr (kPairs) {
 #pragma unroll

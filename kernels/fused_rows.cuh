@@ -3,23 +3,25 @@
 #include "fused_sizes.cuh"
 #include "instructions.cuh"
 
-// The first row of a warp in a round. Unit by unit the rows go round the blocks, so the last round is spread over all.
-__device__ __forceinline__ long long first_row(int round, int warp) {
-    return (((long long)round * kUnits + warp / kUnitWarps) * gridDim.x + blockIdx.x) * kUnitRows + warp % kUnitWarps * kRowsOfWarp;
+// The first row of a warp in a round. Unit by unit the rows go round the blocks, so the last round is spread over all. In a round
+// that is shared all units of a block have the same rows.
+__device__ __forceinline__ long long first_row(int round, int warp, int shared_round) {
+    const int unit = kShares && round == shared_round ? 0 : warp / kUnitWarps;
+    return (((long long)round * kUnits + unit) * gridDim.x + blockIdx.x) * kUnitRows + warp % kUnitWarps * kRowsOfWarp;
 }
 
 struct StagedRows {
     const char* x;
     long long rows, stride;
-    int warp, g, t;
+    int warp, g, t, shared_round;
     u32 to_first, to, from_first, from;  // where a lane writes its part and where it reads: its own, or by ldmatrix its warp's
     int odd_step;                        // from an even step to the odd one after it, for ldmatrix
     int round = 0, i2 = 0, pass = 0, batch = 0, byte = 0;  // the next batch to load
     const char* row;                     // the lane's part of its first row
     int inside;                          // rows from there to the end; rows past it are filled with zeros
 
-    __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, u32 shared, int warp_, int lane)
-        : x(x_), rows(rows_), stride(stride_), warp(warp_), g(lane >> 2), t(lane & 3) {
+    __device__ __forceinline__ StagedRows(const char* x_, long long rows_, long long stride_, u32 shared, int warp_, int lane, int shared_round_)
+        : x(x_), rows(rows_), stride(stride_), warp(warp_), g(lane >> 2), t(lane & 3), shared_round(shared_round_) {
         // For ldmatrix the 64 bytes of a row and two steps lie together, their 16-byte pieces turned by row against bank conflicts.
         const u32 base = shared + warp * STAGES * kStageBytes;
         const u32 turned = (lane >> 3 & 1) * 512 + (lane & 7) * 64 + ((lane >> 4 ^ (lane >> 1 & 3)) << 4);
@@ -30,7 +32,7 @@ struct StagedRows {
     }
 
     __device__ __forceinline__ void set_rows() {
-        const long long row0 = first_row(round, warp) + g;
+        const long long row0 = first_row(round, warp, shared_round) + g;
         inside = (int)min(max(rows - row0, 0ll), (long long)kRowsOfWarp);
         row = x + (row0 * stride + t * (kMatrix ? 16 : kLaneBytes));
     }
@@ -88,7 +90,7 @@ struct StagedRows {
 #pragma unroll
                 for (int v = 0; v < kVecs; ++v) {
                     const int bytes = C2 == 16 * kSteps1 ? size(mh) : min(max(valid - v * kVec, 0), size(mh));
-                    copy_ahead<kVec>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, at(mh, b * kStepBytes + v * kVec), bytes);
+                    copy_ahead<kVec, kReadOnce>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, at(mh, b * kStepBytes + v * kVec), bytes);
                 }
         }
     }

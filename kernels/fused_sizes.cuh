@@ -69,8 +69,8 @@ constexpr bool kWhole = kPer % D1 == 0;       // a vector holds whole columns: t
 constexpr int kPlaces = kRun / kPer;          // vectors of a row that a lane holds side by side
 constexpr bool kExchanged = !kWhole && kPlaces == 3 && B1 % PANEL_COLUMNS == 0;  // vectors that neighbouring lanes exchange
 constexpr int kUTiles = kGroups2 * kTiles1;   // tiles of u
-// What lies of u in shared memory: the first U_GROUPS groups, or, with U_LOW, the low halves of all.
-constexpr int kUSharedTiles = U_LOW ? kUTiles : U_GROUPS * kTiles1;
+// What lies of u in shared memory: the first U_GROUPS groups, or the low halves of the first U_LOW.
+constexpr int kUSharedTiles = (U_LOW ? U_LOW : U_GROUPS) * kTiles1;
 constexpr int kUImages = U_LOW ? 1 : kImages;
 constexpr int kLowOfU = U_LOW ? 0 : 256;      // from a tile's high halves to its low ones
 constexpr int kUBytes = kUSharedTiles * MT * 256 * kUImages;
@@ -78,23 +78,30 @@ __host__ __device__ constexpr bool high_is_shared(int tile) { return tile < U_GR
 __host__ __device__ constexpr bool low_is_shared(int tile) { return tile < kUSharedTiles; }
 constexpr int kRowBytes = A2 * C2 * D2 * kElem;
 constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
-// Long sums are flushed halfway, since tensor cores cut off what each step adds.
-constexpr int kParts = PARTS;
-// Or the small products of pairs are summed apart, so that each step adds once to the long sum and not three times.
+// The small products of pairs may have sums of their own, so that each step adds once to the long sum and not three times.
 constexpr bool kSmallApart = SMALL_APART;
+// The blocks of x share their code where that would be long and u leaves registers.
+constexpr int kUnrolled1 = LOOPED ? 1 : A2;
+// A last round that has few rows is shared by the warpgroups of a block: all multiply by the first factor, each by its part of the second.
+constexpr bool kShares = SHARES;
+// Rows of x that are read by one block alone, and are larger than those of y, are the first to leave the L2 cache.
+constexpr bool kReadOnce = kPairs && BLOCKS == 1 && kRowBytes > kRowOfY;
+// Panels with one of many classes are left when the products with the next one are queued.
+constexpr bool kHeld2 = kPairs && WGMMA && U_LOW && PANEL_CLASSES == 1 && D1 > 2;
 // Steps of the second product handled together.
 constexpr int kBatch2 = kUSharedTiles == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
+// The small products of pairs come first, while the sum is small: of all steps, in a sweep of their own where not all steps go together.
+constexpr int kSweeps2 = kPairs && WGMMA && kBatch2 < kSteps2 ? 2 : 1;
 
 static_assert(SLOTS <= kPanels && SLOTS > 1, "a slot for each panel at most");
 static_assert(C2 % 4 == 0, "a lane reads 4 elements of a column class at a time");
 static_assert(kTiles2 % RUN == 0 && (kRun * kElem) % kStore == 0, "a lane stores whole vectors");
 static_assert(kSteps1 % PANEL_STEPS == 0 && PANEL_STEPS % BATCH == 0, "panels hold whole batches");
-static_assert(kPanelsOfGroup % PARTS == 0 && (PARTS == 1 || PARTS == 2 && kPairs), "parts of a sum are whole panels, of pairs");
 static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole classes");
 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");
 static_assert(!WGMMA || (MT == 1 && WARPS % 4 == 0), "a warpgroup has 64 rows, 16 a warp");
-static_assert(U_GROUPS <= kGroups2 && (!U_LOW || (kPairs && U_GROUPS == 0)), "only pairs have a low part to put aside");
+static_assert(U_GROUPS <= kGroups2 && U_LOW <= kGroups2 && (!U_LOW || (kPairs && U_GROUPS == 0)), "only pairs have a low part to put aside");
 static_assert(!NORM || (C2 % 16 == 0 && !SCALED), "a norm counts all columns of x and no others");
 static_assert(!GATED || (GROUPS * BLOCKS * A1 == 1 && B1 % PANEL_COLUMNS == 0 && kTiles2 % (2 * RUN) == 0 && !RESIDUAL && !SCALED),
               "halves of whole panels, and nothing behind them");

@@ -110,10 +110,14 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) 
     if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
-// The same, which asks the L2 cache for the 256 bytes around, of which more will be read soon.
-template <int BYTES>
+// The same, which asks the L2 cache for the 256 bytes around, of which more will be read soon. What is read ONCE leaves it first.
+template <int BYTES, bool ONCE = false>
 __device__ __forceinline__ void copy_ahead(u32 to, const void* from, int valid) {
-    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
+    if constexpr (BYTES == 16 && ONCE) {
+        u64 policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid), "l"(policy));
+    } else if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
     else asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -100,6 +100,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             0.14 * max(0.0, 1.0 - in_flight / 34_000),
             0.002 * max(0, 33 - spare),  # spills
             0.04 if config.run == 1 else 0.0,
+            10.0 if tile.long_sums and not tile.small_apart(config) else 0.0,  # less exact
             0.38 * (tile.first.d / config.residues - 1),
             0.02 / config.panel_steps,
             0.3 if config.apart else 0.0,

@@ -14,9 +14,9 @@ MODES = ("fp16", "bf16", "tf32", "fp32")
 _MAX_PADDING = 1.6
 _REGISTERS_BESIDE_TILES = 30
 _REGISTERS_OF_NORM = 12
-_LONG_STEPS = 24
-_RATHER_LONG_STEPS = 12
-_SPARING = 0.8
+_LONG_STEPS = 12
+_MANY_BLOCKS = 4
+_LOPSIDED = 2
 
 
 @dataclass(frozen=True)
@@ -178,25 +178,38 @@ class Tiling:
         """Groups of the intermediate that lie in shared memory as a whole."""
         return (0, self.groups, 0, self.groups // 2)[config.u_shared]
 
+    def low_groups(self, config: FusedConfig) -> int:
+        """Groups of the intermediate of which the low halves of pairs lie in shared memory."""
+        return self.groups if config.u_shared == 2 else 0
+
     def shared_bytes(self, config: FusedConfig) -> int:
         """Dynamic shared memory of a block."""
-        groups, images = (self.groups, 1) if config.u_shared == 2 else (self.shared_groups(config), self.images)
-        u = groups * self.first_columns // 8 * config.row_tiles * 256 * images
+        groups = self.shared_groups(config) * self.images + self.low_groups(config)
+        u = groups * self.first_columns // 8 * config.row_tiles * 256
         biases = (2 if self.norm else 1) * self.out_features * self.element_bytes
         return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + biases
 
-    def parts(self, config: FusedConfig) -> int:
-        """In how many parts the sums of the first product are taken, as tensor cores cut off what each step adds to a long one."""
-        long = self.images == 2 and self.first_steps >= _LONG_STEPS and self.first_steps // config.panel_steps % 2 == 0
-        return 2 if long else 1
-
     def small_apart(self, config: FusedConfig) -> bool:
-        """Whether the small products of pairs have accumulators of their own in the first product, where its sums are rather long.
-
-        Only with registers to spare: near the limit it costs more time than it is worth.
+        """Whether the small products of pairs have accumulators of their own in the first product: where its sums are long, as tensor
+        cores cut off what each step adds to a large one, and registers are left.
         """
-        long = self.images == 2 and self.first_steps >= _RATHER_LONG_STEPS and self.parts(config) == 1
-        return long and self._first_registers(config, 2) <= _SPARING * registers_allowed(config.warps)
+        return self.long_sums and self._first_registers(config, 2) <= registers_allowed(config.warps)
+
+    @property
+    def long_sums(self) -> bool:
+        """Whether the first product's sums are so long that float32 by pairs would lose more than float32 does."""
+        return self.images == 2 and self.first_steps >= _LONG_STEPS
+
+    def looped(self, config: FusedConfig) -> bool:
+        """Whether the blocks of the first product share their code, which is long for pairs; registers must be left for all of u."""
+        return self.images == 2 and self.first.a >= _MANY_BLOCKS and config.u_shared != 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether warpgroups share a last round of few rows: where the second product is most of the work, as both do the first."""
+        first = self.groups * self.first.c * self.first_columns
+        second = self.linears * self.second.out_features * self.second.c
+        return self.images == 2 and second > _LOPSIDED * first
 
     def span(self, config: FusedConfig) -> int:
         """Adjacent columns of the second product that a lane holds."""
@@ -208,18 +221,19 @@ class Tiling:
         """Registers a thread, estimated: accumulators and the intermediate, and what stands beside them."""
         second = self.second.d * config.row_tiles * config.panel_columns // 2
         loaded = 4 * second_batch(config) * self.images if config.u_shared else 0
-        groups = self.groups - self.shared_groups(config)
-        return max(self._first_registers(config, 1), groups * self._registers_of_group(config) + second + loaded + self._registers_beside)
+        first = self._first_registers(config, 2 if self.small_apart(config) else 1)
+        return max(first, self._registers_of_u(config, self.groups) + second + loaded + self._registers_beside)
 
     def _first_registers(self, config: FusedConfig, sums: int) -> int:
         """Those of the first product, with so many accumulators for each output."""
         accumulators = sums * config.residues * config.row_tiles * self.first_columns // 2
         operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
-        before = max(self.groups - self.shared_groups(config) - config.residues, 0)
-        return before * self._registers_of_group(config) + accumulators + operands + self._registers_beside
+        before = self._registers_of_u(config, self.groups - config.residues)
+        return before + accumulators + operands + self._registers_beside
 
-    def _registers_of_group(self, config: FusedConfig) -> int:
-        images = 1 if config.u_shared == 2 else self.images
+    def _registers_of_u(self, config: FusedConfig, groups: int) -> int:
+        """Those of the first so many groups of the intermediate."""
+        images = max(groups - self.shared_groups(config), 0) * self.images - min(groups, self.low_groups(config))
         return self.first_columns // 8 * 2 * config.row_tiles * images
 
     @property
@@ -254,12 +268,13 @@ class Tiling:
             "PANEL_COLUMNS": config.panel_columns,
             "PANEL_CLASSES": config.panel_classes,
             "STEPS2": second_batch(config),
-            "PARTS": self.parts(config),
             "SMALL_APART": int(self.small_apart(config)),
+            "LOOPED": int(self.looped(config)),
+            "SHARES": int(self.shares),
             "SLOTS": config.slots,
             "RESIDUES": config.residues,
             "U_GROUPS": self.shared_groups(config),
-            "U_LOW": int(config.u_shared == 2),
+            "U_LOW": self.low_groups(config),
             "NORM": int(self.norm),
             "BLOCKS": self.blocks,
             "GATED": int(self.gated),

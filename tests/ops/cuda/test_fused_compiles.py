@@ -131,6 +131,15 @@ def test_the_tuned_configurations_compile(case: TunedCase, config: FusedConfig) 
     check(tile, config, "sm_90a", activation=3 if tile.gated else 0, tuned=True)
 
 
+def test_long_sums_of_pairs_have_their_small_products_apart() -> None:
+    apart = {}
+    for case, config in TUNED:
+        tile = tile_of(case.architecture, case.mode, case.linears).of(config)
+        if case.kernel == FUSED and tile.long_sums:
+            apart[case.architecture, case.linears] = tile.small_apart(config)
+    assert apart == dict.fromkeys([(SQUARE, 1), (SQUARE, 3), (DOWN, 1), (monarch(384, 1536, 4), 1)], True)
+
+
 @pytest.mark.parametrize("activation", [1, 2, 3])
 def test_compiles_with_activation_and_residual(activation: int) -> None:
     tile = tile_of(UP, "fp16", 1)
