@@ -1,4 +1,4 @@
-// y = act(factor * (x Kᵀ) + shift), or residual + factor * (x Kᵀ) + shift, for a matrix of blocks in one launch: each tile of outputs reads
+// y = act(factor * (x Kᵀ + shift)), or residual + factor * (x Kᵀ + shift), for a matrix of blocks in one launch: each tile of outputs reads
 // inputs of its own.
 //
 //        x: 64 rows a warpgroup, 64 gathered columns a stage          y: 64 rows, COLUMNS * D adjacent columns
@@ -9,11 +9,11 @@
 // A block keeps the weights of its tile in shared memory and goes over the rows; the blocks of one row range, a tile each, run together,
 // so that x comes from device memory once and from the L2 cache for the others. A warp brings its own 16 rows of x by cp.async, SLOTS - 1
 // stages ahead, and reads them by ldmatrix as operands of wgmma, a stage while the one before is multiplied; sums are float32. The next launch
-// begins while this one ends, and brings its weights.
+// begins while this one ends, and brings its weights. Where it goes through the rows the other way, it finds the last ones in the L2 cache.
 //
 // With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with the moments that layer_norm.cu
 // has left for each row; weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
-// The activation takes half of its argument: factor and shift are halved.
+// The activation takes half of its argument: weights and shift are halved.
 //
 // The image (flysurgery/ops/cuda/block_linear.py) is [tile][class][stage][k8][column][8 halves]. Columns are ordered so that a lane holds
 // whole vectors of 16 bytes of a row of y; where it holds several side by side, rows are turned in shared memory before they are stored.
@@ -22,7 +22,8 @@
 // in the rows of ViT-B/16.
 //
 // MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), LAST (k16 steps of the last of them), COLUMNS, RUN, WARPGROUPS, SLOTS,
-// ACTIVATION (activation.cuh), NORM, RESIDUAL. Limits: sm_90a; rows of x, y and the residual begin at multiples of 16 bytes.
+// ACTIVATION (activation.cuh), NORM, RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a; rows of x, y and the residual begin at
+// multiples of 16 bytes.
 #include "activation.cuh"
 #include "instructions.cuh"
 #include "wgmma_wide.cuh"
@@ -33,6 +34,8 @@ constexpr int kSlot = 16 * 128;               // bytes of a warp's stage
 constexpr int kOut = COLUMNS * D;             // outputs of a tile
 constexpr int kAhead = 2;                     // turns of the epilogue, of 8 rows and a run, that residuals are loaded ahead
 constexpr int kTurned = kRun > 8 ? 8 * 4 * kRun * 2 : 0;  // bytes in which a warp turns 8 rows of a run, where a lane holds several vectors of it
+constexpr int kProducts = D * (4 * STEPS - 4 + LAST) * COLUMNS / 2;  // clock cycles of the products of 64 rows
+constexpr bool kLines = ACTIVATION && kRun == 8 && kTiles / RUN % 2 == 0;  // stores fill lines of 128 bytes
 static_assert(kRun % 8 == 0 && kTiles % RUN == 0, "a lane holds whole vectors");
 static_assert(!ACTIVATION || !RESIDUAL, "nothing is added behind an activation");
 
@@ -40,17 +43,31 @@ __device__ __forceinline__ void store_shared(u32 address, const u32 (&w)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
+// The lanes of two neighbouring rows have two vectors each, 64 bytes apart; then the even row's are in `first`, the odd row's in `second`.
+__device__ __forceinline__ void exchange_rows(Vector<16>& first, Vector<16>& second, bool odd) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const u32 got = __shfl_xor_sync(0xffffffffu, odd ? first.w[k] : second.w[k], 4);
+        (odd ? first.w[k] : second.w[k]) = got;
+    }
+}
+
 // Rows of x on their way. In shared memory the 16-byte pieces of a row are turned by row against bank conflicts.
 struct StagedRows {
     const char* x;
     long long rows, stride, block, blocks;
+    bool backwards;
     u32 slots, pieces;
     int warp, lane, stage = 0, to = 0, from = 0, round = 0, inside;
     const char* row;
 
+    // The first of the 64 rows that a warpgroup takes in a round; `rows` where none are left.
+    __device__ __forceinline__ long long unit(int round) const {
+        const long long units = (rows + 63) / 64, next = (round * (long long)WARPGROUPS + warp / 4) * blocks + block;
+        return next >= units ? rows : (backwards ? units - 1 - next : next) * 64;
+    }
     __device__ __forceinline__ void set_rows() {
-        const long long unit = (round * (long long)WARPGROUPS + warp / 4) * blocks + block;
-        const long long first = unit * 64 + warp % 4 * 16 + (lane >> 3);
+        const long long first = unit(round) + warp % 4 * 16 + (lane >> 3);
         inside = (int)min(max(rows - first, 0ll), 16ll);
         row = x + first * stride;
     }
@@ -89,7 +106,8 @@ struct StagedRows {
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
 block_linear(const char* __restrict__ x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
-             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride,
+             long long residual_stride, int backwards) {
     extern __shared__ __align__(128) char memory[];
     // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights
     //   | bytes from a row's start to each piece | a barrier a panel: it is there
@@ -97,7 +115,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned;
     const u32 pieces_at = columns_at + kOut * 12, full = pieces_at + kStages * 32;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, t = lane & 3;
-    const int warpgroup = warp / 4, tile = blockIdx.x % TILES;
+    const int tile = blockIdx.x % TILES;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
@@ -111,15 +129,20 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         copy_by_warp(weights + s * kPanel, image + ((long long)tile * kStages + s) * kPanel, kPanel, full + 8 * s, lane);
     wait_for_kernels_before();  // weights come while the kernel before ends
 
-    StagedRows staged{x, rows, x_stride, blockIdx.x / TILES, gridDim.x / TILES, staged_at + warp * SLOTS * kSlot, pieces_at, warp, lane};
+    StagedRows staged{x, rows, x_stride, blockIdx.x / TILES, gridDim.x / TILES, backwards != 0, staged_at + warp * SLOTS * kSlot, pieces_at, warp, lane};
     staged.set_rows();
 #pragma unroll 1
     for (int s = 0; s < SLOTS - 1; ++s) staged.load();
 
+    if (ACTIVATION) {  // one warpgroup after the other, so that one's activations run beside the others' products
+        const long long start = clock64();
+        while (clock64() - start < warp / 4 * kProducts) {
+        }
+    }
     const u32 b_from = __shfl_sync(0xffffffffu, weights, 0);
 #pragma unroll 1
     for (int round = 0;; ++round) {
-        const long long first = ((round * (long long)WARPGROUPS + warpgroup) * staged.blocks + staged.block) * 64;
+        const long long first = staged.unit(round);
         if (first >= rows) break;
         const long long row = first + warp % 4 * 16 + (lane >> 2);
         Vector<8> norm[2] = {};  // -mean * s and s
@@ -166,8 +189,17 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         wgmma_wait<0>();
 
         const u32 turned = turned_at + warp * kTurned;
+        Vector<16> before[2];  // of a line's first half
 #pragma unroll
-        for (int r = 0; r < kTiles / RUN; ++r)
+        for (int r = 0; r < kTiles / RUN; ++r) {
+            float shift[kRun], factor[kRun], sum[kRun];
+#pragma unroll
+            for (int k = 0; k < kRun; k += 4) {
+                const u32 at = columns_at + ((r * 4 + t) * kRun + k) * 4;
+                load_shared(reinterpret_cast<u32*>(shift) + k, at);
+                if (SCALED) load_shared(reinterpret_cast<u32*>(factor) + k, at + kOut * 4);
+                if (NORM) load_shared(reinterpret_cast<u32*>(sum) + k, at + kOut * 8);
+            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const long long own = row + h * 8;
@@ -176,28 +208,33 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                     const int column = r * 4 * kRun + v * 8;
                     Vector<16> packed = {};
                     if (RESIDUAL) packed = added[(2 * r + h) % kAhead][v];
-                    float factor[8], shift[8], sum[8], out[8];
-#pragma unroll
-                    for (int k = 0; k < 8; k += 4) {
-                        const u32 at = columns_at + (column + t * kRun + k) * 4;
-                        load_shared(reinterpret_cast<u32*>(factor) + k, at);
-                        load_shared(reinterpret_cast<u32*>(shift) + k, at + kOut * 4);
-                        if (NORM) load_shared(reinterpret_cast<u32*>(sum) + k, at + kOut * 8);
-                    }
+                    float out[8];
 #pragma unroll
                     for (int e = 0; e < 8; ++e) {
-                        const int p = (v * 8 + e) / D, j = (v * 8 + e) % D;
-                        out[e] = acc[j][r * RUN + p / 2][2 * h + p % 2];
-                        if (NORM) out[e] = fmaf(out[e], __uint_as_float(norm[h].w[1]), __uint_as_float(norm[h].w[0]) * sum[e]);
-                        out[e] = fmaf(out[e], factor[e], shift[e]);
+                        const int p = v * 8 + e;
+                        out[e] = acc[p % D][r * RUN + p / D / 2][2 * h + p / D % 2];
+                        if (NORM) out[e] = fmaf(out[e], __uint_as_float(norm[h].w[1]), fmaf(__uint_as_float(norm[h].w[0]), sum[p], shift[p]));
+                        else out[e] += shift[p];
+                        if (SCALED) out[e] *= factor[p];
                     }
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         if (RESIDUAL) out[2 * k] += low_half(packed.w[k]), out[2 * k + 1] += high_half(packed.w[k]);
                         packed.w[k] = ACTIVATION ? activate_pair<ACTIVATION>(out[2 * k], out[2 * k + 1]) : round2(out[2 * k], out[2 * k + 1]);
                     }
-                    if (kTurned) store_shared(turned + (lane * kRun + v * 8) * 2, packed.w);
-                    else if (own < rows) *reinterpret_cast<Vector<16>*>(y + own * (TILES * kOut * 2) + byte + column * 2) = packed;
+                    if (kTurned) {
+                        store_shared(turned + (lane * kRun + v * 8) * 2, packed.w);
+                    } else if (kLines && r % 2 == 0) {
+                        before[h] = packed;
+                    } else if (kLines) {
+                        const int odd = lane >> 2 & 1;
+                        exchange_rows(before[h], packed, odd);
+                        char* const line = y + (own - odd) * (TILES * kOut * 2) + byte + (r - 1 + odd) * 64;
+                        if (own - odd < rows) *reinterpret_cast<Vector<16>*>(line) = before[h];
+                        if (own - odd + 1 < rows) *reinterpret_cast<Vector<16>*>(line + TILES * kOut * 2) = packed;
+                    } else if (own < rows) {
+                        *reinterpret_cast<Vector<16>*>(y + own * (TILES * kOut * 2) + byte + column * 2) = packed;
+                    }
                 }
                 if (RESIDUAL && 2 * r + h + kAhead < 2 * (kTiles / RUN)) bring(2 * r + h + kAhead);
                 if (kTurned) {
@@ -214,6 +251,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                     __syncwarp();
                 }
             }
+        }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
 }

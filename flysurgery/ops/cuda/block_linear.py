@@ -94,10 +94,11 @@ class BlockTiling:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, estimated: sums, and what stands beside them."""
-        return self.classes * self.columns // 2 + 50 + 4 * self.classes
+        """Registers a thread, estimated: sums, and what stands beside them, such as vectors that are turned."""
+        held = 2 * self.run * self.classes
+        return self.classes * self.columns // 2 + 50 + 4 * self.classes + (held if held > _PIECE else 0)
 
-    def defines(self, mode: int, activation: int, *, norm: bool, residual: bool) -> dict[str, int]:
+    def defines(self, mode: int, activation: int, *, norm: bool, residual: bool, scaled: bool = False) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
         return {
             "MODE": mode,
@@ -112,6 +113,7 @@ class BlockTiling:
             "ACTIVATION": activation,
             "NORM": int(norm),
             "RESIDUAL": int(residual),
+            "SCALED": int(scaled),
         }
 
     @cached_property
@@ -191,22 +193,23 @@ def pack_blocks(
     scale: Tensor | None,  # shape: (out_features,)
     norm: Norm | None,
     dtype: torch.dtype,
+    times: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
-    """The weights as the kernel reads them, what the sums are multiplied by, what is added, and the sums of each output's weights.
+    """The weights as the kernel reads them, what is added to the sums, what these are multiplied by, and the sums of each output's weights.
 
-    Weight and bias of a norm go into the weights and into what is added.
+    Weight and bias of a norm go into the weights and into what is added, as does what everything is to be multiplied by: ``times``.
     """
-    factor, (a, _, c, d) = factor.detach().double(), factor.shape
-    shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double()
+    factor, (a, _, c, d) = factor.detach().double() * times, factor.shape
+    shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double() * times
     if norm is not None and norm.bias is not None:
         shift = shift + ks_einsum(norm.bias.detach().double()[None], factor)[0]
     if norm is not None and norm.weight is not None:
         factor = factor * norm.weight.detach().view(a, 1, c, d)
-    times = torch.ones_like(shift) if scale is None else scale.detach().double()
+    scales = torch.ones_like(shift) if scale is None else scale.detach().double()
     flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
     image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)].to(dtype)  # -1 takes the zero at the end
     sums = ks_einsum(flat.new_ones(1, a * c * d), factor.to(dtype).double())[0]
-    columns = torch.stack((times, shift * times, sums))[:, torch.tensor(tile.outputs, device=flat.device)]
+    columns = torch.stack((shift, scales, sums))[:, torch.tensor(tile.outputs, device=flat.device)]
     return image.view(-1).view(torch.uint8), columns.float()
 
 
@@ -221,7 +224,7 @@ class BlockLinear:
         device = torch.device("cuda", device_index)
         self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
         self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
-        self._kernels: dict[tuple[bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
 
     def multiply(
         self,
@@ -233,10 +236,11 @@ class BlockLinear:
         *,
         norm: Norm | None = None,
         dim: int = 0,
+        backwards: bool = False,
     ) -> Tensor:  # shape: (rows, outputs)
         """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
 
-        A norm takes a launch of its own for the moments of the rows.
+        A norm takes a launch of its own for the moments of the rows. ``backwards``: from the last rows to the first.
         """
         tile, rows = self.tile, x.shape[0]
         y = x.new_empty((rows, len(tile.outputs)))
@@ -250,29 +254,26 @@ class BlockLinear:
             changed = True
             bias = torch.cat([part.detach() for part in biases]) if biases else None
             factor = torch.cat([part.detach() for part in factors], dim)
-            image, columns = pack_blocks(tile, factor, bias, scale, norm, self.dtype)
-            if self.activation != "none":
-                columns[:2] *= 0.5  # which the activation expects
-            return image, columns
+            return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
 
         present = None if norm is None else (norm.weight is None, norm.bias is None)
         image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make)
         moments = None if norm is None else row_moments(x, norm.eps)
         blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
         strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-        self._kernel(norm is not None, residual is not None).launch(
+        self._kernel(norm is not None, residual is not None, scale is not None).launch(
             (blocks * tile.tiles, 1, 1),
             (128 * tile.warpgroups, 1, 1),
             tile.shared_bytes,
             current_stream(self.device_index),
-            *(x, image, self._pieces, columns, moments, residual, y, rows, *strides),
+            *(x, image, self._pieces, columns, moments, residual, y, rows, *strides, int(backwards)),
             early=not changed and may_begin_early(self.device_index),  # the weights were there before the kernel queued last
         )
         return y
 
-    def _kernel(self, norm: bool, residual: bool) -> Kernel:
-        if (norm, residual) not in self._kernels:
-            defines = self.tile.defines(_MODES[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual)
-            kernel = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
-            self._kernels[norm, residual] = kernel
-        return self._kernels[norm, residual]
+    def _kernel(self, norm: bool, residual: bool, scaled: bool) -> Kernel:
+        key = (norm, residual, scaled)
+        if key not in self._kernels:
+            defines = self.tile.defines(_MODES[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled)
+            self._kernels[key] = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
+        return self._kernels[key]

@@ -86,8 +86,9 @@ def run_wide_ffn(
     first, second, third, last = _products(architecture_of(up), architecture_of(down), x.dtype, activation, device_index)
     up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
     x = readable(x)
-    hidden = second.multiply(first.multiply(x, up[1:], norm=norm), up[:1], up_biases)
-    return last.multiply(third.multiply(hidden, down[1:]), down[:1], down_biases, scale, x if residual else None)
+    # Every second product goes backwards, from the rows that were written last and are still in the L2 cache.
+    hidden = second.multiply(first.multiply(x, up[1:], norm=norm), up[:1], up_biases, backwards=True)
+    return last.multiply(third.multiply(hidden, down[1:]), down[:1], down_biases, scale, x if residual else None, backwards=True)
 
 
 def _wide_ffn(

@@ -46,8 +46,8 @@ def result(x: np.ndarray, mean: float, tile: BlockTiling, image: np.ndarray, col
         for j in range(tile.classes):
             stages = eights[tile.pieces[t, j]].reshape(tile.steps, 8, 8)
             y[t, stored, j] = np.einsum("skh,sknh->n", stages, panels[t, j])
-    factors, shifts, sums = columns
-    return (y.reshape(-1) - mean * sums) * factors + shifts
+    shifts, scales, sums = columns
+    return (y.reshape(-1) - mean * sums + shifts) * scales
 
 
 def small_integers(*shape: int) -> torch.Tensor:
@@ -86,7 +86,9 @@ def test_every_weight_and_feature_has_its_place(name: str) -> None:
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_compiles_without_serialized_products(name: str, activation: str) -> None:
     for place, tile in enumerate(tilings(name)):
-        defines = tile.defines(place % 2, ACTIVATIONS[activation if place == 1 else "none"], norm=place == 0, residual=place == 3)
+        defines = tile.defines(
+            place % 2, ACTIVATIONS[activation if place == 1 else "none"], norm=place == 0, residual=place == 3, scaled=place == 3
+        )
         compiled = compile_cubin("block_linear.cu", defines, arch="sm_90a", name="block_linear")
         assert compiled.serialized == ()
         assert compiled.spill_bytes <= SPILL_BYTES
