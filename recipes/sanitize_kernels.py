@@ -114,6 +114,15 @@ def run_dense_layer(mode: str) -> None:
     print(f"dense {mode}")
 
 
+def run_streamed(mode: str) -> None:
+    """Inputs of which a wide tile's weights do not stay in shared memory, and rows enough for all multiprocessors."""
+    dtype, rows = dtype_of(mode), rows_of_two_rounds()
+    weight, bias = torch.randn((192, 640), device="cuda").to(dtype), torch.randn(192, device="cuda").to(dtype)
+    x, residual = (torch.randn((rows, size), device="cuda").to(dtype) for size in (640, 192))
+    run_dense(x, weight, bias, "gelu", residual, bias, mode)
+    print(f"dense, streamed weights, {mode}")
+
+
 def run_by_factors(dtype: torch.dtype, all_rows: Sequence[int] = ROWS) -> None:
     if device_arch(0) != "sm_90a":
         return
@@ -225,7 +234,7 @@ def cases() -> list[Callable[[], None]]:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         found += [partial(run_transposition, dtype), partial(run_norm, dtype)]
     found += [partial(run_feed_forward, (gonon(768, 192), gonon(192, 768)), torch.float16, (rows_of_two_rounds(),))]
-    found += [partial(run_by_factors, torch.float16, (rows_of_two_rounds(),))]
+    found += [partial(run_by_factors, torch.float16, (rows_of_two_rounds(),)), partial(run_streamed, "fp16")]
     return found
 
 

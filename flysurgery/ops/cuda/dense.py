@@ -3,120 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, DenseTiling, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel, may_begin_early
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.derived import derived
 
-_MODES = ("fp16", "bf16", "tf32", "fp32")
-_BATCH_BYTES = 128
-_WIDEST = 128
 _NARROW = 64
 _WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
-
-
-@dataclass(frozen=True)
-class DenseTiling:
-    """Sizes of ``kernels/dense_linear.cu``.
-
-    Attributes:
-        warps: of a block, 16 rows each.
-        columns: outputs of a block, whose weights it keeps in shared memory.
-        stages: batches of x in shared memory, a warp.
-        wgmma: whether products are made by warpgroups.
-        gated: whether half of a block's outputs are a gate's, and half the value's at the same places.
-    """
-
-    in_features: int
-    out_features: int
-    mode: str
-    warps: int
-    columns: int
-    stages: int
-    wgmma: bool
-    gated: bool = False
-
-    @property
-    def element_bytes(self) -> int:
-        return dtype_of(self.mode).itemsize
-
-    @property
-    def planes(self) -> int:
-        """Images of the weights: hi and lo where fp32 is split in pairs."""
-        return 2 if self.mode == "fp32" else 1
-
-    @property
-    def batch(self) -> int:
-        """Inputs of a batch."""
-        return _BATCH_BYTES // self.element_bytes
-
-    @property
-    def run(self) -> int:
-        """Tiles of 8 columns of which a lane's columns are adjacent: 16 bytes."""
-        return 8 // self.element_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        weights = self.in_features * self.columns * 2 * self.planes
-        return weights + self.warps * self.stages * 16 * _BATCH_BYTES + self.columns * 8 + self.in_features // self.batch * 8
-
-    @property
-    def registers(self) -> int:
-        """Registers a thread, estimated: sums, and what stands beside them."""
-        return self.columns // 2 * (2 if self.element_bytes == 4 else 1) + 40
-
-    def blocks(self, rows: int, multiprocessors: int) -> int:
-        """How many blocks to launch."""
-        tiles, unit = self.out_features // self.columns, 64 if self.wgmma else 16
-        return tiles * max(1, min(-(-rows // unit), multiprocessors // tiles))
-
-    def defines(self, activation: str, residual: bool, patch: tuple[int, int] = (0, 0)) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``patch`` is the height and width of patches of images in place of rows."""
-        return {
-            "IN": self.in_features,
-            "OUT": self.out_features,
-            "MODE": _MODES.index(self.mode),
-            "WGMMA": int(self.wgmma),
-            "ACTIVATION": ACTIVATIONS.index(activation),
-            "GATED": int(self.gated),
-            "RESIDUAL": int(residual),
-            "PATCH_HIGH": patch[0],
-            "PATCH_WIDE": patch[1],
-            "WARPS": self.warps,
-            "COLUMNS": self.columns,
-            "STAGES": self.stages,
-        }
-
-
-def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, wgmma: bool, gated: bool = False) -> DenseTiling | str:
-    """The tiling for a layer, or why there is none: the widest column tile, to at most 128, beside which 12 warps keep 3 batches each.
-
-    Fewer warps or batches only where not even the narrowest tile leaves room for them.
-    """
-    if mode not in _MODES:
-        return f"the dense kernel has no mode '{mode}', only {', '.join(_MODES)}"
-    tile = DenseTiling(in_features, out_features, mode, 0, 0, 0, wgmma)
-    unit = 8 * tile.run * (2 if gated else 1)
-    if in_features % tile.batch or out_features % unit:
-        return f"the dense kernel takes multiples of {tile.batch} inputs and {unit} outputs, got {in_features} and {out_features}"
-    widths = [columns for columns in range(_WIDEST, 0, -unit) if out_features % columns == 0]
-    for warps, batches in ((12, (4, 3)), (8, (4, 3)), (4, (4, 3, 2))):
-        for columns in widths:
-            for stages in batches:
-                tile = DenseTiling(in_features, out_features, mode, warps, columns, stages, wgmma, gated)
-                if tile.shared_bytes <= shared_limit and tile.registers * warps * 32 <= 65536:
-                    return tile
-    return f"the weights of {in_features} inputs of the narrowest tile exceed {shared_limit} bytes of shared memory"
 
 
 def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int, gated: bool = False) -> str | None:
@@ -217,7 +119,7 @@ def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
 def patches_obstacle(high: int, wide: int, channels: int, features: int, mode: str, device_index: int) -> str | None:
     """Why the kernel cannot read patches of so many pixels where they lie; None where it can."""
     line = wide * dtype_of(mode).itemsize
-    if line % 16 or _BATCH_BYTES % line or high * line % _BATCH_BYTES:
+    if line % 16 or BATCH_BYTES % line or high * line % BATCH_BYTES:
         return f"the dense kernel reads patches whose lines are 16, 32, 64 or 128 bytes, got {high}x{wide} pixels in mode '{mode}'"
     return dense_obstacle(channels * high * wide, features, mode, "none", device_index)
 
@@ -264,6 +166,10 @@ def _launch(
     tile = _tiling(in_features, weight.shape[0], mode, device_index, False)
     if isinstance(tile, str):
         raise BackendError(tile)
+    multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+    streamed = _streamed(tile, device_index) if patch == (0, 0) else None
+    if streamed is not None and streamed.tiles(rows) >= multiprocessors:
+        tile, strides = streamed, strides[:2]
     sources = tuple(part for part in (weight, bias, scale) if part is not None)
     changed = False
 
@@ -274,7 +180,7 @@ def _launch(
 
     image, columns = derived(("dense linear", tile, bias is None, scale is None), sources, make)
     _kernel(tile, activation, residual is not None, patch, device_index).launch(
-        (tile.blocks(rows, torch.cuda.get_device_properties(device_index).multi_processor_count), 1, 1),
+        (tile.blocks(rows, multiprocessors), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
@@ -315,8 +221,13 @@ def _tiling(in_features: int, out_features: int, mode: str, device_index: int, g
 
 
 @lru_cache(maxsize=256)
+def _streamed(tile: DenseTiling, device_index: int) -> StreamTiling | None:
+    return stream_tiling(tile, shared_limit_of(device_index))
+
+
+@lru_cache(maxsize=256)
 def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: tuple[int, int], device_index: int) -> Kernel:
-    return load_kernel("dense_linear.cu", tile.defines(activation, residual, patch), name="dense_linear", device_index=device_index)
+    return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)
 
 
 def _fake_dense(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda import dense
-from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling, run_dense
+from flysurgery.ops.cuda.dense import run_dense
+from flysurgery.ops.cuda.dense_tiling import DenseTiling, dense_tiling
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.patterns import Architecture, Pattern, gonon

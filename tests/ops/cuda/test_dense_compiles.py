@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flysurgery.ops.cuda.compile import compile_cubin
-from flysurgery.ops.cuda.dense import DenseTiling, dense_tiling
+from flysurgery.ops.cuda.dense_tiling import DenseTiling, StreamTiling, dense_tiling, stream_tiling
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
 SPILL_BYTES = 96
@@ -46,3 +46,22 @@ def test_a_gate_and_a_value_compile(arch: str, in_features: int, hidden: int, mo
     compiled = compile_cubin("dense_linear.cu", tile.defines("silu", residual=False), arch=arch, name="dense_linear")
     assert compiled.spill_bytes == 0
     assert compiled.serialized == ()
+
+
+@pytest.mark.parametrize(("in_features", "out_features", "mode"), [(768, 768, "fp16"), (1024, 1024, "bf16"), (768, 3072, "fp16")], ids=str)
+def test_streams_compile(in_features: int, out_features: int, mode: str) -> None:
+    resident = dense_tiling(in_features, out_features, mode, SHARED_BYTES["sm_90a"], wgmma=True)
+    assert isinstance(resident, DenseTiling)
+    tile = stream_tiling(resident, SHARED_BYTES["sm_90a"])
+    assert isinstance(tile, StreamTiling)
+    compiled = compile_cubin("dense_stream.cu", tile.defines("gelu", residual=True), arch="sm_90a", name="dense_stream")
+    assert compiled.spill_bytes == 0
+    assert compiled.serialized == ()
+    assert tile.shared_bytes + compiled.shared_bytes <= SHARED_BYTES["sm_90a"]
+
+
+def test_only_weights_that_leave_narrow_tiles_stream() -> None:
+    for sizes, wgmma in (((384, 384, "fp16"), True), ((768, 768, "fp16"), False), ((768, 768, "tf32"), True)):
+        resident = dense_tiling(*sizes, SHARED_BYTES["sm_90a"], wgmma)
+        assert isinstance(resident, DenseTiling)
+        assert stream_tiling(resident, SHARED_BYTES["sm_90a"]) is None

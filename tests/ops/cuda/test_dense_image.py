@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from flysurgery.ops.cuda.dense import DenseTiling, _in_turn, dense_tiling, pack_dense
+from flysurgery.ops.cuda.dense import _in_turn, pack_dense
+from flysurgery.ops.cuda.dense_tiling import DenseTiling, dense_tiling
 
 SHARED_BYTES = 163 * 1024
 

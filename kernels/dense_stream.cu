@@ -1,0 +1,175 @@
+// y = residual + act(factor * (x Wᵀ) + shift) for a dense W of halves, in one launch, where W is too large to stay in shared memory.
+//
+//        x: 192 rows              W: COLUMNS outputs                    y, residual: 64 rows a warpgroup, COLUMNS columns
+//      ┌──┬──┬── … ──┐         ┌──┬──┬── … ──┐                        ┌───────────────┬─ … ─┐
+//      │64│  │       │    x    │64│  │       │  through a ring        │ column tile   │     │
+//      └──┴──┴── … ──┘         └──┴──┴── … ──┘                        └───────────────┴─ … ─┘
+//
+// A block takes tile after tile. Its last warpgroup brings 64 inputs of the rows and of the weights at a time, SLOTS of them ahead, across
+// tiles; three others multiply 64 rows each, straight from shared memory, and finish their outputs while the next tile's first inputs come.
+// Wide tiles of many rows read x and W the fewest times from the L2 cache; blocks that run together share rows.
+//
+// A slot: 192 rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/ops/cuda/dense.py).
+//
+// Floor: the products, or the bytes of x, residual and y. Its share of a whole model is in recipes/results/optimized_vit_headline_h200.csv,
+// in the rows of ViT-B/16.
+//
+// Defines: IN, OUT, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, COLUMNS, SLOTS. Limits: sm_90a; IN a multiple of 64,
+// OUT one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
+#include "exact_activation.cuh"
+#include "instructions.cuh"
+#include "wgmma_wide_shared.cuh"
+#include "wgmma_rows.cuh"
+
+constexpr int kWarpgroups = 3, kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+constexpr int kStages = IN / 64, kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
+constexpr int kRowBytes = kRows * 128, kPanel = COLUMNS * 128, kSlot = kRowBytes + kPanel;
+constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
+constexpr int kAhead = 2;                        // slots whose copies are on their way, and those of a lane's residuals
+static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && COLUMNS % 32 == 0 && SLOTS > kAhead + 1, "whole stages and tiles; a slot is freed when the next has arrived");
+
+// The order of a block's stages, and the slots that they pass through.
+struct Ring {
+    u32 slots, arrived, freed;
+    int slot = 0;
+    u32 round = 0;
+    __device__ __forceinline__ u32 at() const { return slots + slot * kSlot; }
+    __device__ __forceinline__ void wait_arrived() const { barrier_wait(arrived + 8 * slot, round & 1); }
+    __device__ __forceinline__ void wait_freed() const { barrier_wait(freed + 8 * slot, ~round & 1); }
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, ++round;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+dense_stream(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
+             char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+    extern __shared__ __align__(1024) char memory[];
+    // slots | factors and shifts of all columns | barriers of each slot: it has arrived, it is free
+    Ring ring;
+    ring.slots = shared_address(memory);
+    const u32 columns_at = ring.slots + SLOTS * kSlot;
+    ring.arrived = columns_at + OUT * 8, ring.freed = ring.arrived + 8 * SLOTS;
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 129), barrier_init(ring.freed + 8 * s, 4 * kWarpgroups);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    for (int c = threadIdx.x; c < 2 * OUT; c += kThreads) store_shared(columns_at + 4 * c, __float_as_uint(columns[c]));
+    __syncthreads();
+    wait_for_kernels_before();
+    const int tiles = (int)((rows + kRows - 1) / kRows) * kColumnTiles;
+
+    if (warp >= 4 * kWarpgroups) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
+        const int thread = threadIdx.x % 128, row = thread / 8, piece = thread % 8;
+        u32 pending[kAhead];
+        int n = 0;
+        const auto hand_over = [&](u32 arrived) {
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what this thread has copied
+            barrier_arrive(arrived);
+        };
+#pragma unroll 1
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const long long first = (long long)(tile / kColumnTiles) * kRows + row;
+            const int inside = (int)min(max(rows - first, 0ll), (long long)kRows);
+            const char* from = x + first * x_stride + piece * 16;
+            const char* panel = image + (long long)(tile % kColumnTiles) * kStages * kPanel;
+#pragma unroll 1
+            for (int s = 0; s < kStages; ++s, from += 128, panel += kPanel) {
+                ring.wait_freed();
+                const u32 at = ring.at(), arrived = ring.arrived + 8 * ring.slot;
+                if (thread == 0) {
+                    barrier_expect(arrived, kPanel);
+                    copy_bulk(at + kRowBytes, panel, kPanel, arrived);
+                }
+#pragma unroll
+                for (int m = 0; m < kRows; m += 16)
+                    copy_async<16>(at + (row + m) * 128 + ((piece ^ row % 8) << 4), m < inside ? from + m * x_stride : x, m < inside ? 16 : 0);
+                commit_copies();
+                if (n >= kAhead) {
+                    wait_copies<kAhead>();
+                    hand_over(pending[0]);
+                }
+#pragma unroll
+                for (int i = 1; i < kAhead; ++i) pending[i - 1] = pending[i];
+                pending[kAhead - 1] = arrived;
+                ring.next();
+                ++n;
+            }
+        }
+        wait_copies<0>();
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+            if (n >= kAhead - i) hand_over(pending[i]);
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+    const int warpgroup = warp / 4, g = lane >> 2, t = lane & 3;
+    u32 last = 0;  // the barrier of the slot before
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const long long row = (long long)(tile / kColumnTiles) * kRows + warp * 16 + g;
+        const int column = tile % kColumnTiles * COLUMNS + t * 8;
+        if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int b = 0; b < COLUMNS * 2; b += 128)
+                    if (row + h * 8 < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(residual + (row + h * 8) * residual_stride + column * 2 + b));
+        }
+        Vector<16> added[kAhead];
+        const auto bring = [&](int turn) {
+            added[turn % kAhead] = {};
+            if (row + turn % 2 * 8 < rows)
+                load_now(added[turn % kAhead], residual + (row + turn % 2 * 8) * residual_stride + (column + turn / 2 * 32) * 2);
+        };
+        float sums[kTiles][4] = {};
+#pragma unroll 1
+        for (int s = 0; s < kStages; ++s) {
+            ring.wait_arrived();
+            const u32 at = ring.at();
+            const u64 a = rows_descriptor(at + warpgroup * 8192), b = wgmma_descriptor(at + kRowBytes, COLUMNS);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) WgmmaShared<COLUMNS>::run(sums, a + (k * 32 >> 4), b + (k * COLUMNS * 32 >> 4));
+            wgmma_commit();
+            wgmma_wait<1>();  // the stage before is multiplied
+            if (s > 0 && lane == 0) barrier_arrive(last);
+            last = ring.freed + 8 * ring.slot;
+            ring.next();
+        }
+        if (RESIDUAL)
+#pragma unroll
+            for (int turn = 0; turn < kAhead; ++turn) bring(turn);
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(last);
+
+#pragma unroll
+        for (int r = 0; r < kTiles / 4; ++r) {
+            float factor[8], shift[8];
+#pragma unroll
+            for (int k = 0; k < 8; k += 4) {
+                const u32 at = columns_at + (column + r * 32 + k) * 4;
+                load_shared(reinterpret_cast<u32*>(factor) + k, at);
+                load_shared(reinterpret_cast<u32*>(shift) + k, at + OUT * 4);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                Vector<16> packed = {};
+                if (RESIDUAL) packed = added[(2 * r + h) % kAhead];
+                if (RESIDUAL && 2 * r + h + kAhead < kTiles / 2) bring(2 * r + h + kAhead);
+                float out[8];
+#pragma unroll
+                for (int e = 0; e < 8; ++e) out[e] = activate<ACTIVATION, true>(fmaf(sums[r * 4 + e / 2][2 * h + e % 2], factor[e], shift[e]));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    if (RESIDUAL) out[2 * k] += low_half(packed.w[k]), out[2 * k + 1] += high_half(packed.w[k]);
+                    packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
+                }
+                if (row + h * 8 < rows) *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT * 2) + (column + r * 32) * 2) = packed;
+            }
+        }
+    }
+}
