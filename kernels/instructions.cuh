@@ -141,6 +141,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 __device__ __forceinline__ void named_barrier_wait(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 #if __CUDA_ARCH__ >= 900
 // One arrival, which also says how many bytes the copy engine will bring.

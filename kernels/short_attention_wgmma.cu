@@ -2,10 +2,10 @@
 // each, and a fourth brings what they need.
 //
 // A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
-// a ring. Warpgroups take tiles of 64 queries in turn, across heads, so that products of one run beside the exponentials of another. A thread
-// has the scores of CHUNK keys at once, in two products of half of them, and looks for the maximum of one half while the other is multiplied;
-// more keys come in CHUNKS of them with a running maximum and sum. Accumulators of q kᵀ, through the exponential, are the operand of the
-// product with v. The rows of y take the place of the queries, so that stores are whole rows of a head.
+// a ring. Warpgroups take tiles of 64 queries in turn, across heads, one after the other, so that products of one run beside the exponentials of
+// another. A thread has the scores of CHUNK keys at once, in two products of half of them, and looks for the maximum of one half while the
+// other is multiplied; more keys come in CHUNKS of them with a running maximum and sum. Accumulators of q kᵀ, through the exponential, are
+// the operand of the product with v. The rows of y take the place of the queries, so that stores are whole rows of a head.
 //
 //     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
 //     the last tile may read beyond its slot: what it finds there reaches no row of y
@@ -75,6 +75,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    wait_for_kernels_before();
     const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0), lane = threadIdx.x % 32;
 
     if (warpgroup == kWarpgroups) {
@@ -99,6 +100,8 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
     const int warp = threadIdx.x / 32 % 4, g = lane >> 2, t = lane & 3;
     const float scale = __int_as_float(scale_bits) * kLog2E;
+    const auto turn_of = [](int unit) { return 1 + kWarpgroups + unit % kWarpgroups; };  // a barrier: it is the unit's turn
+    if (warpgroup == kWarpgroups - 1) named_barrier_arrive(turn_of(0), 256);
 #pragma unroll 1
     for (int unit = warpgroup;; unit += kWarpgroups) {
         const int turn = unit / TILES, tile = unit % TILES, first = tile * 64 + warp * 16;
@@ -108,6 +111,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         const u32 query_rows = ring.slot(of_queries);
         ring.wait_arrived(of_keys);
         ring.wait_arrived(of_queries);
+        named_barrier_wait(turn_of(unit), 256);
 
         float out[kTiles][4], most[2] = {-infinity(), -infinity()}, total[2] = {};
 #pragma unroll 1
@@ -128,6 +132,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             wgmma_wait<1>();
             raise(0, kEarly);
             wgmma_wait<0>();
+            if (chunk == 0) named_barrier_arrive(turn_of(unit + 1), 256);
 
             if (chunk == CHUNKS - 1) {
                 ring.free(of_keys);

@@ -19,6 +19,7 @@ class AttentionLaunch(NamedTuple):
     threads: int
     shared_bytes: int
     more: tuple[int, ...] = ()  # what the kernel must know beside the sizes of q and k
+    early: bool = False  # whether it may begin while the kernel before still runs, for which it waits by itself
 
 
 def attended(
@@ -40,10 +41,11 @@ def attended(
     if y.numel() == 0:
         return y
     q, k, v = (part if _readable(part) else part.contiguous() for part in (q, k, v))
-    kernel, grid, threads, shared_bytes, more = launch_for(q, k)
+    kernel, grid, threads, shared_bytes, more, early = launch_for(q, k)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
     sizes = q.shape[2], k.shape[2], q.shape[1]
-    kernel.launch(grid, (threads, 1, 1), shared_bytes, current_stream(device_index), q, k, v, y, *strides, *sizes, *more, float_bits(scale))
+    numbers = *strides, *sizes, *more, float_bits(scale)
+    kernel.launch(grid, (threads, 1, 1), shared_bytes, current_stream(device_index), q, k, v, y, *numbers, early=early)
     return y
 
 

@@ -141,7 +141,8 @@ def launch_short_attention(sizes: WarpAttention | WarpgroupAttention, q: Tensor,
 def _launch(q: Tensor, k: Tensor, sizes: WarpAttention | WarpgroupAttention) -> AttentionLaunch:
     blocks, all_heads = sizes.grid(q.shape[0] * q.shape[1], q.device.index)
     kernel = _kernel(sizes, HALF_MODES[q.dtype], q.device.index)
-    return AttentionLaunch(kernel, (blocks, 1, 1), 32 * sizes.warps, sizes.shared_bytes, all_heads)
+    early = isinstance(sizes, WarpgroupAttention)  # whose devices, of compute capability 9.0, begin early
+    return AttentionLaunch(kernel, (blocks, 1, 1), 32 * sizes.warps, sizes.shared_bytes, all_heads, early)
 
 
 @lru_cache(maxsize=1024)
