@@ -98,6 +98,7 @@ ffn_warps(const char* __restrict__ x, const char* __restrict__ image, char* __re
     if (threadIdx.x == 0) Ring::prepare(full, left_all);
     __syncthreads();
     Ring ring(image, ring_at, full, left_all, rounds, warp, lane);
+    wait_for_kernels_before();
     const u32 v_lane = v_all + warp * kWaitingBytes + lane * 8;
     constexpr int kTilesOfClass2[D2][STEPS2][2] = U_TILES, kTilesOfClass4[D4][STEPS4][2] = V_TILES;
 

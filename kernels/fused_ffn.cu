@@ -111,6 +111,7 @@ struct Place {
 // by side, as the copy engine takes its time for each request.
 __device__ __forceinline__ void bring_rows(const char* x, long long rows, long long x_stride, int rounds, u32 buffers, u32 arrived, u32 freed) {
     const int lane = threadIdx.x & 31, together = x_stride == kIn * 2 ? 16 : 1;
+    wait_for_kernels_before();
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round)
 #pragma unroll 1

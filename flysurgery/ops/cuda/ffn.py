@@ -15,10 +15,10 @@ from flysurgery.ops.cuda.ffn_image import pack_ffn
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.ops.cuda.ffn_warp_tiling import warp_ffn_tiling
 from flysurgery.ops.cuda.fused import readable
+from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture
 
 _MODE = {torch.float16: 0, torch.bfloat16: 1}
@@ -71,8 +71,10 @@ class FusedFfn:
         self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
         self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
 
-    def run(self, x: Tensor, image: Tensor, eps: float) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
-        """Launch on the current stream."""
+    def run(
+        self, x: Tensor, image: Tensor, eps: float, early: bool = False
+    ) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
+        """Launch on the current stream. ``early``: the image was there before the kernel queued last, and is read while it still runs."""
         rows = x.shape[0]
         units = -(-rows // self.tile.unit_rows)
         written = units * self.tile.unit_rows if self.tile.whole_units else rows
@@ -84,6 +86,7 @@ class FusedFfn:
                 self.tile.shared_bytes,
                 current_stream(self.device_index),
                 *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
+                early=early,
             )
         return y
 
@@ -144,6 +147,5 @@ def run_ffn(
         return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale, x.dtype),)
 
     present = tuple(part is not None for part in parts)
-    image = derived(("ffn", kernel.tile, x.dtype, present), sources, make)[0]
-    x = readable(x)
-    return kernel.run(x, image, eps)
+    (image,), early = kept(("ffn", kernel.tile, x.dtype, present), sources, make)
+    return kernel.run(readable(x), image, eps, early=early)

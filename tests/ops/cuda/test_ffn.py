@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +72,29 @@ def check_graphs_and_compilers(block: Block, x: Tensor) -> None:
     assert torch.equal(out, expected)
     compiled = torch.compile(lambda x: ffn(x, norm, up, down, "gelu", scale), fullgraph=True)
     assert torch.equal(compiled(x), expected)
+
+
+def check_chain(block: Block, x: Tensor) -> None:
+    """Launches that begin while the one before still runs see its results, eager and in a graph."""
+    norm, up, down, scale = block
+
+    def chain(pause: Callable[[], None]) -> Tensor:
+        value = x
+        for _ in range(6):
+            value = ffn(value, norm, up, down, "gelu", scale)
+            pause()
+        return value
+
+    expected = chain(torch.cuda.synchronize)
+    assert bool(expected.isfinite().all())
+    assert torch.equal(chain(lambda: None), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(lambda: None)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 def check(x: Tensor, block: tuple[Norm | None, FusedFactors, FusedFactors, Tensor | None], activation: str, residual: bool = True) -> None:
@@ -188,6 +213,11 @@ def test_a_changed_weight_is_seen() -> None:
 
 def test_graphs_and_compilers() -> None:
     check_graphs_and_compilers(make_block(GONON, torch.float16), rows_of(394, 384, torch.float16))
+
+
+@pytest.mark.parametrize("rows", [197, 25216])
+def test_a_chain_of_launches_that_begin_early(rows: int) -> None:
+    check_chain(make_block(GONON, torch.float16), rows_of(rows, 384, torch.float16))
 
 
 def test_what_it_refuses() -> None:

@@ -190,8 +190,8 @@ def test_the_tiling_decides_what_is_launched(wgmma: bool, monkeypatch: pytest.Mo
     loaded: list[tuple[str, str]] = []
 
     class Noted:
-        def launch(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, *arguments: object) -> None:
-            launches.append((grid, block, shared, arguments[3]))
+        def launch(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, *arguments: object, early: bool) -> None:
+            launches.append((grid, block, shared, arguments[3], early))
 
     def load(source: str, defines: object, *, name: str, device_index: int) -> Noted:
         loaded.append((source, name))
@@ -203,8 +203,8 @@ def test_the_tiling_decides_what_is_launched(wgmma: bool, monkeypatch: pytest.Mo
     tile = (ffn_tiling if wgmma else warp_ffn_tiling)(*BLOCKS["monarch 192"], SHARED, scaled=False)
     assert isinstance(tile, FfnTiling)
     block = ffn.FusedFfn(tile, torch.float16, "gelu", True, True, 0)
-    y = block.run(torch.zeros(37, 192, dtype=torch.float16), torch.zeros(1), 1e-6)
+    y = block.run(torch.zeros(37, 192, dtype=torch.float16), torch.zeros(1), 1e-6, early=True)
     assert y.shape == (37, 192) and block.run(y[:0], y, 1e-6).shape == (0, 192)
     assert loaded == [("fused_ffn.cu", "fused_ffn") if wgmma else ("ffn_warps.cu", "ffn_warps")]
     assert y.untyped_storage().nbytes() == (64 if wgmma else 37) * 192 * 2
-    assert launches == [((1 if wgmma else 3, 1, 1), (512 if wgmma else 32 * 12, 1, 1), tile.shared_bytes, 37)]
+    assert launches == [((1 if wgmma else 3, 1, 1), (512 if wgmma else 32 * 12, 1, 1), tile.shared_bytes, 37, True)]

@@ -11,7 +11,17 @@ from flysurgery.ops import FusedFactors, Norm, ffn, ffn_launches
 from flysurgery.ops.cuda import ffn as kernels
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import low_rank
-from tests.ops.cuda.test_ffn import GONON, MONARCH, SMALL, SMALL_GONON, check, check_graphs_and_compilers, make_block, rows_of
+from tests.ops.cuda.test_ffn import (
+    GONON,
+    MONARCH,
+    SMALL,
+    SMALL_GONON,
+    check,
+    check_chain,
+    check_graphs_and_compilers,
+    make_block,
+    rows_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -79,3 +89,7 @@ def test_strided_rows_batches_and_runs_on_all_multiprocessors_are_bit_equal() ->
 
 def test_graphs_and_compilers() -> None:
     check_graphs_and_compilers(make_block(SMALL, torch.float16), rows_of(394, 192, torch.float16))
+
+
+def test_a_chain_of_launches_that_begin_early() -> None:
+    check_chain(make_block(SMALL, torch.float16), rows_of(9999, 192, torch.float16))
