@@ -119,7 +119,7 @@ ffn_warps(const char* __restrict__ x, const char* __restrict__ image, char* __re
         u32 u[kTilesOfU][2];
         {
             NormRows<kIn, X_VECTOR> operands;
-            operands.load(x_row, x_stride, t, left);
+            operands.load<8>(x_row, x_stride, t, left);
 #if NORM
             operands.normalize(__int_as_float(eps_bits));
 #endif

@@ -50,7 +50,8 @@ constexpr int kPanels4 = B4 / COLUMNS4;                               // of a cl
 constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
 constexpr int kRuns = kTiles4 / RUN;                                  // of a panel
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int kBuffer = larger(larger(A1 * kTiles1, kTilesOfV) * 1024, 64 * kIn * 2);  // bytes of a warpgroup: x, then u, then v
+constexpr int kEightRows = 8 * kIn * 2 + 64;                          // bytes from eight rows of x to the next eight: loads meet no bank twice
+constexpr int kBuffer = larger(larger(A1 * kTiles1, kTilesOfV) * 1024, 8 * kEightRows);  // bytes of a warpgroup: x, then u, then v
 
 // Tiles of a block of u that are multiplied together.
 __host__ __device__ constexpr int together(int tiles) {
@@ -94,23 +95,24 @@ __device__ __forceinline__ void meet_warpgroup(int warpgroup) { asm volatile("ba
 // The 64 rows that a warpgroup has in a round.
 __device__ __forceinline__ long long unit_of(int round, int warpgroup) { return ((long long)round * WARPGROUPS + warpgroup) * gridDim.x + blockIdx.x; }
 
-// Where a thread is, found anew in each stage, since registers are too scarce to remember it: asm hides that it is the same.
+// Where a thread is, found anew in each stage, since registers are too scarce to remember it: asm hides that it is the same. The two rows of a
+// lane, which products take for rows g and g + 8, are four apart in memory; neighbouring g are in the first and in the last eight of a warp's.
 struct Place {
-    int t, left;    // `left` rows from `row` on are inside, at most 16: row + 8*h is if left > 8*h
+    int t, left;    // `left` rows from `row` on are inside, at most 16: row + 4*h is if left > 4*h
     long long row;  // the lane's first
     __device__ __forceinline__ Place(int round, long long rows) {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         t = thread & 3;
-        row = unit_of(round, thread >> 7) * 64 + (thread >> 5 & 3) * 16 + (thread >> 2 & 7);
+        row = unit_of(round, thread >> 7) * 64 + (thread >> 5 & 3) * 16 + (thread >> 2 & 1) * 8 + (thread >> 3 & 3);
         left = (int)(rows - row < 16 ? rows - row : 16);
     }
 };
 
-// One warp brings the rows of x of all warpgroups, each into its buffer as soon as that is free: the rows of a warp at once where they lie side
-// by side, as the copy engine takes its time for each request.
+// One warp brings the rows of x of all warpgroups, each into its buffer as soon as that is free: eight rows at once where they lie side by side,
+// as the copy engine takes its time for each request.
 __device__ __forceinline__ void bring_rows(const char* x, long long rows, long long x_stride, int rounds, u32 buffers, u32 arrived, u32 freed) {
-    const int lane = threadIdx.x & 31, together = x_stride == kIn * 2 ? 16 : 1;
+    const int lane = threadIdx.x & 31, together = x_stride == kIn * 2 ? 8 : 1;
     wait_for_kernels_before();
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round)
@@ -125,7 +127,7 @@ __device__ __forceinline__ void bring_rows(const char* x, long long rows, long l
 #pragma unroll 1
             for (int r = lane * together; r < inside; r += 32 * together) {
                 const int count = inside - r < together ? inside - r : together;
-                copy_bulk(buffers + w * kBuffer + r * (kIn * 2), x + (row + r) * x_stride, count * kIn * 2, arrived + 8 * w);
+                copy_bulk(buffers + w * kBuffer + r / 8 * kEightRows + r % 8 * (kIn * 2), x + (row + r) * x_stride, count * kIn * 2, arrived + 8 * w);
             }
         }
 }
@@ -175,7 +177,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 const Place at(round, rows);
                 NormRows<kIn, X_VECTOR> operands;
                 barrier_wait(arrived + 8 * warpgroup, kPhases % 2 * round & 1);
-                operands.load(memory + (buffer - ring_at) + ((warp & 3) * 16 + g) * (kIn * 2), kIn * 2, at.t, at.left);
+                operands.load<4>(memory + (buffer - ring_at) + ((warp & 3) * 2 + (g & 1)) * kEightRows + (g >> 1) * (kIn * 2), kIn * 2, at.t, at.left);
                 float factor[2] = {1.0f, 1.0f};
 #if NORM
                 operands.center(factor, __int_as_float(eps_bits));
@@ -342,8 +344,8 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                         for (int n = 0; n < kVectors4; ++n) {
                             residual[h][n] = {};
-                            if (at.left > h * 8)
-                                residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 8 * x_stride + byte + (run * 4 + at.t) * (kRun * 2) + n * 16);
+                            if (at.left > h * 4)
+                                residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 4 * x_stride + byte + (run * 4 + at.t) * (kRun * 2) + n * 16);
                         }
                 };
                 u32 floats[D4];
@@ -403,8 +405,8 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         exchange(out, at.t);
 #pragma unroll
                         for (int n = 0; n < kVectors4; ++n)
-                            if (at.left > h * 8)
-                                *reinterpret_cast<Vector<16>*>(y_row + h * 8 * (kOut * 2) + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16) = out[n];
+                            if (at.left > h * 4)
+                                *reinterpret_cast<Vector<16>*>(y_row + h * 4 * (kOut * 2) + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16) = out[n];
                     }
             }
         }

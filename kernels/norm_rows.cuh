@@ -18,14 +18,15 @@ struct NormRows {
     static constexpr int kVectors = COLUMNS / (4 * VECTOR);
     u32 w[kVectors][2][VECTOR / 2];
 
-    // `row` is the lane's first row, `left` the number of rows from it on that are inside; others become zeros.
+    // `row` is the lane's first row, `left` the number of rows from it on that are inside; others become zeros. The second is APART rows further.
+    template <int APART>
     __device__ __forceinline__ void load(const char* row, long long stride, int t, int left) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 Vector<VECTOR * 2> part = {};
-                if (left > h * 8) part = *reinterpret_cast<const Vector<VECTOR * 2>*>(row + h * 8 * stride + (v * 4 + t) * VECTOR * 2);
+                if (left > h * APART) part = *reinterpret_cast<const Vector<VECTOR * 2>*>(row + h * APART * stride + (v * 4 + t) * VECTOR * 2);
 #pragma unroll
                 for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = part.w[k];
             }

@@ -128,7 +128,7 @@ class FfnTiling:
         """Dynamic shared memory of a block: ring, barriers, the rows of each warpgroup."""
         first, _, third, _ = self.factors
         tiles = max(first.a * tiles_of(first), third.a * tiles_of(third))
-        buffer = max(tiles * 1024, ROWS_OF_WARPGROUP * 2 * first.in_features)
+        buffer = max(tiles * 1024, ROWS_OF_WARPGROUP // 8 * (8 * 2 * first.in_features + 64))
         return self.slots * (self.stride + 16) + 127 + WARPGROUPS * (16 + buffer)
 
     @property
