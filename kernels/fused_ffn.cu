@@ -19,7 +19,8 @@
 // K1 and bias.
 //
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
-// The two sides of act: see activation.cuh. Halves of h come from weights that were halved when packed.
+// h is calculated in units of kHiddenUnit, which u is divided by, and act(h), v and the sums of the last factor in half of that: see activation.cuh.
+// Biases and scales were packed so; where there is no scale, the last step multiplies.
 //
 // What orders the copy engine: it fills a slot after all threads have left it, which they do when their products with it are done (wgmma_wait) and
 // when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
@@ -49,6 +50,8 @@ constexpr int kTilesOfV = A3 * kTiles3;
 constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
 constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
 constexpr int kRuns = kTiles4 / RUN;                                  // of a panel
+constexpr float kOutUnit = kHiddenUnit / 2.0f;                        // of act(h) and of all that comes of it
+constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u, kOutUnits = MODE == 1 ? 0x3fc33fc3u : 0x3e183e18u;  // as two halves
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int kEightRows = 8 * kIn * 2 + 64;                          // bytes from eight rows of x to the next eight: loads meet no bank twice
 constexpr int kBuffer = larger(larger(A1 * kTiles1, kTilesOfV) * 1024, 8 * kEightRows);  // bytes of a warpgroup: x, then u, then v
@@ -63,6 +66,7 @@ constexpr int kTogether1 = together(kTiles1), kProducts1 = kTiles1 / kTogether1;
 constexpr int kPhases = A3 > 1 ? 2 : 1;                               // copies into a buffer a round: x, and v where it is not of one slice
 
 static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && kSteps3 * 16 * PARTS3 == HIDDEN, "whole panels");
+static_assert(kHiddenUnit == HIDDEN_UNIT, "the image is in the units of the kernel");
 static_assert(kTilesOfV * 8 <= kOut, "v fits in the rows of y");
 static_assert(kTiles4 % RUN == 0 && kRun % 8 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
 
@@ -182,6 +186,8 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #if NORM
                 operands.center(factor, __int_as_float(eps_bits));
 #endif
+                factor[0] *= 1.0f / kHiddenUnit;
+                factor[1] *= 1.0f / kHiddenUnit;
                 meet_warpgroup(warpgroup);  // all have read x
                 float acc[2][kTogether1][4];
                 auto finish = [&](int product) {
@@ -235,7 +241,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     for (int s = 0; s < HIDDEN / 16; ++s)
 #pragma unroll
                         for (int k = 0; k < 4; ++k)
-                            if (s * kTurns / (HIDDEN / 16) == part) a[s][k] = activate_rounded<ACTIVATION>(a[s][k]);
+                            if (s * kTurns / (HIDDEN / 16) == part) a[s][k] = activate_in_units<ACTIVATION>(a[s][k]);
                 }
             };
             // h = bias + K2 u for a class; meanwhile the piece before is activated.
@@ -330,7 +336,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             const Place at(round, rows);
             char* const y_row = y + at.row * (kOut * 2);
 
-            // ---- y = x + scale * (K4 v + bias); the four lanes of a row exchange vectors, so that they store neighbouring ones
+            // ---- y = x + scale * (K4 v + bias), rounded before x is added; the four lanes of a row exchange vectors, so that they store neighbouring ones
             constexpr u32 kTilesOfClass4[D4][STEPS4] = V_TABLE;  // as kTilesOfClass2; kNoTile where a class has fewer steps
             const char* const x_row = x + at.row * x_stride;
 #pragma unroll 1
@@ -345,7 +351,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         for (int n = 0; n < kVectors4; ++n) {
                             residual[h][n] = {};
                             if (at.left > h * 4)
-                                residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 4 * x_stride + byte + (run * 4 + at.t) * (kRun * 2) + n * 16);
+                                residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 4 * x_stride + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16);
                         }
                 };
                 u32 floats[D4];
@@ -398,11 +404,16 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                                     const int nth = n * 8 + k * 2 + e, p = nth / D4, j = nth % D4;
                                     pair[e] = acc[j][run * RUN + p / 2][2 * h + p % 2];
                                 }
-                                if (RESIDUAL) pair[0] += low_half(residual[h][n].w[k]), pair[1] += high_half(residual[h][n].w[k]);
+                                if (!RESIDUAL && !SCALED) pair[0] *= kOutUnit, pair[1] *= kOutUnit;
                                 out[n].w[k] = round2(pair[0], pair[1]);
                             }
-                        if (RESIDUAL && h == 1 && run + 1 < kRuns) load_residual(run + 1);
                         exchange(out, at.t);
+#pragma unroll
+                        for (int n = 0; n < kVectors4; ++n)
+#pragma unroll
+                            for (int k = 0; k < 4; ++k)
+                                if (RESIDUAL) out[n].w[k] = fma2(out[n].w[k], SCALED ? kOnes : kOutUnits, residual[h][n].w[k]);
+                        if (RESIDUAL && h == 1 && run + 1 < kRuns) load_residual(run + 1);
 #pragma unroll
                         for (int n = 0; n < kVectors4; ++n)
                             if (at.left > h * 4)

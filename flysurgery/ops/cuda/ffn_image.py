@@ -119,8 +119,9 @@ def pack_ffn(
     """Build the image of one block by torch operations only, on the factors' device.
 
     The norm's weight is multiplied into the first factor and its bias sent through the first two, in float32. Hidden
-    weights and biases are halved, which the activation expects. The scale stays apart, in float32.
+    weights and biases, and biases and scale of the outputs are in the units of the tiling. The scale stays apart, in float32.
     """
+    weight_unit, hidden_unit, out_unit = tile.units
     first, second, third, last = (factor.detach().float() for factor in factors)
     device = first.device
     weight, shift = (None if part is None else part.detach().float() for part in norm)
@@ -131,9 +132,11 @@ def pack_ffn(
         first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
     out_bias = torch.zeros(tile.factors[3].out_features, device=device) if biases[1] is None else biases[1].detach().float()
     indices, (hidden_columns, out_columns) = panel_indices(tile)
-    weights = [_take(value, index).to(half) for value, index in zip((first, second * 0.5, third, last), indices, strict=True)]
-    middle = _take(hidden_bias * 0.5, hidden_columns)
-    ends = [_take(out_bias, out_columns)] if scale is None else [_take(out_bias, out_columns), _take(scale.detach().float(), out_columns)]
+    weights = [_take(value, index).to(half) for value, index in zip((first, second / weight_unit, third, last), indices, strict=True)]
+    middle = _take(hidden_bias / hidden_unit, hidden_columns)
+    ends = [_take(out_bias / out_unit, out_columns)]
+    if scale is not None:
+        ends.append(_take(scale.detach().float() * out_unit, out_columns))
     return _sequence(tile, weights, middle, torch.cat(ends, dim=1))
 
 

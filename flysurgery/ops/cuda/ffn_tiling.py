@@ -11,6 +11,8 @@ from flysurgery.patterns import Architecture, Pattern
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 WARPGROUPS = 3
 ROWS_OF_WARPGROUP = 64
+HIDDEN_UNIT = 3.046875
+"""What the kernel with wgmma measures hidden units in, so that their activation takes one instruction less; its half is a bfloat16."""
 _PANEL_BYTES = 9 * 1024
 _MAX_SLOTS = 12
 _REGISTERS = 160
@@ -59,6 +61,11 @@ class FfnTiling:
     def whole_units(self) -> bool:
         """Whether rows of y past the last are written: a unit's rows of y hold what waits for its last factor."""
         return True
+
+    @property
+    def units(self) -> tuple[float, float, float]:
+        """What the second factor's weights, the hidden units and the outputs are divided by; the kernel divides u by the rest."""
+        return 1.0, HIDDEN_UNIT, HIDDEN_UNIT / 2
 
     @property
     def joined(self) -> bool:
@@ -163,6 +170,7 @@ class FfnTiling:
             "SLOTS": self.slots,
             "PANEL_STRIDE": self.stride,
             "SCALED": int(self.scaled),
+            "HIDDEN_UNIT": f"{HIDDEN_UNIT}f",
             "U_TABLE": braces(middle),
             "V_TABLE": braces(last),
         }

@@ -46,6 +46,10 @@ class WarpFfnTiling(FfnTiling):
         return False
 
     @property
+    def units(self) -> tuple[float, float, float]:
+        return 2.0, 2.0, 1.0
+
+    @property
     def joined(self) -> bool:
         return True
 

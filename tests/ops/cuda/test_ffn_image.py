@@ -55,6 +55,7 @@ class Panels:
 def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
     """What the kernel computes, in float64 and without the residual: from normalized rows to scaled outputs."""
     first, second, third, last = tile.factors
+    weight_unit, hidden_unit, out_unit = tile.units
     panels = Panels(image, tile.stride)
 
     def pick(u: Tensor, steps: list[tuple[int, int]]) -> Tensor:
@@ -65,14 +66,14 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
     for block in x.view(len(x), first.a, first.c).unbind(1):
         weights, _ = panels.of_parts(first.c, 8 * tiles_of(first), 0, tile.parts[0])
         u.append(block[:, torch.from_numpy(input_order(first.c, tile.vector))] @ weights)
-    u, hidden = torch.cat(u, dim=1), []
+    u, hidden = torch.cat(u, dim=1) * weight_unit / hidden_unit, []
     v = x.new_zeros(third.a, len(x), 8 * tiles_of(third))
     blocks = [block for block in range(third.a) for _ in range(second.d * tile.pieces)]
     for piece, cls in enumerate([cls for _ in range(third.a) for cls in range(second.d) for _ in range(tile.pieces)]):
         if tile.joined:
             panels.split(tile.panel_bytes[1] + 4 * tile.hidden)
         weights, bias = panels.of_parts(16 * len(tile.middle_steps[0]), tile.hidden, tile.hidden, tile.parts[1])
-        hidden.append(functional.gelu(2 * (pick(u, tile.middle_steps[cls]) @ weights + bias)))
+        hidden.append(functional.gelu(hidden_unit * (pick(u, tile.middle_steps[cls]) @ weights + bias)) / out_unit)
         late = 0 if tile.joined else 1  # then the product of a piece with the third factor comes after the next piece
         if piece >= late:
             v[blocks[piece - late]] += hidden[piece - late] @ panels.of_parts(tile.hidden, 8 * tiles_of(third), 0, tile.parts[2])[0]
@@ -85,7 +86,7 @@ def emulate(tile: FfnTiling, image: Tensor, x: Tensor) -> Tensor:
         for cls in range(last.d):
             weights, floats = panels.of_parts(16 * len(tile.last_steps[0]), tile.columns, count * tile.columns, tile.parts[3])
             out = pick(v, tile.last_steps[cls]) @ weights + floats[: tile.columns]
-            out = out * floats[tile.columns :] if tile.scaled else out
+            out = out * (floats[tile.columns :] if tile.scaled else out_unit)
             for run in range(0, tile.columns, 8 * tile.run):  # lane t stores what it holds of each tile of a run side by side
                 column = run + held // 2 * 8 + 2 * lane + held % 2
                 y[:, start + run : start + run + 8 * tile.run, cls] = out[:, column.flatten()]
@@ -126,8 +127,10 @@ def test_every_weight_is_there_and_panels_have_one_stride(find: Callable[..., Ff
         first, second, third, last = (torch.ones(pattern.factor_shape) for pattern in tile.factors)
         image = pack_ffn(tile, (first, second, third, last), (None, None), (None, None), torch.ones(down.out_features), torch.float16)
         assert len(image) == sum(tile.panel_counts) * tile.stride
+        second = second / tile.units[0]
         counts = [int((image.view(torch.float16) == value).sum()) for value in (1.0, 0.5)]
-        assert counts == [first.numel() + third.numel() + last.numel(), second.numel()]
+        held = torch.cat([factor.flatten() for factor in (first, second, third, last)])
+        assert counts == [int((held == value).sum()) for value in (1.0, 0.5)]
 
 
 @pytest.mark.parametrize(
