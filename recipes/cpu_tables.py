@@ -32,8 +32,11 @@ def main() -> None:
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     protocol = recipe.protocol(options, 15)
+    archs = names(options.archs, "--archs")
+    if options.quick:
+        archs, modes = archs[:1], modes[:1]
     with recipe.start(options, device) as run:
-        for arch in names(options.archs, "--archs"):
+        for arch in archs:
             settings = LayerSettings(
                 model=options.model,
                 model_args=model_arguments(options.model_args),

@@ -59,6 +59,8 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
     """Measure, print and draw."""
     device, modes = recipe.device_and_modes(options)
     quick, protocol = options.quick, recipe.protocol(options, 30)
+    if quick:
+        modes = modes[::2] if device.type == "cuda" else modes[:1]
     with recipe.start(options, device) as bench:
         for batch in map(int, (options.batches or str(recipe.images(options, device))).split(",")):
             settings = LayerSettings(
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
                 model_args=model_arguments(options.model_args),
                 arch=options.arch,
                 protocols=PROTOCOLS if options.protocols == "both" else names(options.protocols, "--protocols"),
-                modes=modes[::2] if quick else modes,
+                modes=modes,
                 launches=[each for each in names(options.launches, "--launches") if not (quick and each in COMPILED)],
                 names=names(options.parts, "--parts"),
                 batch=batch,
