@@ -77,7 +77,7 @@ class FusedBlock(StandIn):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.condition.obstacle() is not None or not self.form.fits(args, kwargs):
-            return self.original(x, *args, **kwargs)
+            return self.original.forward(x, *args, **kwargs)
         norm, attention, attending, out, feed_forward = self._steps
         positional, named = self.form.handed_on(args, kwargs)
         with attending or nullcontext():

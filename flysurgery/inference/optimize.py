@@ -15,8 +15,9 @@ from flysurgery.inference.place import Place
 from flysurgery.inference.places import Builder
 from flysurgery.inference.report import OptimizeReport, OptimizeRow
 from flysurgery.inference.restoring import put
+from flysurgery.inference.standing import StandIn
 from flysurgery.inference.whole import not_slower
-from flysurgery.surgery import OPTIMIZED, Reason
+from flysurgery.surgery import Reason
 from flysurgery.walker import example_input
 
 MEASURED_IMAGES = 64
@@ -48,7 +49,7 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
         WalkError: no example is known for the model, or its forward pass cannot be traced.
     """
     started = perf_counter()
-    if any(OPTIMIZED in vars(module) for module in model.modules()):
+    if any(isinstance(module, StandIn) for module in model.modules()):
         raise InferenceError("the model is optimized already; flysurgery.restore(model) takes that back")
     device, dtype = _place_of(model)
     found = look(model, _example(model, device) if example is None else example)

@@ -90,13 +90,7 @@ def patches_place(model: nn.Module, candidate: Candidate) -> Place:
 def _pair(model: nn.Module, norm: str, behind: str, candidate: Candidate) -> Place:
     first, second = model.get_submodule(norm), model.get_submodule(behind)
     condition = Condition([*first.modules(), *second.modules()])
-
-    def put() -> dict[str, nn.Module]:
-        passed, stepped = Passed(first, condition), Stepped(second, candidate.step, condition)
-        condition.add([passed, stepped])  # a hook on the one must see what the other then computes by itself
-        return {norm: passed, behind: stepped}
-
-    return Place((candidate,), condition, put)
+    return Place((candidate,), condition, lambda: {norm: Passed(first, condition), behind: Stepped(second, candidate.step, condition)})
 
 
 def _takes(calls: Seen, value: object) -> bool:

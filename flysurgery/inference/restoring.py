@@ -1,4 +1,4 @@
-"""The way back from an optimized model."""
+"""An optimized model's fused modules put in place, and the way back."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from flysurgery.surgery import OPTIMIZED
-
-Undo = tuple[tuple[nn.Module, str, nn.Module], ...]
+from flysurgery.inference.standing import StandIn
 
 
 def put(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Put modules in place under all names that the old ones have, and leave the way back on the model."""
-    old = {fqn: model.get_submodule(fqn) for fqn in new}
-    by_identity = {id(old[fqn]): module for fqn, module in new.items()}
-    undo: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and id(child) in by_identity:
-                undo.append((parent, name, child))
-    for parent, name, child in undo:
-        parent._modules[name] = by_identity[id(child)]
-    setattr(model, OPTIMIZED, tuple(undo))
+    """Put modules in place under all names that the old ones have."""
+    old = {id(model.get_submodule(fqn)): module for fqn, module in new.items()}
+    for parent, name, child in _children(model):
+        if id(child) in old:
+            parent._modules[name] = old[id(child)]
 
 
 def restore(model: nn.Module) -> int:
@@ -30,11 +22,12 @@ def restore(model: nn.Module) -> int:
 
     Gives the number of modules; 0 for a model that is not optimized.
     """
-    count = 0
-    for owner in [module for module in model.modules() if OPTIMIZED in vars(module)]:
-        undo: Undo = vars(owner)[OPTIMIZED]
-        for parent, name, child in reversed(undo):
-            parent._modules[name] = child
-        count += len(undo)
-        delattr(owner, OPTIMIZED)
-    return count
+    fused = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
+    for parent, name, child in fused:
+        parent._modules[name] = child.original
+    return len(fused)
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Each module in ``model`` with its parent and its name there, as they are now."""
+    return [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child is not None]

@@ -1,4 +1,4 @@
-"""Modules that stand in the place of others: same parameters, buffers and children under the same names, another forward."""
+"""Modules that stand in the place of others: same parameters, buffers, children and hooks, another forward."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flysurgery.surgery import STANDS_FOR
+
+_DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+
 
 class Condition:
     """Whether fused modules may run: none of the modules that they cover is in training mode or has hooks that wait for its call."""
 
     def __init__(self, covered: Iterable[nn.Module]) -> None:
         self.covered = tuple(covered)
-
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Cover more modules, such as those that stand in for others."""
-        self.covered = (*self.covered, *modules)
 
     def obstacle(self) -> tuple[str, nn.Module] | None:
         """``"training"`` or ``"hooked"``, and the first module that is; None where the fused modules may run."""
@@ -29,25 +29,23 @@ class Condition:
 
 
 class StandIn(nn.Module):
-    """Takes the place of ``original``, whose dictionaries of parameters, buffers and children it shares.
+    """Takes the place of ``original``, whose dictionaries of parameters, buffers, children and hooks it shares.
 
-    State dicts, moves to a device or dtype, and the training mode are therefore those of the original, whose other attributes can be
-    read through it.
+    State dicts, moves to a device or dtype, hooks and the training mode are therefore those of the original, whose other attributes can
+    be read through it. Hooks run once: of the original only ``forward`` is called.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.training = original.training
-        self._kept = (original,)  # in a tuple, so that it is no child
-        self._parameters = original._parameters
-        self._buffers = original._buffers
-        self._non_persistent_buffers_set = original._non_persistent_buffers_set
-        self._modules = original._modules
+        for name in _DICTIONARIES:
+            self.__dict__[name] = original.__dict__[name]
+        self.__dict__[STANDS_FOR] = (original,)  # in a tuple, so that it is no child
 
     @property
     def original(self) -> nn.Module:
         """The module that stood here before."""
-        return self._kept[0]
+        return self.__dict__[STANDS_FOR][0]
 
     def train(self, mode: bool = True) -> StandIn:
         self.original.train(mode)
@@ -58,7 +56,7 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_kept"][0], name)
+            return getattr(self.__dict__[STANDS_FOR][0], name)
 
 
 class Passed(StandIn):
@@ -69,7 +67,7 @@ class Passed(StandIn):
         self.condition = condition
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.condition.obstacle() is None else self.original(x)
+        return x if self.condition.obstacle() is None else self.original.forward(x)
 
 
 class Stepped(StandIn):
@@ -81,7 +79,7 @@ class Stepped(StandIn):
         self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._step[0](x) if self.condition.obstacle() is None else self.original(x)
+        return self._step[0](x) if self.condition.obstacle() is None else self.original.forward(x)
 
 
 class Through(nn.Module):

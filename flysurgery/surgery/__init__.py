@@ -13,7 +13,7 @@ from flysurgery.surgery.latency_table import read_latency_table as read_latency_
 from flysurgery.surgery.layer_plan import LayerPlan as LayerPlan
 from flysurgery.surgery.layer_plan import Part as Part
 from flysurgery.surgery.layer_plan import Reason as Reason
-from flysurgery.surgery.mark import OPTIMIZED as OPTIMIZED
+from flysurgery.surgery.mark import STANDS_FOR as STANDS_FOR
 from flysurgery.surgery.mark import plan_of as plan_of
 from flysurgery.surgery.permutation_report import permutation_tables as permutation_tables
 from flysurgery.surgery.plan import ExampleInput as ExampleInput

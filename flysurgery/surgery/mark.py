@@ -10,8 +10,8 @@ from flysurgery.surgery.plan import Plan
 
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
-OPTIMIZED = "_flysurgery_optimized"
-"""On a model that is optimized for inference: the modules to put back."""
+STANDS_FOR = "_flysurgery_stands_for"
+"""On a fused module of a model that is optimized for inference: the module in whose place it stands."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -40,5 +40,5 @@ def refuse_converted(model: nn.Module) -> None:
 
 def refuse_optimized(model: nn.Module) -> None:
     """Raise ``SurgeryError`` for a model whose fused modules refer to the layers that surgery would replace."""
-    if any(OPTIMIZED in vars(module) for module in model.modules()):
+    if any(STANDS_FOR in vars(module) for module in model.modules()):
         raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")

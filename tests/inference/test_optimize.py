@@ -136,6 +136,37 @@ def test_hooks_set_later_and_training_mode_get_the_own_modules(called: list[str]
     assert called == WHOLE
 
 
+def test_a_hook_on_what_was_fused_runs_once_and_stays_after_restore(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    x, seen = images(model), []
+    before = model(x)
+    flysurgery.optimize(model)
+    handle = model.get_submodule("blocks.0").register_forward_hook(lambda module, args, result: seen.append(result))
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", "norm_linear", "attention", "linear_residual", "ffn"]
+    flysurgery.restore(model)
+    assert_equal(model(x), before)
+    assert_equal(seen[0], seen[1])
+    handle.remove()
+    model(x)
+    assert len(seen) == 2
+
+
+def test_part_of_an_optimized_model_is_optimized_and_can_be_restored(called: list[str]) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    flysurgery.optimize(model)
+    blocks = nn.Sequential(*model.get_submodule("blocks").children())
+    x = torch.randn(2, 17, 48)
+    before = blocks(x)
+    with pytest.raises(InferenceError, match="optimized already"):
+        flysurgery.optimize(blocks, x)
+    assert flysurgery.restore(blocks) == 2
+    called.clear()
+    assert_equal(blocks(x), before)
+    assert not called
+    assert flysurgery.restore(model) == 3
+
+
 def test_a_hook_on_a_norm_whose_work_was_moved_sees_its_result(called: list[str]) -> None:
     model = ready(build("vit_pytorch.vit:ViT", VIT))
     x = images(model)
