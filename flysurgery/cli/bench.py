@@ -11,7 +11,7 @@ from flysurgery.cli.bench_model import model
 from flysurgery.cli.bench_projection import projection
 from flysurgery.cli.bench_show import TIMES, print_records
 
-app = typer.Typer(help="Measure speed: times and ratios to dense, taken in one run.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed: times and ratios to dense, taken in one run.")
 app.command("layer")(layer)
 app.command("model")(model)
 app.command("projection")(projection)
@@ -20,9 +20,11 @@ QUICK_ROWS = 788
 """Four images at 197 tokens."""
 
 
-@app.callback()
-def bench() -> None:
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
     """Measure speed: times and ratios to dense, taken in one run."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command("multiply")

@@ -25,7 +25,7 @@ COLUMNS = ("layer", "layers", "out_features", "in_features", "rows", "candidate"
 
 
 def model(
-    model: options.Model,
+    model: options.DenseModel,
     arch: options.Arch = options.Family.monarch,
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,

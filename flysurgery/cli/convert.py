@@ -22,7 +22,7 @@ from flysurgery.surgery import Plan
 
 
 def convert(
-    model: options.Model,
+    model: options.DenseModel,
     arch: options.ArchChoice = options.Choice.monarch,
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,

@@ -31,7 +31,7 @@ class Line:
 
 
 def inspect(
-    model: options.Model,
+    model: options.DenseModel,
     model_args: options.ModelArgs = None,
     base: options.Base = None,
     arch: options.Arch = options.Family.monarch,

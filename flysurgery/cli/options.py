@@ -45,8 +45,9 @@ def _option(name: str, text: str, metavar: str | None = None, minimum: int | Non
 
 
 # The model, and where its weights come from.
-MODEL_HELP = "A timm name, a local dense or converted folder, a checkpoint file with --base, or vit_pytorch:CLASS with --model-args."
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+MODEL_HELP = "A timm name, a local dense {}folder, a checkpoint file with --base, or vit_pytorch:CLASS with --model-args."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP.format("or converted "))]
+DenseModel = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP.format(""))]
 ModelArgs = Annotated[list[str] | None, _option("--model-args", "Arguments of the model's constructor; repeatable.", "JSON|KEY=VALUE")]
 Base = Annotated[str | None, _option("--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
 Checkpoint = Annotated[Path | None, _option("--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]

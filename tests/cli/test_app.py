@@ -24,10 +24,11 @@ def test_help_names_every_verb() -> None:
     assert all(verb in done.stdout for verb in VERBS)
 
 
-def test_no_verb_prints_the_help(run: Run) -> None:
-    outcome = run()
-    assert outcome.code == 0
-    assert "convert" in outcome.out
+@pytest.mark.parametrize(("verb", "word"), [((), "convert"), (("bench",), "multiply")])
+def test_no_verb_prints_the_help(run: Run, verb: tuple[str, ...], word: str) -> None:
+    outcome = run(*verb)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert word in outcome.out
 
 
 def test_version(run: Run) -> None:
