@@ -28,5 +28,5 @@ class BmmBackend(FactorwiseBackend):
     def multiply(self, x: Tensor, prepared: Tensor, pattern: Pattern) -> Tensor:
         a, b, c, d = pattern.factor_shape
         by_block = x.reshape(-1, a, c, d).permute(1, 3, 0, 2).reshape(a * d, -1, c)
-        product = torch.bmm(by_block, prepared.mT)  # shape: (a*d, rows, b)
+        product = torch.bmm(by_block, prepared.transpose(1, 2))  # shape: (a*d, rows, b)
         return product.view(a, d, -1, b).permute(2, 0, 3, 1).reshape(-1, a * b * d)
