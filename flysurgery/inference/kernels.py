@@ -11,6 +11,8 @@ from flysurgery.ops import Dense, FusedFactors, Linear, Norm
 
 def linear_of(linear: nn.Module) -> Linear | None:
     """The factors or the weight of a linear layer, and its bias, as they are now; None for any other module."""
+    if not is_plain(linear):
+        return None
     if type(linear) is ButterflyLinear:
         return FusedFactors(tuple(linear.factors), linear.bias)
     return Dense(linear.weight, linear.bias) if type(linear) is nn.Linear else None
@@ -18,9 +20,14 @@ def linear_of(linear: nn.Module) -> Linear | None:
 
 def group_of(linear: nn.Module) -> tuple[Linear, ...] | None:
     """The layers side by side that a projection consists of: its parts, or itself; None where one of them is no linear layer."""
-    parts = list(linear.children()) if type(linear) is SplitLinear else [linear]
+    parts = list(linear.children()) if type(linear) is SplitLinear and is_plain(linear) else [linear]
     found = [linear_of(part) for part in parts]
     return None if any(each is None for each in found) else tuple(each for each in found if each is not None)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the forward of a module is that of its class: another one, set on the module itself, may compute anything."""
+    return "forward" not in vars(module)
 
 
 def norm_of(norm: nn.Module, eps: float) -> Norm:

@@ -13,6 +13,7 @@ from flysurgery.inference.block import match_block
 from flysurgery.inference.chain import origin
 from flysurgery.inference.forms import Seen, watch
 from flysurgery.inference.found import AttentionOut, Block, FeedForward, Patches, Projection
+from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.match import Matcher
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
@@ -86,7 +87,7 @@ def _find_patches(found: Findings) -> None:
             continue
         fqn = seen.owners.innermost(node) or ""
         module = seen.owners.modules[fqn]
-        if type(module) is nn.Conv2d and _is_tiling(module):
+        if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
             found.patches[fqn] = Patches(fqn)
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))

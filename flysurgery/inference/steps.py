@@ -10,7 +10,7 @@ from torch.nn import functional
 from flysurgery import ops
 from flysurgery.inference import kernels
 
-UNKNOWN = "it is of a class that the kernels do not know"
+UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
 
 Normalized = tuple[nn.Module, float]
 """A layer norm's module, and what it adds to the variance."""

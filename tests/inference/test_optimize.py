@@ -98,6 +98,19 @@ def test_linear_layers_of_other_classes_are_left_with_the_reason(called: list[st
     assert "a class that the kernels do not know" in str(report)
 
 
+def test_layers_with_a_forward_of_their_own_are_left(called: list[str]) -> None:
+    """One that reads another weight looks like any linear in a trace."""
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
+    weight, layer, patches = torch.randn(192, 48), model.get_submodule("blocks.0.mlp.fc1"), model.get_submodule("patch_embed.proj")
+    layer.forward = lambda x: nn.functional.linear(x, weight)  # pyright: ignore[reportAttributeAccessIssue]
+    patches.forward = lambda x: nn.functional.conv2d(x, patches.weight.flip(0), stride=8)  # pyright: ignore
+    x = images(model)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert {row.fqn for row in report.rows if row.reason} == {"blocks.0.mlp.fc2", "patch_embed.proj"}
+
+
 def test_training_mode_and_hooks_leave_a_group_as_it_was(called: list[str]) -> None:
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
     model.blocks[0].mlp.train()  # pyright: ignore[reportIndexIssue]
