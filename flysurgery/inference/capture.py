@@ -46,7 +46,7 @@ class Captured:
                 f"captured for {mine.dtype} of shape {tuple(mine.shape)} on {mine.device}, got {x.dtype} of shape {tuple(x.shape)} on "
                 f"{x.device}; capture the model for that as well"
             )
-        mine.copy_(x)
+        mine.copy_(x.detach())
         self._graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, self._result) if fresh else self._result
 

@@ -38,6 +38,8 @@ def test_replays_give_what_the_model_gives() -> None:
     assert_equal(first, kept)
     captured(x, fresh=False)
     assert_equal(shared, kept)
+    assert_equal(captured(x.clone().requires_grad_()), kept)
+    assert not captured._input.requires_grad
     with pytest.raises(InferenceError, match="captured for"):
         captured(x[:1])
     with pytest.raises(InferenceError, match="training mode"):
