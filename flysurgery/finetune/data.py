@@ -40,7 +40,8 @@ def training_data(name: str | Path, model: nn.Module, settings: Settings, *, roo
 
     "digits": two thirds of scikit-learn's. "fractals": generated on the device as they are needed, never the same twice, in as
     many classes as the model has. A folder that holds one folder of images for each class, itself or its ``train``. A name with a
-    slash and no such folder is one of timm's data sets under ``root``, such as ``torch/cifar10`` or ``hfds/NAME``, split "train".
+    slash and no such folder is one of timm's data sets under ``root``, such as ``torch/cifar10`` or ``hfds/NAME``, split "train". In
+    place of an image that cannot be read the next one is taken, with a warning that names it, up to ten times in a row.
 
     Raises:
         DataError: the data are not there, do not fit the model, or are fewer than one batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ from torch.utils.data import Dataset
 from flysurgery.errors import DataError
 from flysurgery.evaluation import digits
 
+_logger = logging.getLogger(__name__)
+
 LEVELS = 255
+
+MOST_SKIPPED = 10
+"""Images in a row for which the next one is taken: as many as timm's own data sets skip."""
 
 
 class DigitPictures(Dataset[Any]):
@@ -33,6 +39,32 @@ class DigitPictures(Dataset[Any]):
         return (picture if self.transform is None else self.transform(picture)), self._classes[index]
 
 
+class Skipping(Dataset[Any]):
+    """Pictures to train on, the next one in place of one that cannot be read, with a warning, as timm's own data sets do it."""
+
+    def __init__(self, pictures: Any) -> None:
+        self._pictures, self.classes = pictures, pictures.classes
+
+    @property
+    def transform(self) -> Any:
+        return self._pictures.transform
+
+    @transform.setter
+    def transform(self, transform: Any) -> None:
+        self._pictures.transform = transform
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        for ahead in range(MOST_SKIPPED):
+            try:
+                return self._pictures[(index + ahead) % len(self)]
+            except DataError as error:
+                _logger.warning("%s; the next image is taken for it", error)
+        raise DataError(f"{MOST_SKIPPED} images in a row cannot be read; the warnings above name them")
+
+
 def open_dataset(name: str, root: Path | None, split: str, channels: int, *, training: bool) -> Any:
     """A folder of images, or one of timm's data sets by its name.
 
@@ -46,6 +78,7 @@ def open_dataset(name: str, root: Path | None, split: str, channels: int, *, tra
         if Path(name).is_dir():
             # torchvision's folders: classes in the order of their names, as the evaluation numbers them.
             dataset: Any = create_dataset("torch/image_folder", root=name, split=split, loader=_reader(mode))
+            dataset = Skipping(dataset) if training else dataset
         elif "/" in name and root is not None:
             extra = {"loader": _reader(mode)} if name in ("torch/folder", "torch/image_folder") else {}
             dataset = create_dataset(name, root=str(root), split=split, is_training=training, input_img_mode=mode, **extra)

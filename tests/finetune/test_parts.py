@@ -154,8 +154,17 @@ def test_data_that_are_not_there_or_do_not_fit(pictures: Path, dense: nn.Module,
     two = build_base(BASE, ARGUMENTS | {"num_classes": 2})
     with pytest.raises(DataError, match="24 images for training, fewer than one batch of 64"):
         training_data(str(pictures), two, Settings())
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "broken.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"broken.png cannot be read as an image"):
-        one = build_base(BASE, ARGUMENTS | {"num_classes": 1})
-        list(training_data(str(tmp_path), one, Settings(batch_size=1, workers=0)).open(HERE).epoch(0, 0))
+
+
+def test_the_next_image_is_taken_for_one_that_cannot_be_read(pictures: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, settings = build_base(BASE, ARGUMENTS | {"num_classes": 2}), Settings(batch_size=4, workers=0)
+    broken, *others = sorted(pictures.rglob("*.png"))
+    broken.write_bytes(b"no picture")
+    batches = training_data(str(pictures), model, settings).open(HERE)
+    assert sum(len(images) for images, _ in batches.epoch(0, 0)) == 24
+    (message,) = caplog.messages
+    assert f"{broken.name} cannot be read as an image" in message and message.endswith("; the next image is taken for it")
+    for path in others:
+        path.write_bytes(b"no picture")
+    with pytest.raises(DataError, match="10 images in a row cannot be read"):
+        list(batches.epoch(0, 0))
