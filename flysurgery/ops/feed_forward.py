@@ -40,7 +40,7 @@ def ffn(
 
     Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation. One launch where a kernel takes the whole
     block, two for few rows; else one for the norm and what stands behind it with the activation, or one for each, and one for the last
-    layer with scale and residual, behind one for a norm before it; or, of wide layers and many rows, one for each factor and one for the
+    layer with scale and residual, behind one for a norm before it; or, of wide layers, one for each factor and one for the
     norm's moments.
     Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and residual are
     float32. Weights may be wider than x; they are rounded when they are packed, once for each version.

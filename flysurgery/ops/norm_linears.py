@@ -32,7 +32,7 @@ def norm_linear(
     """The linears' outputs for ``norm(x)``, side by side.
 
     One launch for few rows and where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of
-    one architecture; or, of wide layers and many rows, one for each factor and one for the norm's moments. A dense one is multiplied by
+    one architecture; or, of wide layers, one for each factor and one for the norm's moments. A dense one is multiplied by
     PyTorch, but in float32 on tensor cores, by pairs of fp16.
 
     Raises:

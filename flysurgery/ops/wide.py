@@ -1,4 +1,4 @@
-"""Layers of two factors that are too wide for one launch a layer: a launch a factor, from many rows on."""
+"""Layers of two factors that are too wide for one launch a layer: a launch a factor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flysurgery.ops.cuda.wide_group import wide_group_obstacle
 from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
 
-FEWEST_ROWS = 2048
-"""Fewer rows, whose launches are short, stay with a launch a layer."""
-NARROWEST = 512
-"""Narrower rows fit whole into the kernel that multiplies both factors."""
+NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
+"""Features from which on a launch a factor is the faster way for feed-forward blocks, and for linears that share x.
+
+``recipes/wide_table.py`` times both ways, for few rows and many.
+"""
 
 
 def wide_ffn(
@@ -43,7 +44,7 @@ def wide_ffn_launches(norm: Norm | None, scale: Tensor | None, residual: bool) -
 
 def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors, activation: str) -> bool:
     """Whether a feed-forward block that no kernel takes as a whole is multiplied factor by factor."""
-    return _large(x) and _ffn_obstacle(up.shapes, down.shapes, x.dtype, activation, x.device.index) is None
+    return x.shape[-1] >= NARROWEST_BLOCK and _ffn_obstacle(up.shapes, down.shapes, x.dtype, activation, x.device.index) is None
 
 
 def wide_group(
@@ -65,11 +66,7 @@ def wide_group_launches() -> tuple[str, ...]:
 
 def takes_group(x: Tensor, group: Sequence[FusedFactors]) -> bool:
     """Whether linears of one architecture, with a bias each or none, are multiplied factor by factor."""
-    return _large(x) and _group_obstacle(group[0].shapes, len(group), x.dtype, x.device.index) is None
-
-
-def _large(x: Tensor) -> bool:
-    return x.shape[-1] >= NARROWEST and x.numel() >= FEWEST_ROWS * x.shape[-1]
+    return x.shape[-1] >= NARROWEST_GROUP and _group_obstacle(group[0].shapes, len(group), x.dtype, x.device.index) is None
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
