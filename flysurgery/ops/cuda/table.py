@@ -58,6 +58,8 @@ class TunedEntry:
             linears=int(fields["linears"]),
             rows=int(fields["rows"]),
         )
+        if case.rows < 1:
+            raise ValueError(f"expected at least one row, got {case.rows}")
         return cls(case, dict(fields["config"]), float(fields["median_us"]))
 
 

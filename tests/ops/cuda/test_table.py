@@ -77,6 +77,11 @@ def test_a_damaged_table_is_ignored_and_replaced(content: str, cache: Path) -> N
     assert look_up(196) == {"warps": 4}
 
 
+def test_an_entry_of_no_rows_is_damaged(cache: Path) -> None:
+    save_entries([entry(0, 4)])
+    assert look_up(196) is None
+
+
 def test_an_unwritable_folder_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file"))
