@@ -25,7 +25,8 @@ struct StagedRows {
         // For ldmatrix the 64 bytes of a row and two steps lie together, their 16-byte pieces turned by row against bank conflicts.
         const u32 base = shared + warp * STAGES * kStageBytes;
         const u32 turned = (lane >> 3 & 1) * 512 + (lane & 7) * 64 + ((lane >> 4 ^ (lane >> 1 & 3)) << 4);
-        to_first = to = base + (kMatrix ? g * 64 + ((t ^ (g >> 1 & 3)) << 4) : lane * kVec);
+        const u32 own = base + (kMatrix ? g * 64 + ((t ^ (g >> 1 & 3)) << 4) : lane * kVec);
+        to_first = to = kOnce ? one_register(own, lane) : own;
         from_first = from = base + (kMatrix ? turned : lane * kVec);
         odd_step = (int)(turned ^ 32) - (int)turned;
         set_rows();
@@ -90,7 +91,10 @@ struct StagedRows {
 #pragma unroll
                 for (int v = 0; v < kVecs; ++v) {
                     const int bytes = C2 == 16 * kSteps1 ? size(mh) : min(max(valid - v * kVec, 0), size(mh));
-                    copy_ahead<kVec, kReadOnce>(to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32, at(mh, b * kStepBytes + v * kVec), bytes);
+                    const u32 piece = to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32;
+                    const char* const source = at(mh, b * kStepBytes + v * kVec);
+                    if constexpr (kOnce) copy_once(piece, source, bytes);
+                    else copy_ahead<kVec>(piece, source, bytes);
                 }
         }
     }

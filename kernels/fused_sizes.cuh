@@ -78,14 +78,13 @@ __host__ __device__ constexpr bool high_is_shared(int tile) { return tile < U_GR
 __host__ __device__ constexpr bool low_is_shared(int tile) { return tile < kUSharedTiles; }
 constexpr int kRowBytes = A2 * C2 * D2 * kElem;
 constexpr bool kLinear = kPasses == 1 && C2 == 16 * kSteps1;   // batches of x follow each other in memory
+constexpr bool kOnce = kFloat && kPasses == 1 && BLOCKS == 1 && !NORM;  // x is read here and nowhere else, as far as a layer can know
 // The small products of pairs may have sums of their own, so that each step adds once to the long sum and not three times.
 constexpr bool kSmallApart = SMALL_APART;
 // The blocks of x share their code where that would be long and u leaves registers.
 constexpr int kUnrolled1 = LOOPED ? 1 : A2;
 // A last round that has few rows is shared by the warpgroups of a block: all multiply by the first factor, each by its part of the second.
 constexpr bool kShares = SHARES;
-// Rows of x that are read by one block alone, and are larger than those of y, are the first to leave the L2 cache.
-constexpr bool kReadOnce = kPairs && BLOCKS == 1 && kRowBytes > kRowOfY;
 // Panels with one of many classes are left when the products with the next one are queued.
 constexpr bool kHeld2 = kPairs && WGMMA && U_LOW && PANEL_CLASSES == 1 && D1 > 2;
 // Steps of the second product handled together.

@@ -110,16 +110,24 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) 
     if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
-// The same, which asks the L2 cache for the 256 bytes around, of which more will be read soon. What is read ONCE leaves it first.
-template <int BYTES, bool ONCE = false>
+// The same, which asks the L2 cache for the 256 bytes around, of which more will be read soon.
+template <int BYTES>
 __device__ __forceinline__ void copy_ahead(u32 to, const void* from, int valid) {
-    if constexpr (BYTES == 16 && ONCE) {
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid), "l"(policy));
-    } else if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
+    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
     else asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
+// The same of bytes that nobody reads again: they leave the L2 cache first, and it is asked for the 128 around. `to` must come from `one_register`:
+// NVRTC makes an illegal instruction where a part of the address lies in a register that all lanes share.
+__device__ __forceinline__ void copy_once(u32 to, const void* from, int valid) {
+#if __CUDA_ARCH__ >= 900
+    constexpr u64 kEvictFirst = 0x12f0000000000000ull;  // as createpolicy gives it
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid), "l"(kEvictFirst));
+#else
+    copy_ahead<16>(to, from, valid);
+#endif
+}
+// An address that the compiler cannot take apart.
+__device__ __forceinline__ u32 one_register(u32 address, int lane) { return __shfl_sync(0xffffffffu, address, lane); }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
