@@ -1,7 +1,7 @@
-// Products of operands in registers with a panel of weights in shared memory, by mma.sync or by wgmma.
+// Products of operands in registers, of MT tiles of 16 rows, with a panel of weights in shared memory, by mma.sync or by wgmma.
 #pragma once
-#include "fused_sizes.cuh"
 #include "instructions.cuh"
+#include "mode.cuh"
 #if WGMMA
 #include "wgmma.cuh"
 #endif

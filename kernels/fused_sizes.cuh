@@ -1,11 +1,8 @@
 // The sizes of the fused kernel, all known at compile time. The macros come from the host code that packs the weights:
 // the patterns A1..D1 (second product) and A2..D2 (first), GROUPS linears that share x, MODE, WGMMA, and the configuration.
 #pragma once
+#include "mode.cuh"
 
-constexpr bool kFloat = MODE >= 2;
-constexpr bool kPairs = MODE == 3;
-constexpr int kElem = kFloat ? 4 : 2;         // bytes of an element of x and y
-constexpr int kImages = kPairs ? 2 : 1;       // hi, lo
 constexpr int kGroups2 = A2 * D2;             // groups of stage 1
 constexpr int kClasses = A1 * D1;             // classes of stage 2
 constexpr int kTiles1 = GROUPS * GROUP_TILES;                  // column tiles of a group

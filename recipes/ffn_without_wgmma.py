@@ -112,7 +112,7 @@ def prepare(job: tuple[str, dict[str, int | str], str]) -> None:
 
 
 def one_launch(tile: WarpFfnTiling, norm: Norm, up: FusedFactors, down: FusedFactors) -> Run:
-    kernel = FusedFfn(tile, torch.float16, "gelu", norm=True, residual=True, device_index=0)
+    kernel = FusedFfn(tile, "fp16", "gelu", norm=True, residual=True, device_index=0)
     factors = (up.factors[1], up.factors[0], down.factors[1], down.factors[0])
     image = pack_ffn(tile, factors, (up.bias, down.bias), (norm.weight, norm.bias), None, torch.float16)
     return lambda x: kernel.run(x, image, norm.eps)

@@ -3,9 +3,10 @@
 ``python recipes/fused_ffn_table.py --out recipes/results/fused_ffn_h200.csv``
 
 Norm, two linear layers, activation and residual: one launch where a kernel takes the whole block, else, as of width 768, one for the norm
-and one for each layer. Times by CUDA graphs over rotating inputs larger than the L2 cache, all
-candidates of a block in one shuffled run, after a check against float64. ``composed`` is the same block of factors as separate
-operators. ``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow for x, y and the weights.
+and one for each layer, or, of float32, one for each layer, the first with the norm. ``tf32`` and ``fp32`` are float32, with and without
+leave to round to TF32. Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a block in one shuffled run,
+after a check against float64. ``composed`` is the same block of factors as separate operators. ``bound_us`` is what a large copy and a
+large matrix product, measured in the same run, allow for x, y and the weights.
 ``ratio_to_compiled`` is against ``torch.compile(mode="max-autotune-no-cudagraphs")`` of the dense block; this run captures
 its graphs itself.
 """
@@ -25,7 +26,7 @@ from flysurgery.ops import FusedFactors, Norm, composed, ffn
 from flysurgery.patterns import Architecture, gonon, monarch
 
 WIDTHS = (384, 192, 768)
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 ARCHITECTURES: dict[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
 
 
@@ -89,6 +90,7 @@ def make_block(name: str, width: int, dtype: torch.dtype) -> tuple[Norm, FusedFa
 def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) -> list[Row]:
     """Check and time one block."""
     dtype = DTYPES[dtype_name]
+    torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
     torch.manual_seed(0)
     norm, up, down = make_block(name, width, dtype)
     x = torch.randn(rows, width).to("cuda", dtype)

@@ -145,6 +145,19 @@ def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: to
     print(f"feed-forward {dtype} {architectures[0]} {architectures[1]}, rows {all_rows}")
 
 
+def run_float_feed_forward(architectures: tuple[Architecture, Architecture], mode: str) -> None:
+    if device_arch(0) != "sm_90a":
+        return
+    torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
+    up, down = (factors_of(architecture, torch.float32) for architecture in architectures)
+    bias = torch.randn(architectures[1].out_features, device="cuda")
+    for rows in ROWS:
+        x = torch.randn((rows, len(bias)), device="cuda")
+        run_ffn(x, (bias, bias), 1e-6, up, None, down, bias, "gelu", bias, True)
+        run_ffn(x, (None, None), 1e-6, up, None, down, None, "gelu_tanh", None, False)
+    print(f"feed-forward {mode} {architectures[0]} {architectures[1]}")
+
+
 def run_attention_layer(mode: str) -> None:
     for tokens in ROWS:
         q, k, v = torch.randn((2, tokens, 3, 2, 32), device="cuda").permute(2, 0, 3, 1, 4)
@@ -226,6 +239,8 @@ def cases() -> list[Callable[[], None]]:
         found += [partial(run_fused, SMALL, mode, 3), partial(run_fused, SMALL, mode, 3, norm=True), partial(run_fused, UNCHAINED, mode, 1)]
         found += [partial(run_fused, SMALL, mode, 1, (rows_of_two_rounds(),)), partial(run_single, Pattern(1, 48, 64, 1), mode)]
     found += [partial(run_attention_layer, mode) for mode in ("tf32", "fp32")]
+    for mode in ("tf32", "fp32"):
+        found += [partial(run_float_feed_forward, (named(768, 192), named(192, 768)), mode) for named in (gonon, monarch)]
     found += [partial(run_single, ODD, "exact")]
     for mode in ("fp16", "bf16"):
         dtype = dtype_of(mode)

@@ -107,7 +107,7 @@ def _stages(
         return first if isinstance(first, str) else (*first, *before_last, _last(x, down, scale, residual))
     if takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner):
         return _first_of_few_rows(norm, up, activation), _last_of_few_rows(x, inner, down, scale, residual)
-    whole = _whole_obstacle(x, up, down, activation, residual, inner)
+    whole = _whole_obstacle(x, norm, up, down, activation, residual, inner)
     if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
         operands = {"norm": norm, "up": up, "down": down, "activation": activation, "scale": scale, "residual": residual}
         if whole is None:
@@ -194,25 +194,29 @@ def _whole(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _whole_obstacle(x: Tensor, up: Linear, down: Linear, activation: str, residual: bool, inner: Norm | None) -> str | None:
+def _whole_obstacle(
+    x: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: str, residual: bool, inner: Norm | None
+) -> str | None:
     """Why no kernel takes the whole block in one launch."""
     if inner is not None:
         return "the kernel of a whole block has no norm between its layers"
     if isinstance(up, Dense) or isinstance(down, Dense):
         return "the kernel of a whole block multiplies factors, and one of its layers is dense"
-    return _ffn_obstacle(up.shapes, down.shapes, x.dtype, activation, residual, x.device.index)
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return _ffn_obstacle(up.shapes, down.shapes, mode, norm is not None, activation, residual, x.device.index)
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
 def _ffn_obstacle(
     up: tuple[tuple[int, ...], ...],
     down: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
+    mode: str | None,
+    norm: bool,
     activation: str,
     residual: bool,
     device_index: int,
 ) -> str | None:
-    return ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, residual, device_index)
+    return ffn_obstacle(Architecture.of(*up), Architecture.of(*down), mode, norm, activation, residual, device_index)
 
 
 @torch.compiler.assume_constant_result

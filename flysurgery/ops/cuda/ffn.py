@@ -11,25 +11,26 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.ops.cuda.ffn_float_image import pack_float_ffn
+from flysurgery.ops.cuda.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.ops.cuda.ffn_image import pack_ffn
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.ops.cuda.ffn_warp_tiling import warp_ffn_tiling
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
-from flysurgery.ops.cuda.modes import HALF_MODES
+from flysurgery.ops.cuda.modes import HALVES, mode_of, tf32_allowed
 from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.tiling import MODES
 from flysurgery.patterns import Architecture
-
-_MODE = {torch.float16: 0, torch.bfloat16: 1}
 
 
 def ffn_obstacle(
-    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, device_index: int
+    up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, device_index: int
 ) -> str | None:
-    """Why the fused kernel cannot run a block on a device; None when it can."""
-    obstacle = device_obstacle(device_index)
-    return obstacle or size_obstacle(up, down, dtype, activation, residual, shared_limit_of(device_index), wgmma=_has_wgmma(device_index))
+    """Why the fused kernel cannot run a block on a device in a mode of ``mode_of``; None when it can."""
+    limit, wgmma = shared_limit_of(device_index), _has_wgmma(device_index)
+    return device_obstacle(device_index) or size_obstacle(up, down, mode, norm, activation, residual, limit, wgmma=wgmma)
 
 
 def _has_wgmma(device_index: int) -> bool:
@@ -38,32 +39,36 @@ def _has_wgmma(device_index: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def size_obstacle(
-    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, shared_limit: int, *, wgmma: bool
+    up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, shared_limit: int, *, wgmma: bool
 ) -> str | None:
     """Why the kernel of devices with wgmma, or without, has no tiling for a block; None when it has one."""
-    if dtype not in HALF_MODES:
-        return f"the fused FFN takes float16 and bfloat16, not {dtype}"
+    if mode not in MODES:
+        return "the fused FFN takes float16, bfloat16 and float32"
+    if mode not in HALVES and not (wgmma and norm):
+        return "the fused FFN takes float32 behind a norm, which bounds the rows, on devices of compute capability 9.0"
     if activation not in ACTIVATIONS:
         return f"the fused FFN has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     if residual and up.in_features != down.out_features:
         return f"a residual needs as many outputs as inputs, got {down.out_features} and {up.in_features}"
-    tile = _tile(up, down, shared_limit, scaled=True, wgmma=wgmma)
+    tile = _tile(up, down, mode, shared_limit, scaled=True, wgmma=wgmma)
     return tile if isinstance(tile, str) else None
 
 
-def _tile(up: Architecture, down: Architecture, shared_limit: int, *, scaled: bool, wgmma: bool) -> FfnTiling | str:
+def _tile(up: Architecture, down: Architecture, mode: str, shared_limit: int, *, scaled: bool, wgmma: bool) -> FfnTiling | str:
+    if mode not in HALVES:
+        return float_ffn_tiling(up, down, mode, shared_limit, scaled=scaled)
     find = ffn_tiling if wgmma else warp_ffn_tiling
     return find(up, down, shared_limit, scaled=scaled)
 
 
 class FusedFfn:
-    """The compiled kernel of one block: its architectures, dtype, activation and options, on one device."""
+    """The compiled kernel of one block: its architectures, mode, activation and options, on one device."""
 
-    def __init__(self, tile: FfnTiling, dtype: torch.dtype, activation: str, norm: bool, residual: bool, device_index: int) -> None:
-        self.tile, self.dtype, self.device_index = tile, dtype, device_index
+    def __init__(self, tile: FfnTiling, mode: str, activation: str, norm: bool, residual: bool, device_index: int) -> None:
+        self.tile, self.device_index = tile, device_index
         defines = {
             **tile.defines(),
-            "MODE": _MODE[dtype],
+            "MODE": MODES.index(mode),
             "ACTIVATION": ACTIVATIONS[activation],
             "NORM": int(norm),
             "RESIDUAL": int(residual),
@@ -95,7 +100,7 @@ class FusedFfn:
 def _fused_ffn(
     up: Architecture,
     down: Architecture,
-    dtype: torch.dtype,
+    mode: str,
     activation: str,
     norm: bool,
     scaled: bool,
@@ -104,11 +109,11 @@ def _fused_ffn(
     wgmma: bool,
 ) -> FusedFfn:
     limit = shared_limit_of(device_index)
-    obstacle = device_obstacle(device_index) or size_obstacle(up, down, dtype, activation, residual, limit, wgmma=wgmma)
-    tile = _tile(up, down, limit, scaled=scaled, wgmma=wgmma)
+    obstacle = device_obstacle(device_index) or size_obstacle(up, down, mode, norm, activation, residual, limit, wgmma=wgmma)
+    tile = _tile(up, down, mode, limit, scaled=scaled, wgmma=wgmma)
     if obstacle is not None or isinstance(tile, str):
         raise BackendError(obstacle or str(tile))
-    return FusedFfn(tile, dtype, activation, norm, residual, device_index)
+    return FusedFfn(tile, mode, activation, norm, residual, device_index)
 
 
 def run_ffn(
@@ -137,13 +142,16 @@ def run_ffn(
             return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual, wgmma)
     architectures = architecture_of(up), architecture_of(down)
     wgmma = _has_wgmma(device_index) if wgmma is None else wgmma
-    kernel = _fused_ffn(*architectures, x.dtype, activation, norm is not None, scale is not None, residual, device_index, wgmma)
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    kernel = _fused_ffn(*architectures, mode or "", activation, norm is not None, scale is not None, residual, device_index, wgmma)
     parts = (*up, *down, up_bias, down_bias, *(norm or (None, None)), scale)
     sources = tuple(part for part in parts if part is not None)
 
     def make() -> tuple[Tensor, ...]:
         factors = (up[1], up[0], down[1], down[0])
         pair = (None, None) if norm is None else (norm[0], norm[1])
+        if isinstance(kernel.tile, FloatFfnTiling):
+            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale),)
         return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale, x.dtype),)
 
     present = tuple(part is not None for part in parts)

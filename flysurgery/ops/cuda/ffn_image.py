@@ -75,7 +75,8 @@ def _last(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
     inputs = [_inputs(tile.factors[2], factor, steps, cls) for cls, steps in enumerate(tile.last_steps)]
     n = np.arange(tile.columns)
     run_tile, column = n // 8 % tile.run, n % 8  # a lane holds two columns of each tile of a run, side by side in memory
-    within = n // (8 * tile.run) * (8 * tile.run) + column // 2 * 2 * tile.run + run_tile * 2 + column % 2
+    held = run_tile * 2 + column % 2
+    within = n // (8 * tile.run) * (8 * tile.run) + (held // tile.span * 4 + column // 2) * tile.span + held % tile.span
     panels, bias = [], []
     for start in range(0, factor.b, tile.columns):
         for cls in range(factor.d):
@@ -132,15 +133,15 @@ def pack_ffn(
         first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
     out_bias = torch.zeros(tile.factors[3].out_features, device=device) if biases[1] is None else biases[1].detach().float()
     indices, (hidden_columns, out_columns) = panel_indices(tile)
-    weights = [_take(value, index).to(half) for value, index in zip((first, second / weight_unit, third, last), indices, strict=True)]
-    middle = _take(hidden_bias / hidden_unit, hidden_columns)
-    ends = [_take(out_bias / out_unit, out_columns)]
+    weights = [take(value, index).to(half) for value, index in zip((first, second / weight_unit, third, last), indices, strict=True)]
+    middle = take(hidden_bias / hidden_unit, hidden_columns)
+    ends = [take(out_bias / out_unit, out_columns)]
     if scale is not None:
-        ends.append(_take(scale.detach().float() * out_unit, out_columns))
+        ends.append(take(scale.detach().float() * out_unit, out_columns))
     return _sequence(tile, weights, middle, torch.cat(ends, dim=1))
 
 
-def _take(values: Tensor, index: np.ndarray) -> Tensor:
+def take(values: Tensor, index: np.ndarray) -> Tensor:
     flat = torch.cat([values.reshape(-1), values.new_zeros(1)])
     return flat[torch.from_numpy(index).to(values.device, torch.int64)]  # -1 takes the zero at the end
 
@@ -152,21 +153,25 @@ def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tens
     """
     first, second, third, last = (value.view(torch.uint8) for value in weights)
     if tile.joined:
-        middle_panels = _padded(torch.cat([second, middle.view(torch.uint8), third], dim=1), tile.stride)
+        middle_panels = padded(torch.cat([second, middle.view(torch.uint8), third], dim=1), tile.stride)
     else:
-        up = torch.stack(_parts(tile, second, middle), dim=1)
-        down = _padded(third, tile.stride).view(len(up), -1, tile.stride)
-        middle_panels = torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
-    panels = [_padded(first, tile.stride), middle_panels, torch.stack(_parts(tile, last, ends), dim=1)]
+        up = with_floats(tile, second, middle)
+        middle_panels = in_turns(up, padded(third, tile.stride).view(len(up), -1, tile.stride))
+    panels = [padded(first, tile.stride), middle_panels, with_floats(tile, last, ends).flatten(0, 1)]
     return torch.cat([value.flatten() for value in panels])
 
 
-def _parts(tile: FfnTiling, weights: Tensor, floats: Tensor) -> list[Tensor]:
-    """Panels of the first part of each product, which bring float32 values along, of the second part, ..."""
+def in_turns(up: Tensor, down: Tensor) -> Tensor:  # shapes: (pieces, panels of a piece, stride), the same of other panels
+    """The first piece's panels of one product, and then those of each next piece in it before those of the present one in the other."""
+    return torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
+
+
+def with_floats(tile: FfnTiling, weights: Tensor, floats: Tensor) -> Tensor:  # shape: (products, parts, stride)
+    """Panels of products, the first of each with float32 values behind its weights."""
     weights = weights.view(len(floats), -1, weights.shape[1])
     first = torch.cat([weights[:, 0], floats.view(torch.uint8)], dim=1)
-    return [_padded(first, tile.stride), *(_padded(weights[:, part], tile.stride) for part in range(1, weights.shape[1]))]
+    return torch.cat([padded(first, tile.stride)[:, None], padded(weights[:, 1:], tile.stride)], dim=1)
 
 
-def _padded(panels: Tensor, stride: int) -> Tensor:
-    return torch.nn.functional.pad(panels, (0, stride - panels.shape[1]))
+def padded(panels: Tensor, stride: int) -> Tensor:
+    return torch.nn.functional.pad(panels, (0, stride - panels.shape[-1]))

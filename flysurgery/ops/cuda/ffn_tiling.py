@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from typing import TypeVar
 
 from flysurgery.patterns import Architecture, Pattern
 
@@ -20,6 +21,7 @@ _REGISTERS_BESIDE_TILES = 32
 _NO_TILE = 0xFFFFFFFF
 
 Factors = tuple[Pattern, Pattern, Pattern, Pattern]
+Tile = TypeVar("Tile", bound="FfnTiling")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class FfnTiling:
     def run(self) -> int:
         """Column tiles of the last factor whose outputs a lane stores together, to fill vectors of 16 bytes."""
         return next(run for run in (1, 2, 4) if run * self.factors[3].d % 4 == 0)
+
+    @property
+    def span(self) -> int:
+        """Adjacent columns of the last factor that a lane holds."""
+        return 2 * self.run
 
     @property
     def pieces(self) -> int:
@@ -245,7 +252,7 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTilin
     found = []
     for hidden in (n for n in (128, 96, 64, 48, 32, 16) if share % n == 0):
         for columns in (n for n in (64, 48, 32, 24, 16) if last.b % n == 0 and n % unit == 0):
-            tile = _cut(replace(base, hidden=hidden, columns=columns))
+            tile = cut(replace(base, hidden=hidden, columns=columns), _PANEL_BYTES)
             choices = range(tile.least_slots, min(max(_MAX_SLOTS, tile.least_slots), sum(tile.panel_counts) - 1) + 1)
             slots = [n for n in choices if replace(tile, slots=n).shared_bytes <= shared_limit]
             if tile.registers <= _REGISTERS and slots:
@@ -253,13 +260,13 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTilin
     return found
 
 
-def _cut(tile: FfnTiling) -> FfnTiling:
-    """Cut panels until they are small, so that several fit in the ring."""
-    first = next((n for n in (1, 2, 3, 4, 6, 8) if tile.factors[0].c % (16 * n) == 0 and tile.panel_bytes[0] // n <= _PANEL_BYTES), 1)
+def cut(tile: Tile, most: int) -> Tile:
+    """Cut panels until they have ``most`` bytes, so that several fit in the ring."""
+    first = next((n for n in (1, 2, 3, 4, 6, 8) if tile.factors[0].c % (16 * n) == 0 and tile.panel_bytes[0] // n <= most), 1)
     steps = len(tile.middle_steps[0])
-    second = next((n for n in range(1, steps + 1) if steps % n == 0 and tile.panel_bytes[1] // n <= _PANEL_BYTES), steps)
-    third = next((n for n in (1, 2, 3, 4) if tile.hidden % (16 * n) == 0 and tile.panel_bytes[2] // n <= _PANEL_BYTES), 1)
-    last = next((n for n in (1, 2, 3, 4) if tile.panel_bytes[3] // n <= _PANEL_BYTES), 4)
+    second = next((n for n in range(1, steps + 1) if steps % n == 0 and tile.panel_bytes[1] // n <= most), steps)
+    third = next((n for n in (1, 2, 3, 4) if tile.hidden % (16 * n) == 0 and tile.panel_bytes[2] // n <= most), 1)
+    last = next((n for n in (1, 2, 3, 4) if tile.panel_bytes[3] // n <= most), 4)
     return replace(tile, parts=(first, second, third, last))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flysurgery.ops.cuda.compile import compile_cubin
+from flysurgery.ops.cuda.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.ops.cuda.ffn_warp_tiling import WarpFfnTiling, warp_ffn_tiling
-from flysurgery.ops.cuda.tiling import registers_allowed
+from flysurgery.ops.cuda.tiling import MODES, registers_allowed
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, low_rank, monarch
 
@@ -50,5 +51,27 @@ def test_compiles_without_wgmma(up: Architecture, down: Architecture, mode: int,
     assert isinstance(tile, WarpFfnTiling)
     defines = {**tile.defines(), "MODE": mode, "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
     compiled = compile_cubin("ffn_warps.cu", defines, arch=arch, name="ffn_warps")
+    assert compiled.spill_bytes == 0
+    assert compiled.registers <= registers_allowed(tile.warps)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "mode", "activation", "scaled"),
+    [
+        (gonon(1536, 384), gonon(384, 1536), "fp32", "gelu", True),
+        (gonon(1536, 384), gonon(384, 1536), "tf32", "gelu", False),
+        (monarch(1536, 384), monarch(384, 1536), "tf32", "gelu_tanh", True),
+        (monarch(1536, 384), monarch(384, 1536), "fp32", "gelu", False),
+        (gonon(768, 192), gonon(192, 768), "tf32", "gelu", True),
+        (monarch(768, 192), monarch(192, 768), "fp32", "silu", True),
+        (low_rank(1536, 384, 96), low_rank(384, 1536, 96), "fp32", "gelu", True),
+    ],
+)
+def test_compiles_for_float32(up: Architecture, down: Architecture, mode: str, activation: str, scaled: bool) -> None:
+    tile = float_ffn_tiling(up, down, mode, SHARED, scaled=scaled)
+    assert isinstance(tile, FloatFfnTiling)
+    defines = {**tile.defines(), "MODE": MODES.index(mode), "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
+    compiled = compile_cubin("ffn_floats.cu", defines, arch="sm_90a", name="ffn_floats")
+    assert compiled.serialized == ()
     assert compiled.spill_bytes == 0
     assert compiled.registers <= registers_allowed(tile.warps)

@@ -134,22 +134,34 @@ def test_every_weight_is_there_and_panels_have_one_stride(find: Callable[..., Ff
 
 
 @pytest.mark.parametrize(
-    ("up", "down", "dtype", "activation", "residual", "words"),
+    ("up", "down", "mode", "activation", "residual", "words"),
     [
-        (gonon(1536, 384), gonon(384, 1536), torch.float32, "gelu", True, "float16 and bfloat16"),
-        (gonon(1536, 384), gonon(384, 1536), torch.float16, "relu", True, "activations"),
-        (gonon(1536, 384), low_rank(192, 1536), torch.float16, "gelu", True, "as many outputs as inputs"),
-        (monarch(4096, 1024), monarch(1024, 4096), torch.float16, "gelu", True, "no tile"),
-        (Architecture.of((1, 1536, 384, 1)), gonon(384, 1536), torch.float16, "gelu", True, "two factors"),
-        (monarch(1536, 384, 2), monarch(384, 768), torch.float16, "gelu", True, "reads 768 features"),
+        (gonon(1536, 384), gonon(384, 1536), None, "gelu", True, "float16, bfloat16 and float32"),
+        (gonon(1536, 384), gonon(384, 1536), "fp16", "relu", True, "activations"),
+        (gonon(1536, 384), low_rank(192, 1536), "fp16", "gelu", True, "as many outputs as inputs"),
+        (monarch(4096, 1024), monarch(1024, 4096), "fp16", "gelu", True, "no tile"),
+        (Architecture.of((1, 1536, 384, 1)), gonon(384, 1536), "fp16", "gelu", True, "two factors"),
+        (monarch(1536, 384, 2), monarch(384, 768), "fp16", "gelu", True, "reads 768 features"),
     ],
 )
 def test_the_reason_says_what_is_wrong(
-    up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, residual: bool, words: str
+    up: Architecture, down: Architecture, mode: str | None, activation: str, residual: bool, words: str
 ) -> None:
     for wgmma in (True, False):
-        reason = size_obstacle(up, down, dtype, activation, residual, SHARED, wgmma=wgmma)
+        reason = size_obstacle(up, down, mode, True, activation, residual, SHARED, wgmma=wgmma)
         assert reason is not None and words in reason
+
+
+@pytest.mark.parametrize("mode", ["tf32", "fp32"])
+def test_float32_needs_wgmma_and_a_norm(mode: str) -> None:
+    def reason(up: Architecture, down: Architecture, norm: bool = True, wgmma: bool = True) -> str | None:
+        return size_obstacle(up, down, mode, norm, "gelu", True, SHARED, wgmma=wgmma)
+
+    assert all(reason(*pair) is None for pair in BLOCKS.values())
+    assert "behind a norm" in str(reason(*BLOCKS["gonon 384"], norm=False))
+    assert "compute capability 9.0" in str(reason(*BLOCKS["gonon 384"], wgmma=False))
+    assert "no tile" in str(reason(gonon(3072, 768), gonon(768, 3072)))
+    assert "do not fit in tiles in the rows" in str(reason(monarch(1536, 384), Architecture.of((1, 384, 400, 1), (1, 400, 1536, 1))))
 
 
 @pytest.mark.parametrize("width", [192, 384])
@@ -180,10 +192,9 @@ def test_the_device_decides_which_kernel_takes_a_block(monkeypatch: pytest.Monke
     found = {}
     for arch in ("sm_89", "sm_90a"):
         monkeypatch.setattr(ffn, "device_arch", lambda index, arch=arch: arch)
-        found[arch] = ffn.ffn_obstacle(*BLOCKS["monarch 384"], torch.float16, "gelu", True, 0)
+        found[arch] = ffn.ffn_obstacle(*BLOCKS["monarch 384"], "fp16", True, "gelu", True, 0)
     assert found["sm_89"] is None
     assert "no tile" in str(found["sm_90a"])  # which has more shared memory in truth
-    assert "float16 and bfloat16" in str(ffn.ffn_obstacle(*BLOCKS["monarch 384"], torch.float32, "gelu", True, 0))
 
 
 @pytest.mark.parametrize("wgmma", [True, False])
@@ -205,7 +216,7 @@ def test_the_tiling_decides_what_is_launched(wgmma: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=4))
     tile = (ffn_tiling if wgmma else warp_ffn_tiling)(*BLOCKS["monarch 192"], SHARED, scaled=False)
     assert isinstance(tile, FfnTiling)
-    block = ffn.FusedFfn(tile, torch.float16, "gelu", True, True, 0)
+    block = ffn.FusedFfn(tile, "fp16", "gelu", True, True, 0)
     y = block.run(torch.zeros(37, 192, dtype=torch.float16), torch.zeros(1), 1e-6, early=True)
     assert y.shape == (37, 192) and block.run(y[:0], y, 1e-6).shape == (0, 192)
     assert loaded == [("fused_ffn.cu", "fused_ffn") if wgmma else ("ffn_warps.cu", "ffn_warps")]

@@ -1,0 +1,405 @@
+// y = x + scale * (K4' K3' act(K2' K1' norm(x) + bias) + bias'): a whole feed-forward block of two butterfly layers of float32 in one launch, by
+// tensor cores that multiply halves: TF32's grade of error (MODE 2) or float32's by pairs of halves (MODE 3). x is read twice, the second time
+// from the L2 cache (and again for the residual), y is written once; what lies between does not leave the multiprocessor, but for v.
+//
+//        x ──K1──> u: registers and shared memory ──K2──> h: registers ──K3──> v: rows of y, then where u was ──K4──> y
+//
+// Factors and orders are those of fused_ffn.cu: a warpgroup owns 64 rows, and accumulators, rounded or split into hi + lo, are operands. Of pairs
+// the high halves of u lie in registers, the low ones in shared memory; single halves lie there. A piece of HIDDEN units is activated while
+// the second factor's product for the next one runs. The slices of v wait in the rows of y as float32, which they fill at most.
+//
+// No scale is looked for: a normalized row is not longer than sqrt(columns), so the weights alone bound what each product gives. The host
+// multiplies weights by powers of two, and the image's header says by which ones sums are multiplied, so that operands are at most 2^15;
+// pairs lose 2^-40 of that.
+//
+// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_float_image.py), through the ring of fused_ring.cuh.
+//
+// Limits: sm_90a; rows of x at multiples of 16 bytes; a norm stands before the block; sizes as in ffn_float_tiling.py.
+
+#include "exact_activation.cuh"
+#include "ffn_lanes.cuh"
+#include "fused_products.cuh"
+#include "fused_ring.cuh"
+#include "instructions.cuh"
+#include "mode.cuh"
+#include "wgmma_shared.cuh"
+
+constexpr int kWarpgroups = WARPS / 4;
+constexpr int kIn = A1 * C1, kOut = B4 * D4, kRowOfY = kOut * 4;
+constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) / 8, kTiles4 = COLUMNS4 / 8;
+constexpr int kTilesOfU = A1 * kTiles1, kTilesOfV = A3 * kTiles3, kTilesHeld = kTilesOfU > kTilesOfV ? kTilesOfU : kTilesOfV;
+constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = HIDDEN / 16 / PARTS3, kSteps4 = STEPS4 / PARTS4;  // of a panel
+constexpr int kImage1 = kSteps1 * kTiles1 * 256, kImage2 = kSteps2 * kTiles2 * 256;  // bytes of the high or low halves of a panel
+constexpr int kImage3 = kSteps3 * kTiles3 * 256, kImage4 = kSteps4 * kTiles4 * 256;
+constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = kPieces * D2;     // pieces of h that a block of factor 3 reads, of a class and of all
+constexpr int kPanels4 = B4 / COLUMNS4;                                  // of a class of factor 4, side by side
+constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 4;                 // adjacent outputs that a lane holds, vectors of 16 bytes of them
+constexpr int kRuns = kTiles4 / RUN;                                     // of a panel
+constexpr bool kWhole = 4 % D4 == 0;                                     // a vector holds whole columns: then lanes take vectors in turn
+constexpr int kHeader = 128;                                             // bytes before the panels: what sums are multiplied by
+constexpr int kHeldBytes = kTilesHeld * 1024;                            // of a warpgroup
+
+static_assert(kSteps1 * 16 * PARTS1 == C1 && kSteps2 * PARTS2 == STEPS2 && kPieces * HIDDEN * D2 == C3 && kSteps3 * 16 * PARTS3 == HIDDEN, "whole panels");
+static_assert(kTilesOfV * 8 <= kOut, "v fits in the rows of y");
+static_assert(kTiles4 % RUN == 0 && kRun % 4 == 0 && kPanels4 * COLUMNS4 == B4 && kSteps4 * PARTS4 == STEPS4, "a lane holds whole vectors");
+
+struct Panels {
+    static constexpr int kPanels = A1 * PARTS1 + A3 * kAllPieces * (PARTS2 + PARTS3) + kPanels4 * D4 * PARTS4;
+    static constexpr int kSlots = SLOTS, kSlotBytes = PANEL_STRIDE, kWarps = WARPS;
+    static constexpr bool kUniform = true;
+    static __device__ int source(int panel) { return kHeader + panel * PANEL_STRIDE; }
+    static __device__ int bytes(int panel) { return PANEL_STRIDE; }
+};
+static_assert(SLOTS >= PARTS2 + PARTS3 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
+
+// acc += operands * weights. Products are queued, small ones first; so they are in multiply_held.
+template <int IMAGE, int STEPS, int TILES>
+__device__ __forceinline__ void multiply_operands(float (&acc)[TILES][4], const u32 (*hi)[4], const u32 (*lo)[4], u32 weights) {
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        if constexpr (!kPairs) break;
+        wgmma_step(acc, lo[s], weights + s * TILES * 256, TILES * 8);
+        wgmma_step(acc, hi[s], weights + IMAGE + s * TILES * 256, TILES * 8);
+    }
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) wgmma_step(acc, hi[s], weights + s * TILES * 256, TILES * 8);
+    wgmma_commit();
+}
+
+// What the 64 rows of a warpgroup are for the next factor, in tiles of 8 columns. The lane's part of high halves lies in its registers where
+// they have low ones; these, or else the high ones, lie in shared memory as core matrices, one tile after the other.
+struct Held {
+    u32 high[kPairs ? kTilesHeld : 1][2];
+    u32 lane_at, descriptor;  // where a lane writes its part of a tile; of the first tile
+
+    __device__ __forceinline__ void put(int tile, const float (&sums)[4], float fit) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            u32 hi, lo;
+            split2(sums[2 * h] * fit, sums[2 * h + 1] * fit, hi, lo);
+            if constexpr (kPairs) high[tile][h] = hi;
+            store_shared(lane_at + tile * 1024 + h * 128, kPairs ? lo : hi);
+        }
+    }
+    // The operand of a step, from registers or from shared memory; the second tile is empty where it is negative.
+    __device__ __forceinline__ void in_registers(u32 (&a)[4], const int (&tiles)[2]) const {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) a[k] = tiles[k / 2] < 0 ? 0 : high[tiles[k / 2]][k % 2];
+    }
+    __device__ __forceinline__ u64 in_memory(const int (&tiles)[2]) const {
+        u32 first;  // asm hides that it is always the same: the compiler would keep all that it can add to it
+        asm volatile("mov.u32 %0, %1;" : "=r"(first) : "r"(descriptor));
+        const u32 apart = tiles[1] < 0 ? 0 : (tiles[1] - tiles[0]) * 64;
+        return (u64)(128 >> 4) << 32 | (first + (u32)(tiles[0] * 64) + (apart << 16));
+    }
+};
+
+// acc += held * weights, for the steps of a class from `first` on that a panel has.
+template <int STEPS, int IMAGE, int TILES, int ALL>
+__device__ __forceinline__ void multiply_held(float (&acc)[TILES][4], const Held& held, const int (&tiles)[ALL][2], int first, u32 weights) {
+    wgmma_fence();
+#pragma unroll
+    for (int s = first; s < first + STEPS; ++s) {
+        if (tiles[s][0] < 0) continue;
+        const u32 step = weights + (s - first) * TILES * 256;
+        WgmmaShared<TILES * 8>::run(acc, held.in_memory(tiles[s]), wgmma_descriptor(step, TILES * 8));
+        if constexpr (kPairs) {
+            u32 a[4];
+            held.in_registers(a, tiles[s]);
+            wgmma_step(acc, a, step + IMAGE, TILES * 8);
+        }
+    }
+#pragma unroll
+    for (int s = first; s < first + STEPS; ++s) {
+        if constexpr (!kPairs) break;
+        if (tiles[s][0] < 0) continue;
+        u32 a[4];
+        held.in_registers(a, tiles[s]);
+        wgmma_step(acc, a, weights + (s - first) * TILES * 256, TILES * 8);
+    }
+    wgmma_commit();
+}
+
+// A lane's values of STEPS * 16 columns of its rows g and g + 8, four neighbours a step; zeros where rows are not inside.
+template <int STEPS>
+struct Rows {
+    Vector<16> w[STEPS][2];
+    __device__ __forceinline__ void load(const char* row, long long stride, int left) {
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                w[s][h] = {};
+                if (left > h * 8) load_now(w[s][h], row + h * 8 * stride + s * 64);
+            }
+    }
+    __device__ __forceinline__ float at(int h, int e) const { return __uint_as_float(w[e / 4][h].w[e % 4]); }
+};
+
+// What normalizes the lane's two rows: (x - mean) * factor, which is NORMALIZED times as long as a normalized row. Sums are of what differs from
+// the mean of the row's first values, so the difference loses no more than a factor of columns / first values of the variance.
+struct Moments {
+    static constexpr int kSteps = kIn / 16 % 6 == 0 ? 6 : kIn / 16 % 4 == 0 ? 4 : 1;
+    float mean[2], factor[2];
+
+    __device__ __forceinline__ void take(const char* row, long long stride, int left, float eps) {
+        float shift[2], sum[2] = {}, squares[2] = {};
+#pragma unroll
+        for (int s = 0; s < kIn / 16; s += kSteps) {
+            Rows<kSteps> part;
+            part.load(row + s * 64, stride, left);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (s == 0) {
+                    float start = 0.0f;
+#pragma unroll
+                    for (int e = 0; e < 4 * kSteps; ++e) start += part.at(h, e);
+                    shift[h] = over_quad_sum(start) * (1.0f / (16 * kSteps));
+                }
+#pragma unroll
+                for (int e = 0; e < 4 * kSteps; ++e) {
+                    const float apart = part.at(h, e) - shift[h];
+                    sum[h] += apart;
+                    squares[h] = fmaf(apart, apart, squares[h]);
+                }
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float difference = over_quad_sum(sum[h]) * (1.0f / kIn);
+            const float variance = fmaf(-difference, difference, over_quad_sum(squares[h]) * (1.0f / kIn));
+            mean[h] = shift[h] + difference;
+            factor[h] = rsqrtf((variance < 0.0f ? 0.0f : variance) + eps) * NORMALIZED;  // NaN stays NaN
+        }
+    }
+};
+
+// acc = acc * factor + float32 values in panel order; asm as in multiply_columns.
+template <int TILES>
+__device__ __forceinline__ void multiply_and_add(float (&acc)[TILES][4], float factor, u32 address, int t) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        u32 pair[2];
+        load_shared_pair(pair, address + (n * 4 + t) * 8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(acc[n][e]) : "f"(factor), "f"(__uint_as_float(pair[e % 2])));
+    }
+}
+
+// Where a thread is, found anew in each stage, since registers are too scarce to remember it: asm hides that it is the same.
+struct Place {
+    int t, left;    // `left` rows from `row` on are inside, at most 16: row + 8*h is if left > 8*h
+    long long row;  // the lane's first
+    __device__ __forceinline__ Place(long long unit, long long rows) {
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        t = thread & 3;
+        row = unit * 64 + (thread >> 5 & 3) * 16 + (thread >> 2 & 7);
+        left = (int)(rows - row < 16 ? rows - row : 16);
+    }
+};
+
+__device__ __forceinline__ void meet_warpgroup(int warpgroup) { named_barrier_wait(warpgroup + 1, 128); }
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, long long rows, long long x_stride, int eps_bits) {
+    extern __shared__ __align__(128) char memory[];
+    // ring | what each warpgroup holds | a barrier a slot: the panel is there | a barrier and a counter a slot: warps that left it
+    const u32 ring_at = shared_address(memory), held_at = ring_at + SLOTS * PANEL_STRIDE;
+    const u32 full = held_at + kWarpgroups * kHeldBytes, left_all = full + 8 * SLOTS;
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), warpgroup = warp / 4;  // warp-uniform for the compiler
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const long long rows_of_round = 64ll * kWarpgroups * gridDim.x;
+    const int rounds = (int)((rows + rows_of_round - 1) / rows_of_round);
+
+    using Ring = PanelRing<Panels>;
+    if (threadIdx.x == 0) Ring::prepare(full, left_all);
+    __syncthreads();
+    Ring ring(image, ring_at, full, left_all, rounds, warp, lane);
+    wait_for_kernels_before();  // the first weights come while the kernel before ends
+    auto leave = [&](int panels) {
+#pragma unroll
+        for (int p = 0; p < panels; ++p) ring.leave();
+    };
+    const float* const fits = reinterpret_cast<const float*>(image);  // powers of two
+    constexpr int kTilesOfClass2[D2][STEPS2][2] = U_TILES, kTilesOfClass4[D4][STEPS4][2] = V_TILES;
+    Held held;
+    held.lane_at = held_at + warpgroup * kHeldBytes + (warp % 4 * 16 + g) * 16 + t * 4;
+    held.descriptor = held_at + warpgroup * kHeldBytes >> 4;
+
+    for (int round = 0; round < rounds; ++round) {
+        const long long unit = ((long long)round * kWarpgroups + warpgroup) * gridDim.x + blockIdx.x;
+        if (unit * 64 >= rows) {  // no rows left for this warpgroup, others still need the panels
+#pragma unroll 1
+            for (int p = 0; p < Panels::kPanels; ++p) {
+                ring.next();
+                ring.leave();
+            }
+            continue;
+        }
+
+        // ---- u = K1 norm(x)
+        {
+            const Place at(unit, rows);
+            const char* const x_lane = x + at.row * x_stride + at.t * 16;
+            const float u_fit = fits[0];
+            Moments moments;
+            moments.take(x_lane, x_stride, at.left, __int_as_float(eps_bits));
+            Rows<kSteps1> part;
+            part.load(x_lane, x_stride, at.left);
+#pragma unroll
+            for (int block = 0; block < A1; ++block) {
+                float acc[kTiles1][4] = {};
+#pragma unroll
+                for (int nth = block * PARTS1; nth < (block + 1) * PARTS1; ++nth) {
+                    u32 hi[kSteps1][4], lo[kSteps1][4];
+#pragma unroll
+                    for (int s = 0; s < kSteps1; ++s)
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) {
+                            float pair[2];
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) pair[e] = (part.at(k % 2, s * 4 + k / 2 * 2 + e) - moments.mean[k % 2]) * moments.factor[k % 2];
+                            split2(pair[0], pair[1], hi[s][k], lo[s][k]);
+                        }
+                    if (nth + 1 < A1 * PARTS1) part.load(x_lane + (nth + 1) * kSteps1 * 64, x_stride, at.left);  // meanwhile
+                    multiply_operands<kImage1, kSteps1>(acc, hi, lo, ring.next());
+                    wgmma_wait<0>();
+                    ring.leave();
+                }
+#pragma unroll
+                for (int n = 0; n < kTiles1; ++n) held.put(block * kTiles1 + n, acc[n], u_fit);
+            }
+            fence_copies();
+            meet_warpgroup(warpgroup);
+        }
+
+        // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
+        const float to_hidden = fits[1], hidden_fit = fits[2], v_fit = fits[3];
+        float h[kTiles2][4];
+        auto multiply_piece = [&](int cls) {
+#pragma unroll
+            for (int n = 0; n < kTiles2; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) h[n][e] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < D2; ++j)  // as registers have names
+                if (cls == j)
+#pragma unroll
+                    for (int part = 0; part < PARTS2; ++part) multiply_held<kSteps2, kImage2>(h, held, kTilesOfClass2[j], part * kSteps2, ring.next(part));
+        };
+        multiply_piece(0);
+        wgmma_wait<0>();
+        leave(PARTS2);
+#pragma unroll 1
+        for (int i = 0; i < A3; ++i) {
+            float sums[kTiles3][4] = {};
+#pragma unroll 1
+            for (int piece = 0; piece < kAllPieces; ++piece) {
+                const bool more = piece + 1 < kAllPieces || i + 1 < A3;
+                float now[kTiles2][4];
+#pragma unroll
+                for (int n = 0; n < kTiles2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) now[n][e] = h[n][e];
+                if (more) multiply_piece((piece + 1) % kAllPieces / kPieces);
+                u32 weights[PARTS3];
+#pragma unroll
+                for (int part = 0; part < PARTS3; ++part) weights[part] = ring.next((more ? PARTS2 : 0) + part);
+                u32 hi[HIDDEN / 16][4], lo[HIDDEN / 16][4];
+                if (rows > 0) {  // always, but a branch: the compiler would activate between two products
+                    multiply_and_add(now, to_hidden, weights[0] + kImages * kImage3, t);
+#pragma unroll
+                    for (int n = 0; n < kTiles2; ++n) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) now[n][e] = activate<ACTIVATION, !kPairs>(now[n][e]) * hidden_fit;
+#pragma unroll
+                        for (int k = 0; k < 2; ++k) split2(now[n][2 * k], now[n][2 * k + 1], hi[n / 2][n % 2 * 2 + k], lo[n / 2][n % 2 * 2 + k]);
+                    }
+                    fence_copies();
+                }
+#pragma unroll
+                for (int part = 0; part < PARTS3; ++part) multiply_operands<kImage3, kSteps3>(sums, hi + part * kSteps3, lo + part * kSteps3, weights[part]);
+                if (more) {
+                    wgmma_wait<PARTS3>();
+                    leave(PARTS2);
+                }
+                wgmma_wait<0>();
+                leave(PARTS3);
+            }
+            const Place at(unit, rows);
+            char* const v_lane = y + at.row * kRowOfY + at.t * 8;
+#pragma unroll
+            for (int n = 0; n < kTiles3; ++n)
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    Vector<8> pair;
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) pair.w[e] = __float_as_uint(sums[n][2 * k + e]);
+                    if (at.left > k * 8) *reinterpret_cast<Vector<8>*>(v_lane + k * 8 * kRowOfY + (i * kTiles3 + n) * 32) = pair;
+                }
+        }
+        meet_warpgroup(warpgroup);  // nobody reads u any more
+        const Place at(unit, rows);
+        const char* const x_row = x + at.row * x_stride;
+        char* const y_row = y + at.row * kRowOfY;
+#pragma unroll
+        for (int n = 0; n < kTilesOfV; ++n) {
+            float sums[4];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                Vector<8> pair = {};
+                if (at.left > k * 8) load_now(pair, y_row + at.t * 8 + k * 8 * kRowOfY + n * 32);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) sums[2 * k + e] = __uint_as_float(pair.w[e]);
+            }
+            held.put(n, sums, v_fit);
+        }
+        fence_copies();
+        meet_warpgroup(warpgroup);  // v is there, and outputs may take the place of what other lanes have read
+
+        // ---- y = x + scale * (K4 v + bias); the four lanes of a row exchange vectors, so that they store neighbouring ones
+        const float to_output = fits[4];
+#pragma unroll 1
+        for (int column = 0; column < kPanels4; ++column) {
+            float acc[D4][kTiles4][4] = {};
+            const int byte = column * (kRuns * kRun * 16);
+#pragma unroll
+            for (int j = 0; j < D4; ++j) {
+                const u32 floats = ring.next() + kImages * kImage4;
+#pragma unroll
+                for (int part = 0; part < PARTS4; ++part) multiply_held<kSteps4, kImage4>(acc[j], held, kTilesOfClass4[j], part * kSteps4, ring.next(part));
+                wgmma_wait<0>();
+                multiply_and_add(acc[j], to_output, floats, t);
+                if (SCALED) multiply_columns(acc[j], floats + COLUMNS4 * 4, t);
+                fence_copies();
+                leave(PARTS4);
+            }
+#pragma unroll
+            for (int run = 0; run < kRuns; ++run)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    Vector<16> out[kVectors4];
+#pragma unroll
+                    for (int nth = 0; nth < kRun; ++nth)
+                        out[nth / 4].w[nth % 4] = __float_as_uint(acc[nth % D4][run * RUN + nth / D4 / 2][2 * h + nth / D4 % 2]);
+                    if constexpr (!kWhole) exchange(out, t);
+#pragma unroll
+                    for (int n = 0; n < kVectors4; ++n) {
+                        if (at.left <= h * 8) continue;
+                        const int place = byte + run * (kRun * 16) + (kWhole ? n * 4 + t : place_of<kVectors4>(n, t)) * 16;
+                        if (RESIDUAL) {
+                            Vector<16> residual;
+                            load_now(residual, x_row + h * 8 * x_stride + place);
+#pragma unroll
+                            for (int k = 0; k < 4; ++k) out[n].w[k] = __float_as_uint(__uint_as_float(out[n].w[k]) + __uint_as_float(residual.w[k]));
+                        }
+                        *reinterpret_cast<Vector<16>*>(y_row + h * 8 * kRowOfY + place) = out[n];
+                    }
+                }
+        }
+        meet_warpgroup(warpgroup);  // nobody reads v any more
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
