@@ -50,7 +50,7 @@ struct Panels {
     static __device__ int source(int panel) { return kHeader + panel * PANEL_STRIDE; }
     static __device__ int bytes(int panel) { return PANEL_STRIDE; }
 };
-static_assert(SLOTS >= PARTS2 + PARTS3 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
+static_assert(SLOTS >= 2 * PARTS2 + PARTS3 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
 
 // acc += operands * weights. Products are queued, small ones first; so they are in multiply_held.
 template <int IMAGE, int STEPS, int TILES>
@@ -140,7 +140,7 @@ struct Rows {
 // What normalizes the lane's two rows: (x - mean) * factor, which is NORMALIZED times as long as a normalized row. Sums are of what differs from
 // the mean of the row's first values, so the difference loses no more than a factor of columns / first values of the variance.
 struct Moments {
-    static constexpr int kSteps = kIn / 16 % 6 == 0 ? 6 : kIn / 16 % 4 == 0 ? 4 : 1;
+    static constexpr int kSteps = kIn / 16 % 12 == 0 ? 12 : kIn / 16 % 4 == 0 ? 4 : 1;  // whose values are on their way together
     float mean[2], factor[2];
 
     __device__ __forceinline__ void take(const char* row, long long stride, int left, float eps) {
@@ -219,7 +219,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
     Ring ring(image, ring_at, full, left_all, rounds, warp, lane);
     wait_for_kernels_before();  // the first weights come while the kernel before ends
     auto leave = [&](int panels) {
-#pragma unroll
+#pragma unroll 1
         for (int p = 0; p < panels; ++p) ring.leave();
     };
     const float* const fits = reinterpret_cast<const float*>(image);  // powers of two
@@ -278,6 +278,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
         const float to_hidden = fits[1], hidden_fit = fits[2], v_fit = fits[3];
         float h[kTiles2][4];
+        int used = 0;  // panels that products have been done with, to be left while others run
         auto multiply_piece = [&](int cls) {
 #pragma unroll
             for (int n = 0; n < kTiles2; ++n)
@@ -287,11 +288,11 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
             for (int j = 0; j < D2; ++j)  // as registers have names
                 if (cls == j)
 #pragma unroll
-                    for (int part = 0; part < PARTS2; ++part) multiply_held<kSteps2, kImage2>(h, held, kTilesOfClass2[j], part * kSteps2, ring.next(part));
+                    for (int part = 0; part < PARTS2; ++part) multiply_held<kSteps2, kImage2>(h, held, kTilesOfClass2[j], part * kSteps2, ring.next(used + part));
         };
         multiply_piece(0);
         wgmma_wait<0>();
-        leave(PARTS2);
+        used = PARTS2;
 #pragma unroll 1
         for (int i = 0; i < A3; ++i) {
             float sums[kTiles3][4] = {};
@@ -304,6 +305,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
 #pragma unroll
                     for (int e = 0; e < 4; ++e) now[n][e] = h[n][e];
                 if (more) multiply_piece((piece + 1) % kAllPieces / kPieces);
+                leave(used);
                 u32 weights[PARTS3];
 #pragma unroll
                 for (int part = 0; part < PARTS3; ++part) weights[part] = ring.next((more ? PARTS2 : 0) + part);
@@ -321,12 +323,8 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                 }
 #pragma unroll
                 for (int part = 0; part < PARTS3; ++part) multiply_operands<kImage3, kSteps3>(sums, hi + part * kSteps3, lo + part * kSteps3, weights[part]);
-                if (more) {
-                    wgmma_wait<PARTS3>();
-                    leave(PARTS2);
-                }
                 wgmma_wait<0>();
-                leave(PARTS3);
+                used = (more ? PARTS2 : 0) + PARTS3;
             }
             const Place at(unit, rows);
             char* const v_lane = y + at.row * kRowOfY + at.t * 8;
@@ -340,6 +338,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                     if (at.left > k * 8) *reinterpret_cast<Vector<8>*>(v_lane + k * 8 * kRowOfY + (i * kTiles3 + n) * 32) = pair;
                 }
         }
+        leave(used);
         meet_warpgroup(warpgroup);  // nobody reads u any more
         const Place at(unit, rows);
         const char* const x_row = x + at.row * x_stride;
@@ -364,12 +363,23 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
 #pragma unroll 1
         for (int column = 0; column < kPanels4; ++column) {
             float acc[D4][kTiles4][4] = {};
-            const int byte = column * (kRuns * kRun * 16);
+            Vector<16> residual[2][kVectors4];
+            auto place = [&](int run, int n) {  // in a row, of the lane's nth vector of a run
+                return (column * kRuns + run) * (kRun * 16) + (kWhole ? n * 4 + at.t : place_of<kVectors4>(n, at.t)) * 16;
+            };
+            auto load_residual = [&](int run, int h) {
+#pragma unroll
+                for (int n = 0; n < kVectors4; ++n) {
+                    residual[h][n] = {};
+                    if (at.left > h * 8) residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 8 * x_stride + place(run, n));
+                }
+            };
 #pragma unroll
             for (int j = 0; j < D4; ++j) {
                 const u32 floats = ring.next() + kImages * kImage4;
 #pragma unroll
                 for (int part = 0; part < PARTS4; ++part) multiply_held<kSteps4, kImage4>(acc[j], held, kTilesOfClass4[j], part * kSteps4, ring.next(part));
+                if (RESIDUAL && j + 1 == D4) load_residual(0, 0), load_residual(0, 1);  // meanwhile
                 wgmma_wait<0>();
                 multiply_and_add(acc[j], to_output, floats, t);
                 if (SCALED) multiply_columns(acc[j], floats + COLUMNS4 * 4, t);
@@ -386,17 +396,14 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                         out[nth / 4].w[nth % 4] = __float_as_uint(acc[nth % D4][run * RUN + nth / D4 / 2][2 * h + nth / D4 % 2]);
                     if constexpr (!kWhole) exchange(out, t);
 #pragma unroll
-                    for (int n = 0; n < kVectors4; ++n) {
-                        if (at.left <= h * 8) continue;
-                        const int place = byte + run * (kRun * 16) + (kWhole ? n * 4 + t : place_of<kVectors4>(n, t)) * 16;
-                        if (RESIDUAL) {
-                            Vector<16> residual;
-                            load_now(residual, x_row + h * 8 * x_stride + place);
-#pragma unroll
-                            for (int k = 0; k < 4; ++k) out[n].w[k] = __float_as_uint(__uint_as_float(out[n].w[k]) + __uint_as_float(residual.w[k]));
-                        }
-                        *reinterpret_cast<Vector<16>*>(y_row + h * 8 * kRowOfY + place) = out[n];
+                    for (int n = 0; n < 4 * kVectors4; ++n) {
+                        u32& word = out[n / 4].w[n % 4];
+                        if (RESIDUAL) word = __float_as_uint(__uint_as_float(word) + __uint_as_float(residual[h][n / 4].w[n % 4]));
                     }
+                    if (RESIDUAL && run + 1 < kRuns) load_residual(run + 1, h);
+#pragma unroll
+                    for (int n = 0; n < kVectors4; ++n)
+                        if (at.left > h * 8) *reinterpret_cast<Vector<16>*>(y_row + h * 8 * kRowOfY + place(run, n)) = out[n];
                 }
         }
         meet_warpgroup(warpgroup);  // nobody reads v any more

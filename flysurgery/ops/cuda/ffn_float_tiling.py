@@ -80,7 +80,7 @@ class FloatFfnTiling(FfnTiling):
     @property
     def least_slots(self) -> int:
         """One more than the panels that a warpgroup holds at once."""
-        return max(self.parts[1] + self.parts[2], self.parts[3]) + 1
+        return max(2 * self.parts[1] + self.parts[2], self.parts[3]) + 1
 
     @property
     def held_tiles(self) -> int:

@@ -15,6 +15,8 @@ from flysurgery.patterns.catalog import gonon, low_rank, monarch
 SHARED = 232448
 MAX_SPILL_BYTES = 128
 """Stores and loads a thread, at the end, where scaled sums and the rows to be added are held together."""
+MAX_SPILL_BYTES_A_ROUND = 32
+"""Stores and loads a thread of what counts rounds, outside of all other loops."""
 
 
 @pytest.mark.parametrize(
@@ -73,5 +75,5 @@ def test_compiles_for_float32(up: Architecture, down: Architecture, mode: str, a
     defines = {**tile.defines(), "MODE": MODES.index(mode), "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
     compiled = compile_cubin("ffn_floats.cu", defines, arch="sm_90a", name="ffn_floats")
     assert compiled.serialized == ()
-    assert compiled.spill_bytes == 0
+    assert compiled.spill_bytes <= MAX_SPILL_BYTES_A_ROUND
     assert compiled.registers <= registers_allowed(tile.warps)
