@@ -28,8 +28,8 @@ from flysurgery.ops.epilogue import linear_epilogue
 from flysurgery.ops.norm_linears import fused_norm_linear
 from flysurgery.ops.wide import wide_ffn, wide_group
 
-WIDTHS = (("monarch", 768), ("monarch", 512), ("monarch", 1024))
-PARTS = {"q, k and v": WIDTHS, "feed-forward": (*WIDTHS, ("gonon", 768))}
+KINDS = (("monarch", 768), ("monarch", 512), ("monarch", 1024), ("gonon", 768))
+PARTS = ("q, k and v", "feed-forward")
 ROWS = (16, 197, 788, 1576, 3152, 6304, 12608, 25216)
 Run = Callable[[Tensor], Tensor]
 
@@ -117,7 +117,7 @@ def measure(part: str, name: str, width: int) -> Iterator[Row]:
 def main() -> None:
     """Compile, measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__))
-    cases = [(part, *kind) for part, kinds in PARTS.items() for kind in kinds]
+    cases = [(part, *kind) for part in PARTS for kind in KINDS]
     with ProcessPoolExecutor(2 * len(cases), mp_context=get_context("spawn")) as pool:
         list(pool.map(prepare, cases * 2, [0] * len(cases) + [1] * len(cases)))
     found: list[Row] = []
