@@ -134,10 +134,11 @@ def test_the_tuned_configurations_compile(case: TunedCase, config: FusedConfig) 
 def test_long_sums_of_pairs_have_their_small_products_apart() -> None:
     apart = {}
     for case, config in TUNED:
-        tile = tile_of(case.architecture, case.mode, case.linears).of(config)
-        if case.kernel == FUSED and tile.long_sums:
-            apart[case.architecture, case.linears] = tile.small_apart(config)
-    assert apart == dict.fromkeys([(SQUARE, 1), (SQUARE, 3), (DOWN, 1), (monarch(384, 1536, 4), 1)], True)
+        tile = tile_of(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel]).of(config)
+        if tile.long_sums:
+            apart[case.kernel, case.architecture, case.linears] = tile.small_apart(config)
+    alone = [(FUSED, *layer) for layer in ((SQUARE, 1), (SQUARE, 3), (DOWN, 1), (monarch(384, 1536, 4), 1))]
+    assert apart == dict.fromkeys([*alone, ("norm_linear", SQUARE, 3)], True)
 
 
 @pytest.mark.parametrize("activation", [1, 2, 3])
