@@ -75,6 +75,7 @@ class FusedFfn:
         }
         self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
         self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._shared_bytes = tile.shared_bytes  # which takes longer to find than a block to run
 
     def run(
         self, x: Tensor, image: Tensor, eps: float, early: bool = False
@@ -88,7 +89,7 @@ class FusedFfn:
             self._kernel.launch(
                 (min(units, self._blocks), 1, 1),
                 (self.tile.threads, 1, 1),
-                self.tile.shared_bytes,
+                self._shared_bytes,
                 current_stream(self.device_index),
                 *(x, image, y, rows, x.stride(0) * x.element_size(), float_bits(eps)),
                 early=early,

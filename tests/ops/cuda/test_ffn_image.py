@@ -216,9 +216,11 @@ def test_the_tiling_decides_what_is_launched(wgmma: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=4))
     tile = (ffn_tiling if wgmma else warp_ffn_tiling)(*BLOCKS["monarch 192"], SHARED, scaled=False)
     assert isinstance(tile, FfnTiling)
+    shared_bytes = tile.shared_bytes
     block = ffn.FusedFfn(tile, "fp16", "gelu", True, True, 0)
+    monkeypatch.setattr(type(tile), "shared_bytes", property(lambda tile: pytest.fail("a call works its sizes out again")))
     y = block.run(torch.zeros(37, 192, dtype=torch.float16), torch.zeros(1), 1e-6, early=True)
     assert y.shape == (37, 192) and block.run(y[:0], y, 1e-6).shape == (0, 192)
     assert loaded == [("fused_ffn.cu", "fused_ffn") if wgmma else ("ffn_warps.cu", "ffn_warps")]
     assert y.untyped_storage().nbytes() == (64 if wgmma else 37) * 192 * 2
-    assert launches == [((1 if wgmma else 3, 1, 1), (512 if wgmma else 32 * 12, 1, 1), tile.shared_bytes, 37, True)]
+    assert launches == [((1 if wgmma else 3, 1, 1), (512 if wgmma else 32 * 12, 1, 1), shared_bytes, 37, True)]
