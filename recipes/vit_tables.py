@@ -92,7 +92,8 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     """One picture for each mode, named after it; bars are grouped by whatever differs among its rows."""
     for mode in dict.fromkeys(record["mode"] for record in records):
         own = [record for record in records if record["mode"] == mode]
-        what = " and ".join(dict.fromkeys(f"{record['model']}, {record['arch']}" for record in own))
+        kinds = list(dict.fromkeys(f"{record['model']}, {record['arch']}" for record in own))
+        what = kinds[0] if len(kinds) == 1 else f"{len(kinds)} models"
         title = f"{what}, {mode}, {own[0]['device']}: time over dense (short black lines: the paper's)"
         group = [name for name in GROUPS if name == "unit" or len({record[name] for record in own}) > 1]
         draw_ratios(own, recipe.of_mode(plot, mode), group=group, title=title)

@@ -10,6 +10,9 @@ from typing import Any
 from flysurgery.bench.rows import Record
 from flysurgery.errors import OptionError
 
+MOST_LETTERS = 60
+"""Of the labels side by side under bars; more are turned."""
+
 Boxes = Mapping[str, Sequence[float]]
 """Values by the label under their box."""
 
@@ -56,8 +59,10 @@ def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], 
         axes.hlines([y for _, y in paper], [x - width / 2 for x, _ in paper], [x + width / 2 for x, _ in paper], "black")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_yscale("log")
-    axes.set_xticks(range(len(groups)), ["\n".join(each) for each in groups], fontsize=7, rotation=90 if len(groups) > 8 else 0)
-    axes.set(ylabel="time / time of dense", title=title)
+    crowded = sum(max(map(len, each)) for each in groups) > MOST_LETTERS
+    axes.set_xticks(range(len(groups)), ["\n".join(each) for each in groups], fontsize=7, rotation=90 if crowded else 0)
+    axes.set_ylabel("time / time of dense")
+    axes.set_title(title, fontsize=9)
     if names:
         axes.legend(fontsize=7, ncols=min(6, len(names)))
     _save(figure, path)
