@@ -15,6 +15,8 @@
 // Columns beyond the pattern's end are not set: they reach no sum but their own.
 // Each split writes its sums to a workspace in the layout of out, for factor_grad_sum.cu.
 //
+// Measured on an H200, with the share of its bound: recipes/results/factor_grad_h200.csv.
+//
 // Limits: b*d and c*d multiples of 8, rows at multiples of 16 bytes, rows > 0.
 //
 // Defines: PATTERN_A, PATTERN_B, PATTERN_C, PATTERN_D, MODE (0 for fp16, 1 for bf16), WM (warpgroups, 64 columns of dy each), NT (tiles of
