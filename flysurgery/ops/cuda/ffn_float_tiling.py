@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, log2
 
-from flysurgery.ops.cuda.ffn_tiling import Factors, FfnTiling, braces, cut, factors_of, tiles_of
-from flysurgery.ops.cuda.tiling import registers_allowed
+from flysurgery.ops.cuda.ffn_ring_tiling import RingFfnTiling, fastest, filled
+from flysurgery.ops.cuda.ffn_tiling import Factors, cut, factors_of, tiles_of
 from flysurgery.patterns import Architecture
 
 HEADER_BYTES = 128
@@ -17,36 +17,24 @@ BOUND_EXPONENT = 15
 """Operands are at most this power of two, half of the largest in fp16's range."""
 
 _PANEL_BYTES = 9500  # of high or of low halves
-_SLOT_BYTES = 20  # of two barriers and a counter
-_MOST_SLOTS = 16
 _WIDTHS = (64, 48, 32, 24, 16)  # columns of a product
 _MOST_OUTPUTS = 96  # of all classes, whose sums a warpgroup holds together
 _REGISTERS_BESIDE_TILES = 50
 
 
 @dataclass(frozen=True)
-class FloatFfnTiling(FfnTiling):
-    """Sizes of ``kernels/ffn_floats.cu`` for one pair of architectures and one mode.
+class FloatFfnTiling(RingFfnTiling):
+    """Sizes of ``kernels/ffn_floats.cu`` for one pair of architectures and one mode; four warps own 64 rows.
 
     Attributes:
         mode: ``"fp32"`` or ``"tf32"``.
-        warps: warps a block; four of them own 64 rows.
     """
 
     mode: str
-    warps: int
 
     @property
     def kernel(self) -> str:
         return "ffn_floats"
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def whole_units(self) -> bool:
-        return False
 
     @property
     def images(self) -> int:
@@ -89,9 +77,9 @@ class FloatFfnTiling(FfnTiling):
         return max(first.a * tiles_of(first), third.a * tiles_of(third))
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ring with its barriers and counters, what each warpgroup holds."""
-        return self.slots * (self.stride + _SLOT_BYTES) + self.warps // 4 * self.held_tiles * 1024
+    def held_bytes(self) -> int:
+        """What each warpgroup holds of u or v."""
+        return self.warps // 4 * self.held_tiles * 1024
 
     @property
     def registers(self) -> int:
@@ -108,27 +96,12 @@ class FloatFfnTiling(FfnTiling):
         return BOUND_EXPONENT - ceil(log2(self.factors[0].in_features) / 2)
 
     def defines(self) -> dict[str, int | str]:
-        sizes = {f"{letter}{n}": getattr(f, letter.lower()) for n, f in enumerate(self.factors, 1) for letter in "ABC"}
-        middle, last = ([[list(pair) for pair in steps] for steps in each] for each in (self.middle_steps, self.last_steps))
         return {
-            **sizes,
-            "D2": self.factors[1].d,
-            "D4": self.factors[3].d,
+            **super().defines(),
             "MT": 1,
             "WGMMA": 1,
-            "WARPS": self.warps,
-            "HIDDEN": self.hidden,
             **{f"PARTS{n}": parts for n, parts in enumerate(self.parts, 1)},
-            "STEPS2": len(middle[0]),
-            "STEPS4": len(last[0]),
-            "COLUMNS4": self.columns,
-            "RUN": self.run,
-            "SLOTS": self.slots,
-            "PANEL_STRIDE": self.stride,
             "NORMALIZED": f"{2.0**self.normalized_exponent}f",
-            "SCALED": int(self.scaled),
-            "U_TILES": braces(middle),
-            "V_TILES": braces(last),
         }
 
 
@@ -141,20 +114,17 @@ def float_ffn_tiling(up: Architecture, down: Architecture, mode: str, shared_lim
     third, last = factors[2:]
     if third.a * tiles_of(third) * 8 > last.out_features:
         return f"the {third.out_features} values between factors {third} and {last} do not fit in tiles in the rows of the result"
-    fitting = _fitting(factors, mode, shared_limit, scaled)
-    fastest = max(fitting, key=lambda tile: (tile.warps, tile.hidden, tile.columns), default=None)
-    return fastest or f"no tile of {up} with {down} in {mode} fits in the registers and {shared_limit} bytes of shared memory"
+    found = fastest(_fitting(factors, mode, shared_limit, scaled))
+    return found or f"no tile of {up} with {down} in {mode} fits in the registers and {shared_limit} bytes of shared memory"
 
 
 def _fitting(factors: Factors, mode: str, shared_limit: int, scaled: bool) -> Iterator[FloatFfnTiling]:
     """Tilings that fit in the registers and in shared memory."""
     _, second, third, last = factors
-    base = FloatFfnTiling(factors, 16, (1, 1, 1, 1), 8, 0, scaled, mode, 4)
+    base = FloatFfnTiling(factors, 16, (1, 1, 1, 1), 8, 0, scaled, 4, mode)
     hidden_units = (n for n in _WIDTHS if third.c // second.d % n == 0 and n % 16 == 0)
     columns = [n for n in _WIDTHS if last.b % n == 0 and n % (8 * base.run) == 0 and n * last.d <= _MOST_OUTPUTS]
     for hidden, wide, warps in product(hidden_units, columns, (8,) if base.images == 2 else (12, 8)):
-        tile = cut(replace(base, hidden=hidden, columns=wide, warps=warps), _PANEL_BYTES * base.images)
-        room = (shared_limit - tile.shared_bytes) // (tile.stride + _SLOT_BYTES)
-        slots = min(room, sum(tile.panel_counts), _MOST_SLOTS)
-        if tile.registers <= registers_allowed(warps) and slots >= tile.least_slots:
-            yield replace(tile, slots=slots)
+        tile = filled(cut(replace(base, hidden=hidden, columns=wide, warps=warps), _PANEL_BYTES * base.images), shared_limit)
+        if tile is not None:
+            yield tile

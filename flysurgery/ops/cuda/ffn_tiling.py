@@ -154,29 +154,32 @@ class FfnTiling:
         last_product = self.columns * last.d // 2 + 2 * self.run * last.d
         return max(x, middle, last_product) + _REGISTERS_BESIDE_TILES
 
-    def defines(self) -> dict[str, int | str]:
-        """The macros that the kernel is compiled with, less mode, activation, norm and residual."""
-        sizes = {f"{letter}{n}": getattr(f, letter.lower()) for n, f in enumerate(self.factors, 1) for letter in "ABC"}
-        middle = [[_descriptor(*pair) if pair[0] >= 0 else 0 for pair in steps] for steps in self.middle_steps]
-        last = [[_descriptor(*pair) if pair[0] >= 0 else _NO_TILE for pair in steps] for steps in self.last_steps]
+    def sizes(self) -> dict[str, int | str]:
+        """The macros that all feed-forward kernels are compiled with."""
+        letters = {f"{letter}{n}": getattr(f, letter.lower()) for n, f in enumerate(self.factors, 1) for letter in "ABC"}
         return {
-            **sizes,
+            **letters,
             "D2": self.factors[1].d,
             "D4": self.factors[3].d,
-            "WARPGROUPS": WARPGROUPS,
-            "X_VECTOR": self.vector,
             "HIDDEN": self.hidden,
-            "PARTS1": self.parts[0],
-            "PARTS2": self.parts[1],
-            "PARTS3": self.parts[2],
-            "PARTS4": self.parts[3],
-            "STEPS2": len(middle[0]),
-            "STEPS4": len(last[0]),
+            "STEPS2": len(self.middle_steps[0]),
+            "STEPS4": len(self.last_steps[0]),
             "COLUMNS4": self.columns,
             "RUN": self.run,
             "SLOTS": self.slots,
             "PANEL_STRIDE": self.stride,
             "SCALED": int(self.scaled),
+        }
+
+    def defines(self) -> dict[str, int | str]:
+        """The macros that the kernel is compiled with, less mode, activation, norm and residual."""
+        middle = [[_descriptor(*pair) if pair[0] >= 0 else 0 for pair in steps] for steps in self.middle_steps]
+        last = [[_descriptor(*pair) if pair[0] >= 0 else _NO_TILE for pair in steps] for steps in self.last_steps]
+        return {
+            **self.sizes(),
+            "WARPGROUPS": WARPGROUPS,
+            "X_VECTOR": self.vector,
+            **{f"PARTS{n}": parts for n, parts in enumerate(self.parts, 1)},
             "HIDDEN_UNIT": f"{HIDDEN_UNIT}f",
             "U_TABLE": braces(middle),
             "V_TABLE": braces(last),

@@ -8,42 +8,29 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
-from flysurgery.ops.cuda.ffn_tiling import Factors, FfnTiling, braces, factors_of, tiles_of
-from flysurgery.ops.cuda.tiling import registers_allowed
+from flysurgery.ops.cuda.ffn_ring_tiling import RingFfnTiling, fastest, filled
+from flysurgery.ops.cuda.ffn_tiling import Factors, factors_of, tiles_of
 from flysurgery.patterns import Architecture
 
 _LEAST_SLOTS = 3
-_SLOT_BYTES = 20  # of two barriers and a counter
-_MOST_SLOTS = 16
 _MOST_OUTPUTS = 128
 _REGISTERS_BESIDE_TILES = 34
 
 
 @dataclass(frozen=True)
-class WarpFfnTiling(FfnTiling):
-    """Sizes of ``kernels/ffn_warps.cu`` for one pair of architectures; only products with the first factor are cut into parts.
+class WarpFfnTiling(RingFfnTiling):
+    """Sizes of ``kernels/ffn_warps.cu`` for one pair of architectures; a warp owns 16 rows.
 
-    Attributes:
-        warps: warps a block, each owning 16 rows.
+    Only products with the first factor are cut into parts.
     """
-
-    warps: int
 
     @property
     def kernel(self) -> str:
         return "ffn_warps"
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
     def unit_rows(self) -> int:
         return 16
-
-    @property
-    def whole_units(self) -> bool:
-        return False
 
     @property
     def units(self) -> tuple[float, float, float]:
@@ -71,10 +58,14 @@ class WarpFfnTiling(FfnTiling):
         return second + 4 * self.hidden + third
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ring with its barriers and counters, what waits for the last factor of each warp."""
+    def least_slots(self) -> int:
+        return _LEAST_SLOTS
+
+    @property
+    def held_bytes(self) -> int:
+        """What waits for the last factor of each warp."""
         third = self.factors[2]
-        return self.slots * (self.stride + _SLOT_BYTES) + self.warps * (third.a - 1) * tiles_of(third) * 256
+        return self.warps * (third.a - 1) * tiles_of(third) * 256
 
     @property
     def registers(self) -> int:
@@ -86,26 +77,7 @@ class WarpFfnTiling(FfnTiling):
         return max(start, middle, end) + _REGISTERS_BESIDE_TILES
 
     def defines(self) -> dict[str, int | str]:
-        sizes = {f"{letter}{n}": getattr(f, letter.lower()) for n, f in enumerate(self.factors, 1) for letter in "ABC"}
-        middle, last = ([[list(pair) for pair in steps] for steps in each] for each in (self.middle_steps, self.last_steps))
-        return {
-            **sizes,
-            "D2": self.factors[1].d,
-            "D4": self.factors[3].d,
-            "WARPS": self.warps,
-            "X_VECTOR": self.vector,
-            "HIDDEN": self.hidden,
-            "PARTS1": self.parts[0],
-            "STEPS2": len(middle[0]),
-            "STEPS4": len(last[0]),
-            "COLUMNS4": self.columns,
-            "RUN": self.run,
-            "SLOTS": self.slots,
-            "PANEL_STRIDE": self.stride,
-            "SCALED": int(self.scaled),
-            "U_TILES": braces(middle),
-            "V_TILES": braces(last),
-        }
+        return {**super().defines(), "X_VECTOR": self.vector, "PARTS1": self.parts[0]}
 
 
 @lru_cache(maxsize=256)
@@ -114,9 +86,8 @@ def warp_ffn_tiling(up: Architecture, down: Architecture, shared_limit: int, *, 
     factors = factors_of(up, down)
     if isinstance(factors, str):
         return factors
-    fitting = _fitting(factors, shared_limit, scaled)
-    fastest = max(fitting, key=lambda tile: (tile.warps, tile.hidden, tile.columns), default=None)
-    return fastest or f"no tile of {up} with {down} fits in the registers and {shared_limit} bytes of shared memory"
+    found = fastest(_fitting(factors, shared_limit, scaled))
+    return found or f"no tile of {up} with {down} fits in the registers and {shared_limit} bytes of shared memory"
 
 
 def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> Iterator[WarpFfnTiling]:
@@ -128,9 +99,6 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> Iterator[Warp
     for hidden, wide, warps in product(hidden_units, columns, (12, 8, 6)):
         tile = replace(base, hidden=hidden, columns=wide, warps=warps)
         cuts = (n for n in range(1, first.c // 16 + 1) if first.c // 16 % n == 0 and tile.panel_bytes[0] // n <= tile.middle_bytes)
-        tile = replace(tile, parts=(next(cuts, first.c // 16), 1, 1, 1))
-        slots = min(
-            (shared_limit - replace(tile, slots=0).shared_bytes) // (tile.stride + _SLOT_BYTES), sum(tile.panel_counts), _MOST_SLOTS
-        )
-        if tile.registers <= registers_allowed(warps) and slots >= _LEAST_SLOTS:
-            yield replace(tile, slots=slots)
+        fitting = filled(replace(tile, parts=(next(cuts, first.c // 16), 1, 1, 1)), shared_limit)
+        if fitting is not None:
+            yield fitting
