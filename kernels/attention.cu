@@ -11,7 +11,7 @@
 // have a power of two each that brings their largest element near 2^11; exponentials, at most 1, are scaled by 2^11. The products of a block
 // are added to float32 sums with rounding. Infinities and NaN do not come out finite.
 //
-// Floor: the products, or the bytes of q, k, v and y. Its share of a whole model in fp32 and tf32 is in recipes/results/optimized_vit_h200.csv.
+// Floor: the products, or the bytes of q, k, v and y. Part of the fp32 and tf32 models timed in recipes/results/optimized_vit_h200.csv.
 //
 // Defines: HEAD (features of a head), KEYS (of a block, a multiple of 16), MODE, WARPS.
 // Limits: sm_80 or newer; HEAD a multiple of 16, up to 64, where registers last; features of q, k and v adjacent, their rows at multiples of 16 bytes.
