@@ -22,11 +22,9 @@ COLUMNS = ("protocol", "unit", "mode", "compiled", "candidate", "backend", *TIME
 def main() -> None:
     """Measure, print, draw."""
     parser = recipe.arguments(__doc__, modes="fp32,bf16", seconds=3.0)
-    parser.add_argument("--model", default="vit_small_patch16_224")
-    parser.add_argument("--model-args", action="append", metavar="KEY=VALUE")
+    recipe.add_model(parser)
     parser.add_argument("--archs", default="gonon,monarch", help="families of architectures")
     parser.add_argument("--batch", type=int, help="images a forward; 16 by default")
-    parser.add_argument("--protocols", default="paper,today")
     parser.add_argument("--launches", default="eager,compile")
     parser.set_defaults(device="cpu", threads=2)
     options = parser.parse_args()

@@ -23,15 +23,14 @@ COLUMNS = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules",
 def main() -> None:
     """Measure for as long as told, print, draw."""
     parser = recipe.arguments(__doc__, modes="fp32")
-    parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--count", type=int, help="how many patterns; 60 by default, 2 with --quick")
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
+    recipe.add_patterns(parser, "60 by default, 2 with --quick")
     parser.add_argument("--windows", type=int, default=3)
-    parser.add_argument("--model", default="vit_small_patch16_224")
+    parser.add_argument("--model", default=recipe.VIT_S)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
+    rows = options.rows or ROWS
     meter = EnergyMeter(device)
     end = time.monotonic() + 60 * options.minutes
     how = {"seconds": 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
@@ -43,12 +42,12 @@ def main() -> None:
                 found = energy_of_model(meter, options.model, {}, "gonon", options.batch, mode, device, candidates=names, **how)
                 run.add(found, options.model)
         for pattern, mode in ((each, mode) for each in patterns for mode in modes):
-            if run.has({"what": str(pattern), "rows": options.rows, "mode": mode}):
+            if run.has({"what": str(pattern), "rows": rows, "mode": mode}):
                 continue
             if time.monotonic() > end:
                 print("the time is over; the next run goes on", flush=True)
                 break
-            run.add(energy_of_factor(meter, pattern, options.rows, mode, device, **how), f"{pattern} {mode}")
+            run.add(energy_of_factor(meter, pattern, rows, mode, device, **how), f"{pattern} {mode}")
     recipe.show(run, COLUMNS)
     boxes, ratios = energy_boxes(run.records)
     if ratios:

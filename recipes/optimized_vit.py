@@ -152,7 +152,7 @@ def main() -> None:
     """Measure, print and write after every case."""
     parser = recipe.table_arguments(__doc__)
     parser.add_argument("--headline", action="store_true", help="ViT-S/16 at batch 128, with joules, and 1, and ViT-B/16; fp16")
-    parser.add_argument("--model", default="vit_small_patch16_224")
+    parser.add_argument("--model", default=recipe.VIT_S)
     parser.add_argument("--arch", nargs="*", default=["gonon", "monarch"])
     parser.add_argument("--modes", nargs="*", default=["fp16", "bf16", "tf32", "fp32"])
     parser.add_argument("--batches", nargs="*", type=int, default=[128, 1])

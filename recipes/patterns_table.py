@@ -40,9 +40,7 @@ COLUMNS = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES)
 def main() -> None:
     """Measure for as long as told, print shares of wins, median factors and shares of time, draw."""
     parser = recipe.arguments(__doc__, modes="fp32,fp16", seconds=0.05)
-    parser.add_argument("--rows", type=int, help=f"{ROWS} by default: 128 images of 196 tokens")
-    parser.add_argument("--count", type=int, help="how many patterns in all; all 627 by default, 6 with --quick")
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
+    recipe.add_patterns(parser, "all 627 by default, 6 with --quick")
     parser.add_argument(
         "--largest", type=int, help=f"only patterns with at most this many features in and out; {QUICK_LARGEST} with --quick on a CPU"
     )

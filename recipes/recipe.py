@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench import MODES, Ceilings, Protocol, Work, measure_ceilings, modes_of, take_stamp, write_csv
+from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
 from flysurgery.cli.options import device_of
@@ -19,6 +20,9 @@ from flysurgery.errors import FlysurgeryError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+VIT_S = "vit_small_patch16_224"
+"""The model that Gonon et al. 2024 measure."""
 
 
 def arguments(description: str | None, *, modes: str | None = None, seconds: float | None = None) -> argparse.ArgumentParser:
@@ -36,6 +40,20 @@ def arguments(description: str | None, *, modes: str | None = None, seconds: flo
     if seconds is not None:
         parser.add_argument("--seconds", type=float, default=seconds, help="time for the samples of one candidate")
     return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options of a recipe that takes a model apart."""
+    parser.add_argument("--model", default=VIT_S, help="a ViT of timm: vit_base_patch16_224, vit_large_patch16_224, ...")
+    parser.add_argument("--model-args", action="append", metavar="KEY=VALUE", help="arguments of its constructor; repeatable")
+    parser.add_argument("--protocols", default="paper,today", help="out of paper, today")
+
+
+def add_patterns(parser: argparse.ArgumentParser, usual: str) -> None:
+    """The options of a recipe that goes through patterns for as long as told; ``usual``: how many they are without ``--count``."""
+    parser.add_argument("--rows", type=int, help=f"{ROWS} by default: 128 images of 196 tokens")
+    parser.add_argument("--count", type=int, help=f"how many patterns in all; {usual}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
 
 
 def protocol(options: argparse.Namespace, rounds: int) -> Protocol:

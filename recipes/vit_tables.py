@@ -8,7 +8,7 @@ from pathlib import Path
 
 import recipe
 
-from flysurgery.bench import CANDIDATES, LAUNCHES, PROTOCOLS, LayerSettings, Record, bench_layers, bench_training, draw_ratios
+from flysurgery.bench import CANDIDATES, LAUNCHES, LayerSettings, Record, bench_layers, bench_training, draw_ratios
 from flysurgery.bench.compiled import COMPILED
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
@@ -44,11 +44,9 @@ COLUMNS = ("protocol", "unit", "batch", "mode", "launch", "compiled", "candidate
 def arguments(description: str | None, *, launches: str, parts: str) -> argparse.ArgumentParser:
     """The options of both recipes; ``parts`` as ``--parts`` takes them."""
     parser = recipe.arguments(description, modes="all", seconds=0.5)
-    parser.add_argument("--model", default="vit_small_patch16_224", help="a ViT of timm: vit_base_patch16_224, vit_large_patch16_224, ...")
-    parser.add_argument("--model-args", action="append", metavar="KEY=VALUE", help="arguments of its constructor; repeatable")
+    recipe.add_model(parser)
     parser.add_argument("--arch", default="gonon", help="gonon (widths that are multiples of 24), monarch or lowrank")
     parser.add_argument("--batches", help="images a forward, such as 1,8,128; 128 by default")
-    parser.add_argument("--protocols", default="paper,today", help="paper, today or both")
     parser.add_argument("--parts", default=parts, help=f"out of {parts}; linear* are all linears")
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="out of these")
     parser.add_argument("--launches", default=launches, help=f"out of {', '.join(LAUNCHES)}; the compiler's for today's protocol only")
@@ -59,6 +57,7 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
     """Measure, print and draw."""
     device, modes = recipe.device_and_modes(options)
     quick, protocol = options.quick, recipe.protocol(options, 30)
+    paper = PAPER if (options.model, options.arch) == (recipe.VIT_S, "gonon") else None
     if quick:
         modes = modes[::2] if device.type == "cuda" else modes[:1]
     with recipe.start(options, device) as bench:
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
                 model=options.model,
                 model_args=model_arguments(options.model_args),
                 arch=options.arch,
-                protocols=PROTOCOLS if options.protocols == "both" else names(options.protocols, "--protocols"),
+                protocols=names(options.protocols, "--protocols"),
                 modes=modes,
                 launches=[each for each in names(options.launches, "--launches") if not (quick and each in COMPILED)],
                 names=names(options.parts, "--parts"),
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
                 seed=options.seed,
                 quick=quick,
             )
-            for group in bench_layers(settings, device, paper=PAPER if options.arch == "gonon" else None, done=bench.has):
+            for group in bench_layers(settings, device, paper=paper, done=bench.has):
                 bench.add(group, f"{group[0].protocol} {group[0].unit} {group[0].mode}")
             if training:
                 for group in bench_training(settings, device, done=bench.has):

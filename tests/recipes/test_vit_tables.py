@@ -42,6 +42,12 @@ def test_table_6_has_the_linears_with_and_without_bias(run_recipe: RunRecipe) ->
     assert again == rows  # nothing was measured twice
 
 
+def test_a_model_that_is_not_the_papers_has_no_ratio_of_theirs(run_recipe: RunRecipe) -> None:
+    one = ("--batches", "1", "--modes", "fp32", "--protocols", "paper", "--parts", "linear N x N", "--candidates", "dense,bmm")
+    rows = run_recipe("vit_s16_table6.py", *TINY_VIT, "--model", "vit_tiny_patch16_224", *one)
+    assert {row["paper_ratio"] for row in rows} == {""}
+
+
 @pytest.mark.parametrize(
     ("option", "name", "sentence"),
     [
