@@ -58,8 +58,11 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
     device, modes = recipe.device_and_modes(options)
     quick, protocol = options.quick, recipe.protocol(options, 30)
     paper = PAPER if (options.model, options.arch) == (recipe.VIT_S, "gonon") else None
-    if quick:
-        modes = modes[::2] if device.type == "cuda" else modes[:1]
+    launches = names(options.launches, "--launches")
+    if quick and device.type == "cuda":
+        modes, launches = modes[::2], launches[:1]
+    elif quick:
+        modes, launches = modes[:1], [each for each in launches if each not in COMPILED]
     with recipe.start(options, device) as bench:
         for batch in map(int, (options.batches or str(recipe.images(options, device))).split(",")):
             settings = LayerSettings(
@@ -68,7 +71,7 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
                 arch=options.arch,
                 protocols=names(options.protocols, "--protocols"),
                 modes=modes,
-                launches=[each for each in names(options.launches, "--launches") if not (quick and each in COMPILED)],
+                launches=launches,
                 names=names(options.parts, "--parts"),
                 batch=batch,
                 candidates=names(options.candidates, "--candidates"),
