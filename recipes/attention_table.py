@@ -109,7 +109,7 @@ def main() -> None:
     """Measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, modes=("fp16", "bf16")))
     found: list[Row] = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         for size in SIZES:
             with in_mode(mode):
                 rows = measure(mode, *size)
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

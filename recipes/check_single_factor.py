@@ -12,6 +12,7 @@ import argparse
 import itertools
 import sys
 
+import recipe
 import torch
 from single_factor_cases import DTYPES, bmm, compile_all, grad_jobs, grid_patterns, random_x, single_jobs
 from torch import Tensor
@@ -199,10 +200,11 @@ def check_gradients(every: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="take every so many-th pattern of the grid")
+    parser.add_argument("--every", type=recipe.count, default=1, help="take every so many-th pattern of the grid")
     options = parser.parse_args()
+    recipe.need_cuda()
     sys.exit(1 if check_products(options.every) + check_gradients(options.every) else 0)
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import recipe
 
-from flysurgery.bench import LayerSettings, bench_layers, draw_ratios
+from flysurgery.bench import LayerRow, LayerSettings, bench_layers, draw_ratios
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser = recipe.arguments(__doc__, modes="fp32,bf16", seconds=3.0)
     recipe.add_model(parser)
     parser.add_argument("--archs", default="gonon,monarch", help="families of architectures")
-    parser.add_argument("--batch", type=int, help="images a forward; 16 by default")
+    parser.add_argument("--batch", type=recipe.count, help="images a forward; 16 by default")
     parser.add_argument("--launches", default="eager,compile")
     parser.set_defaults(device="cpu", threads=2)
     options = parser.parse_args()
@@ -33,7 +33,7 @@ def main() -> None:
     archs = names(options.archs, "--archs")
     if options.quick:
         archs, modes = archs[:1], modes[:1]
-    with recipe.start(options, device) as run:
+    with recipe.start(options, device, LayerRow) as run:
         for arch in archs:
             settings = LayerSettings(
                 model=options.model,

@@ -14,7 +14,7 @@ from statistics import median
 
 import recipe
 
-from flysurgery.bench import EnergyMeter, draw_boxes, energy_boxes, energy_of_factor, energy_of_model
+from flysurgery.bench import EnergyMeter, EnergyRow, draw_boxes, energy_boxes, energy_of_factor, energy_of_model
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled
 
 COLUMNS = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts", "call_ms", "status")
@@ -24,9 +24,9 @@ def main() -> None:
     """Measure for as long as told, print, draw."""
     parser = recipe.arguments(__doc__, modes="fp32")
     recipe.add_patterns(parser, "60 by default, 2 with --quick")
-    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--windows", type=recipe.count, default=3)
     parser.add_argument("--model", default=recipe.VIT_S)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=recipe.count, default=128)
     parser.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
@@ -35,10 +35,12 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     how = {"seconds": 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
     patterns = shuffled(energy_patterns(), options.seed)[: options.count or (2 if options.quick else 60)]
-    with recipe.start(options, device) as run:
+    with recipe.start(options, device, EnergyRow) as run:
         for mode in modes:
-            if not run.has({"what": options.model, "rows": options.batch, "mode": mode}):
-                names = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
+            names = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
+            head = {"what": options.model, "rows": options.batch, "mode": mode}
+            names = [name for name in names if not run.has(head | {"candidate": name})]
+            if names:
                 found = energy_of_model(meter, options.model, {}, "gonon", options.batch, mode, device, candidates=names, **how)
                 run.add(found, options.model)
         for pattern, mode in ((each, mode) for each in patterns for mode in modes):
@@ -54,7 +56,7 @@ def main() -> None:
         share = sum(ratio < 1 for ratio in ratios) / len(ratios)
         print(f"energy of cuda over the least of bmm, einsum, bsr: median {median(ratios):.2f}, below 1 on {share:.0%} of {len(ratios)}")
         print("Gonon et al. report a median of 0.85, and 72 %, on a V100")
-    if options.plot is not None:
+    if options.plot is not None and run.records:
         panel = ("d(b+c)/(bc)", "energy of cuda / least of bmm, einsum, bsr", boxes)
         draw_boxes({"Figure 7": panel}, options.plot, title=f"{run.records[0]['device']}, {', '.join(modes)}")
 

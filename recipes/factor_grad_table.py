@@ -99,9 +99,9 @@ def summary(rows: list[Row], mode: str) -> str:
 def main() -> None:
     """Measure, print and write."""
     parser = recipe.table_arguments(__doc__, modes=("bf16", "fp32"))
-    parser.add_argument("--candidates", type=int, default=1, help="configurations to time for each")
+    parser.add_argument("--candidates", type=recipe.count, default=1, help="configurations to time for each")
     options = recipe.on_cuda(parser)
-    arch, limit, modes = device_arch(0), shared_limit_of(0), options.modes.split(",")
+    arch, limit, modes = device_arch(0), shared_limit_of(0), options.modes
     cases = [(Pattern(*shape), mode) for shape in PATTERNS for mode in modes if grad_reason(Pattern(*shape), mode, limit) is None]
     compile_all(
         {
@@ -128,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

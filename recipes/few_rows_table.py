@@ -151,11 +151,11 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
 def main() -> None:
     """Measure, print and write."""
     parser = recipe.table_arguments(__doc__, modes=("fp16",))
-    parser.add_argument("--rows", type=int, default=197, help="tokens of the image")
-    parser.add_argument("--widths", nargs="*", type=int, default=[192, 384, 768])
+    parser.add_argument("--rows", type=recipe.count, default=197, help="tokens of the image")
+    parser.add_argument("--widths", nargs="*", type=recipe.count, default=[192, 384, 768])
     options = recipe.on_cuda(parser)
     found: list[Row] = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         for width in options.widths:
             with in_mode(mode):
                 rows = measure(width, mode, options.rows)
@@ -167,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

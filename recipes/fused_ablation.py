@@ -135,7 +135,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     limit, cells = shared_limit_of(0), {}
     for name, architecture in LAYERS.items():
-        for mode in options.modes.split(","):
+        for mode in options.modes:
             tile = tiling(architecture, mode)
             fields = tuned_config(FUSED, architecture, mode, 1, 0, options.rows)
             if isinstance(tile, Tiling) and fields is not None:
@@ -156,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

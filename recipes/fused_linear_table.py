@@ -119,7 +119,7 @@ def main() -> None:
     """Measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=tuple(MODES)))
     found: list[Row] = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         for name in LAYERS:
             with in_mode(mode):
                 rows = list(measure(name, mode, options.rows))
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

@@ -152,7 +152,7 @@ def main() -> None:
     """Measure, print and write after every block."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216, modes=("fp16", "fp32")))
     found: list[Row] = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         for block in BLOCKS:
             rows = measure(block, mode, options.rows)
             found += rows
@@ -161,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

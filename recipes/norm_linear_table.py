@@ -109,7 +109,7 @@ def main() -> None:
     """Measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216, modes=tuple(MODES)))
     found: list[Row] = []
-    for mode in options.modes.split(","):
+    for mode in options.modes:
         for name in ARCHITECTURES:
             with in_mode(mode):
                 rows = measure(name, mode, options.rows)
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--model", default=recipe.VIT_S)
     parser.add_argument("--arch", nargs="*", default=["gonon", "monarch"])
     parser.add_argument("--modes", nargs="*", default=["fp16", "bf16", "tf32", "fp32"])
-    parser.add_argument("--batches", nargs="*", type=int, default=[128, 1])
+    parser.add_argument("--batches", nargs="*", type=recipe.count, default=[128, 1])
     parser.add_argument("--max-autotune", action="store_true")
     parser.add_argument("--energy", action="store_true", help="joules of a batch too")
     options = recipe.on_cuda(parser)
@@ -177,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

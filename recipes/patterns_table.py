@@ -18,6 +18,7 @@ import recipe
 import torch
 
 from flysurgery.bench import (
+    FactorRow,
     Record,
     bench_factor,
     compiled_ahead,
@@ -41,9 +42,8 @@ def main() -> None:
     """Measure for as long as told, print shares of wins, median factors and shares of time, draw."""
     parser = recipe.arguments(__doc__, modes="fp32,fp16", seconds=0.05)
     recipe.add_patterns(parser, "all 627 by default, 6 with --quick")
-    parser.add_argument(
-        "--largest", type=int, help=f"only patterns with at most this many features in and out; {QUICK_LARGEST} with --quick on a CPU"
-    )
+    largest_help = f"only patterns with at most this many features in and out; {QUICK_LARGEST} with --quick on a CPU"
+    parser.add_argument("--largest", type=recipe.count, help=largest_help)
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     rows = options.rows or recipe.images(options, device) * TOKENS
@@ -54,7 +54,7 @@ def main() -> None:
         patterns = [each for each in patterns if max(each.shape) <= largest]
     patterns = patterns[: options.count or (6 if options.quick else len(patterns))]
     protocol = recipe.protocol(options, 15)
-    with recipe.start(options, device) as run:
+    with recipe.start(options, device, FactorRow) as run:
         todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, rows, mode, device))]
         ceilings = {}
         for done, (pattern, mode) in enumerate(compiled_ahead(todo, rows, device)):
@@ -74,7 +74,7 @@ def main() -> None:
     print_table(titles, wins_table(run.records, modes), right=("holds", "median factor", "patterns"))
     titles = ("mode", "share", "lower quartile", "median", "upper quartile", "patterns")
     print_table(titles, shares_table(run.records, modes), right=titles[2:])
-    if options.plot is not None:
+    if options.plot is not None and run.records:
         draw(run.records, modes, options.plot, rows)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from flysurgery.bench import MODES, Ceilings, Protocol, Work, measure_ceilings, modes_of, take_stamp, write_csv
+from flysurgery.bench import MODES, Ceilings, Protocol, Work, check_file, measure_ceilings, modes_of, take_stamp, write_csv
 from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
@@ -21,8 +22,35 @@ from flysurgery.errors import FlysurgeryError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Number = TypeVar("Number", int, float)
+
 VIT_S = "vit_small_patch16_224"
 """The model that Gonon et al. 2024 measure."""
+
+
+def count(text: str) -> int:
+    """A whole number above zero, as an option takes it."""
+    return _above_zero(text, int)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers above zero, separated by commas."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def duration(text: str) -> float:
+    """A time above zero, as an option takes it."""
+    return _above_zero(text, float)
+
+
+def _above_zero(text: str, kind: type[Number]) -> Number:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind(0)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above zero, got '{text}'")
+    return number
 
 
 def arguments(description: str | None, *, modes: str | None = None, seconds: float | None = None) -> argparse.ArgumentParser:
@@ -30,7 +58,7 @@ def arguments(description: str | None, *, modes: str | None = None, seconds: flo
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cases and samples, on a CPU of one image: an answer within two minutes")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--threads", type=count, help="CPU threads")
     parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
     parser.add_argument("--fresh", action="store_true", help="measure all again, and replace the rows in the file")
     parser.add_argument("--plot", type=Path, help="draw the rows into this file, or into one for each mode, named after it")
@@ -38,7 +66,7 @@ def arguments(description: str | None, *, modes: str | None = None, seconds: flo
     if modes is not None:
         parser.add_argument("--modes", default=modes, help="out of fp32, tf32 (CUDA), fp16, bf16, or all")
     if seconds is not None:
-        parser.add_argument("--seconds", type=float, default=seconds, help="time for the samples of one candidate")
+        parser.add_argument("--seconds", type=duration, default=seconds, help="time for the samples of one candidate")
     return parser
 
 
@@ -51,9 +79,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_patterns(parser: argparse.ArgumentParser, usual: str) -> None:
     """The options of a recipe that goes through patterns for as long as told; ``usual``: how many they are without ``--count``."""
-    parser.add_argument("--rows", type=int, help=f"{ROWS} by default: 128 images of 196 tokens")
-    parser.add_argument("--count", type=int, help=f"how many patterns in all; {usual}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no pattern after this time")
+    parser.add_argument("--rows", type=count, help=f"{ROWS} by default: 128 images of 196 tokens")
+    parser.add_argument("--count", type=count, help=f"how many patterns in all; {usual}")
+    parser.add_argument("--minutes", type=duration, default=9.0, help="start no pattern after this time")
 
 
 def protocol(options: argparse.Namespace, rounds: int) -> Protocol:
@@ -78,17 +106,26 @@ def table_arguments(description: str | None, *, rows: int | None = None, modes: 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file to write")
     if rows is not None:
-        parser.add_argument("--rows", type=int, default=rows, help=f"rows of x: 128 images of {rows // 128} tokens by default")
+        parser.add_argument("--rows", type=count, default=rows, help=f"rows of x: 128 images of {rows // 128} tokens by default")
     if modes:
         parser.add_argument("--modes", default=",".join(modes), help="out of " + ", ".join(MODES))
     return parser
 
 
-def on_cuda(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, on a machine that can make the table."""
-    options = parser.parse_args()
+def need_cuda() -> None:
+    """End with one sentence where there is no CUDA device."""
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device, and PyTorch finds none")
+
+
+def on_cuda(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, on a machine that can make the table and may write it; ``modes`` are those that there are."""
+    options = parser.parse_args()
+    need_cuda()
+    if options.out is not None:
+        check_file(options.out, "--out")
+    if isinstance(getattr(options, "modes", None), str):
+        options.modes = modes_of(options.modes, torch.device("cuda"))
     return options
 
 
@@ -119,17 +156,21 @@ def device_and_modes(options: argparse.Namespace) -> tuple[torch.device, tuple[s
     return device, modes_of(getattr(options, "modes", "fp32"), device)
 
 
-def start(options: argparse.Namespace, device: torch.device) -> BenchRun:
-    """The run, with the rows of an interrupted one."""
-    return BenchRun(device, options.out, fresh=options.fresh, plot=options.plot)
+def start(options: argparse.Namespace, device: torch.device, kind: type[DataclassInstance]) -> BenchRun:
+    """The run, with the rows of the class ``kind`` of an interrupted one."""
+    return BenchRun(device, kind, options.out, fresh=options.fresh, plot=options.plot)
 
 
 def main(work: Callable[[], None]) -> None:
-    """Run a recipe; an error that was raised on purpose is one sentence and an exit code."""
+    """Run a recipe; an error that was raised on purpose, or by the file system, is one sentence and an exit code."""
     try:
         work()
     except FlysurgeryError as error:
-        raise SystemExit(f"{' '.join(str(error).split())}") from error
+        raise SystemExit(" ".join(str(error).split())) from error
+    except OSError as error:
+        raise SystemExit(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)) from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def show(run: BenchRun, columns: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import recipe
 
-from flysurgery.bench import Record, bench_rivals, draw_lines, draw_ratios, layer_sizes, measure_ceilings
+from flysurgery.bench import Record, RivalRow, bench_rivals, draw_lines, draw_ratios, layer_sizes, measure_ceilings
 from flysurgery.bench.rivals import CSR
 from flysurgery.cli.bench_show import TIMES
 
@@ -26,13 +26,13 @@ def main() -> None:
     """Measure, print, draw."""
     parser = recipe.arguments(__doc__, modes="all", seconds=0.5)
     parser.add_argument("--arch", default="gonon")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--rows", type=int, help="25088 by default: 128 images of 196 tokens")
+    parser.add_argument("--width", type=recipe.count, default=384)
+    parser.add_argument("--rows", type=recipe.count, help="25088 by default: 128 images of 196 tokens")
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     protocol = recipe.protocol(options, 30)
     count = options.rows or recipe.images(options, device) * 196
-    with recipe.start(options, device) as run:
+    with recipe.start(options, device, RivalRow) as run:
         for mode in modes:
             ceilings = None
             for layer, (out_features, in_features) in layer_sizes(options.width).items():

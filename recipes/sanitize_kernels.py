@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import recipe
 import torch
 
 from flysurgery.ops.cuda.attention import run_attention
@@ -260,6 +261,7 @@ def main() -> None:
     first, _, step = part.partition("/")
     if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
         parser.error(f"expected a part such as 2/4, got '{part}'; give the first case, a slash, and how many parts there are")
+    recipe.need_cuda()
     torch.manual_seed(0)
     for case in cases()[int(first) - 1 :: int(step)]:
         case()

@@ -231,7 +231,7 @@ def _surveyed(out: Path) -> set[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", choices=("timm", "vit_pytorch"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="regular expression over the models' names")

@@ -145,7 +145,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = recipe.table_arguments(__doc__)
     parser.add_argument("--arch", default="gonon", help="monarch or gonon")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=recipe.count, default=128)
     options = recipe.on_cuda(parser)
     torch.manual_seed(0)
     dense = timm.create_model("vit_small_patch16_224", pretrained=False).cuda()
@@ -163,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import recipe
 
-from flysurgery.bench import CANDIDATES, LAUNCHES, LayerSettings, Record, bench_layers, bench_training, draw_ratios
+from flysurgery.bench import CANDIDATES, LAUNCHES, LayerRow, LayerSettings, Record, bench_layers, bench_training, draw_ratios
 from flysurgery.bench.compiled import COMPILED
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
@@ -46,7 +46,7 @@ def arguments(description: str | None, *, launches: str, parts: str) -> argparse
     parser = recipe.arguments(description, modes="all", seconds=0.5)
     recipe.add_model(parser)
     parser.add_argument("--arch", default="gonon", help="gonon (widths that are multiples of 24), monarch or lowrank")
-    parser.add_argument("--batches", help="images a forward, such as 1,8,128; 128 by default")
+    parser.add_argument("--batches", type=recipe.counts, help="images a forward, such as 1,8,128; 128 by default")
     parser.add_argument("--parts", default=parts, help=f"out of {parts}; linear* are all linears")
     parser.add_argument("--candidates", default=",".join(CANDIDATES), help="out of these")
     parser.add_argument("--launches", default=launches, help=f"out of {', '.join(LAUNCHES)}; the compiler's for today's protocol only")
@@ -63,8 +63,8 @@ def run(options: argparse.Namespace, *, training: bool = False) -> None:
         modes, launches = modes[::2], launches[:1]
     elif quick:
         modes, launches = modes[:1], [each for each in launches if each not in COMPILED]
-    with recipe.start(options, device) as bench:
-        for batch in map(int, (options.batches or str(recipe.images(options, device))).split(",")):
+    with recipe.start(options, device, LayerRow) as bench:
+        for batch in options.batches or (recipe.images(options, device),):
             settings = LayerSettings(
                 model=options.model,
                 model_args=model_arguments(options.model_args),

@@ -5,12 +5,14 @@ from flysurgery.bench.ceilings import Ceilings as Ceilings
 from flysurgery.bench.ceilings import Work as Work
 from flysurgery.bench.ceilings import measure_ceilings as measure_ceilings
 from flysurgery.bench.energy import EnergyMeter as EnergyMeter
+from flysurgery.bench.energy_rows import EnergyRow as EnergyRow
 from flysurgery.bench.energy_rows import energy_boxes as energy_boxes
 from flysurgery.bench.energy_rows import energy_of_factor as energy_of_factor
 from flysurgery.bench.energy_rows import energy_of_model as energy_of_model
 from flysurgery.bench.factor import FactorRow as FactorRow
 from flysurgery.bench.factor import bench_factor as bench_factor
 from flysurgery.bench.factor import factor_head as factor_head
+from flysurgery.bench.files import check_file as check_file
 from flysurgery.bench.layer import CANDIDATES as CANDIDATES
 from flysurgery.bench.layer import LAUNCHES as LAUNCHES
 from flysurgery.bench.layer import LayerRow as LayerRow
@@ -18,6 +20,7 @@ from flysurgery.bench.layer import LayerSettings as LayerSettings
 from flysurgery.bench.layer import bench_layers as bench_layers
 from flysurgery.bench.measuring import Measured as Measured
 from flysurgery.bench.measuring import Protocol as Protocol
+from flysurgery.bench.measuring import launch_on as launch_on
 from flysurgery.bench.measuring import measure as measure
 from flysurgery.bench.model import WHOLE as WHOLE
 from flysurgery.bench.model import ModelRow as ModelRow
@@ -25,6 +28,8 @@ from flysurgery.bench.model import ModelSettings as ModelSettings
 from flysurgery.bench.model import bench_model_layers as bench_model_layers
 from flysurgery.bench.model import bench_whole_model as bench_whole_model
 from flysurgery.bench.model import groups_of as groups_of
+from flysurgery.bench.model import layer_head as layer_head
+from flysurgery.bench.model import whole_head as whole_head
 from flysurgery.bench.modes import MODES as MODES
 from flysurgery.bench.modes import in_mode as in_mode
 from flysurgery.bench.modes import modes_of as modes_of
@@ -38,10 +43,10 @@ from flysurgery.bench.plots import draw_ratios as draw_ratios
 from flysurgery.bench.plots import draw_tradeoff as draw_tradeoff
 from flysurgery.bench.projection import ProjectionRow as ProjectionRow
 from flysurgery.bench.projection import bench_projection as bench_projection
+from flysurgery.bench.rival_rows import RivalRow as RivalRow
 from flysurgery.bench.rival_rows import bench_rivals as bench_rivals
 from flysurgery.bench.rows import Record as Record
 from flysurgery.bench.rows import flat as flat
-from flysurgery.bench.rows import read_records as read_records
 from flysurgery.bench.rows import to_json as to_json
 from flysurgery.bench.rows import typed as typed
 from flysurgery.bench.rows import write_csv as write_csv

@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.bench.energy import Energy, EnergyMeter
 from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.layouts import FIRST, LAST, factor_runs, problem_of_factor
-from flysurgery.bench.measuring import relative_error
+from flysurgery.bench.measuring import MOST_ERROR, relative_error
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.rows import Record
 from flysurgery.bench.units import converted_timm
@@ -21,9 +21,6 @@ from flysurgery.factors import ks_einsum
 from flysurgery.patterns import Pattern
 
 OPTIMIZED = ", optimized"
-
-MOST_ERROR = 0.05
-"""A multiplication that is further off than this, in any mode, computes something else and gets no number."""
 
 
 @dataclass(frozen=True)

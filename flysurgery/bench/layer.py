@@ -95,6 +95,9 @@ def bench_layers(
     for name in settings.names or ():
         if not any(fnmatchcase(each, name) for each in known):
             raise OptionError(f"no part of {settings.model} is called {name}; the parts are {', '.join(sorted(known))}")
+    if not any(_launches(settings.launches, protocol, device) for protocol in settings.protocols):
+        wanted = f"launches {', '.join(settings.launches)} and protocols {', '.join(settings.protocols)}"
+        raise OptionError(f"nothing to measure by {wanted}: there are graphs on CUDA alone, the compiler in protocol today alone")
     for mode in settings.modes:
         ceilings: Ceilings | None = None
         for protocol in settings.protocols:
@@ -125,6 +128,7 @@ def _key(settings: LayerSettings, protocol: str, unit: Unit, mode: str, launch: 
         "device_type": device.type,
         "compiled": launch if launch in COMPILED else "",
         "launch": "eager" if launch in COMPILED else launch,
+        "candidate": settings.candidates[0],  # others may have been launched otherwise, where they cannot be captured
     }
 
 

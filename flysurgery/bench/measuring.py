@@ -16,6 +16,9 @@ from flysurgery.bench.timing import Timing, time_interleaved
 WORST_ERROR = 16.0
 """A result whose rms error exceeds that of the baseline by more than this factor is wrong, and gets no time."""
 
+MOST_ERROR = 0.05
+"""A result that is further off than this computes something else, in any mode and whatever the baseline gives."""
+
 NOISE = {"cuda": 0.03, "cpu": 0.10}
 """By how much the times of two identical candidates may differ; rows of a run where they differ by more say noisy."""
 
@@ -59,6 +62,11 @@ class Protocol:
 DEFAULT_PROTOCOL = Protocol()
 
 
+def launch_on(device: torch.device, protocol: Protocol) -> str:
+    """How calls are launched: there are no graphs without CUDA."""
+    return protocol.launch if device.type == "cuda" else "eager"
+
+
 def relative_error(got: Tensor, truth: Tensor) -> float:
     """The rms error over the rms of the truth; infinite where the result is not finite or has another shape."""
     if got.shape != truth.shape:
@@ -95,7 +103,7 @@ def measure(
         allowed: rms errors that a candidate may have on its own account, such as that of quantization.
         works: what the computation must spend, one for all or one for each candidate.
     """
-    protocol = protocol if x.is_cuda else replace(protocol, launch="eager")
+    protocol = replace(protocol, launch=launch_on(x.device, protocol))
     found: dict[str, Measured] = {name: Measured(protocol.launch, reason) for name, reason in (refused or {}).items()}
     errors, statuses = _check(candidates, x, truths, rows, baseline, allowed or {})
     right = {name: run for name, run in candidates.items() if statuses[name] == "ok"}
@@ -132,7 +140,7 @@ def _check(
         except Exception as error:  # one candidate's failure, of whatever library, is its row and not the end of the others
             statuses[name] = f"failed: {one_line(error)}"
     for name, error in errors.items():
-        most = max(allowed.get(name, 0.0), WORST_ERROR * errors.get(baseline, float("inf")))
+        most = max(allowed.get(name, 0.0), min(MOST_ERROR, WORST_ERROR * errors.get(baseline, float("inf"))))
         statuses[name] = "ok" if error <= most else f"wrong: relative error {error:.2g}"
     return errors, {name: statuses[name] for name in candidates}
 

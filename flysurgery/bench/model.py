@@ -36,8 +36,8 @@ CHECKED_ROWS = 256
 class ModelRow:
     """One candidate for one layer of a model, or for the model. ``layers`` is how many layers the row stands for.
 
-    ``candidate`` is ``dense``, an architecture that every part of the layer gets, or ``converted``: what the plan gives. Times are
-    of one call; a layer is called ``calls`` times in a forward.
+    ``candidate`` is ``dense``, an architecture that every part of the layer gets, or ``converted``: the ``architecture`` that the plan
+    gives, of the whole model all of them. Times are of one call; a layer is called ``calls`` times in a forward.
     """
 
     model: str
@@ -51,6 +51,7 @@ class ModelRow:
     rows: int
     out_features: int
     in_features: int
+    architecture: str
     candidate: str
     backend: str | None
     planned: bool
@@ -107,13 +108,14 @@ def bench_model_layers(
     """Measure each kind of layer that the plan replaces: dense, as planned, and further architectures. Random weights."""
     ceilings: Ceilings | None = None
     for group in groups_of(plan):
-        if done(_head(settings, device, group)):
+        if done(layer_head(settings, device, group)):
             continue
         ceilings = ceilings or measure_ceilings(settings.mode, device, quick=settings.quick)
         yield _layer_rows(group, settings, device, ceilings)
 
 
-def _head(settings: ModelSettings, device: torch.device, group: Group) -> dict[str, object]:
+def layer_head(settings: ModelSettings, device: torch.device, group: Group) -> dict[str, object]:
+    """What identifies the rows of one kind of layer."""
     layer = group.layer
     return {
         **_run_head(settings, device),
@@ -124,6 +126,22 @@ def _head(settings: ModelSettings, device: torch.device, group: Group) -> dict[s
         "rows": settings.batch * group.rows,
         "out_features": layer.out_features,
         "in_features": layer.in_features,
+        "architecture": layer.architecture or "",
+    }
+
+
+def whole_head(settings: ModelSettings, device: torch.device, plan: Plan) -> dict[str, object]:
+    """What identifies the rows of the whole model."""
+    return {
+        **_run_head(settings, device),
+        "layer": WHOLE,
+        "role": "",
+        "layers": len(plan.replaced),
+        "calls": 1,
+        "rows": settings.batch,
+        "out_features": 0,
+        "in_features": 0,
+        "architecture": " + ".join(dict.fromkeys(layer.architecture or "" for layer in plan.replaced)),
     }
 
 
@@ -132,7 +150,7 @@ def _run_head(settings: ModelSettings, device: torch.device) -> dict[str, object
 
 
 def _layer_rows(group: Group, settings: ModelSettings, device: torch.device, ceilings: Ceilings) -> list[ModelRow]:
-    layer, head = group.layer, _head(settings, device, group)
+    layer, head = group.layer, layer_head(settings, device, group)
     rows = settings.batch * group.rows
     with in_mode(settings.mode) as dtype:
         torch.manual_seed(settings.protocol.seed)
@@ -208,8 +226,7 @@ def bench_whole_model(
             truths = {name: model.double()(wide) for name, model in plain.items()}
             ceilings = measure_ceilings(settings.mode, device, quick=settings.quick)
             found = measure(models, x, truths, rows=checked, refused=refused, works=works, ceilings=ceilings, protocol=settings.protocol)
-    head = _run_head(settings, device) | {"layer": WHOLE, "role": "", "layers": len(plan.replaced), "calls": 1, "rows": settings.batch}
-    head |= {"out_features": 0, "in_features": 0}
+    head = whole_head(settings, device, plan)
     return [_row(head, name, None, found[name]) for name in _ordered(found)]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Ceilings, Work, measure_ceilings
-from flysurgery.bench.measuring import AGAIN, DEFAULT_PROTOCOL, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.measuring import AGAIN, DEFAULT_PROTOCOL, Measured, Protocol, checked_rows, launch_on, measure
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.variants import dense_linear
 from flysurgery.errors import PatternError
@@ -81,7 +81,7 @@ def bench_multiply(
             missing.append(str(error))
             continue
         key = {"arch": arch, "layer": layer, "architecture": architecture, "rows": rows, "mode": mode, "device_type": device.type}
-        if done(key):
+        if done(key | {"candidate": BASELINE, "launch": launch_on(device, protocol)}):
             continue
         ceilings = ceilings or measure_ceilings(mode, device, quick=quick)
         yield _layer_rows(arch, layer, architecture, rows, mode, device, protocol, ceilings)

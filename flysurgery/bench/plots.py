@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flysurgery.bench.files import check_file
 from flysurgery.bench.rows import Record
 from flysurgery.errors import OptionError
 
@@ -29,14 +29,7 @@ def check_plot(path: Path | None) -> None:
     _pyplot().close("all")
     if path.suffix.lstrip(".").lower() not in known:
         raise OptionError(f"--plot takes a file that ends in .{', .'.join(sorted(known))}, got {path}")
-    folder = next(parent for parent in path.expanduser().absolute().parents if parent.exists())
-    try:
-        if path.exists():
-            path.open("ab").close()
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".flysurgery."):
-            pass
-    except OSError as error:
-        raise OptionError(f"--plot cannot write {path}: {error.strerror or error}; choose another file") from error
+    check_file(path, "--plot")
 
 
 def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], series: str = "candidate", title: str = "") -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from flysurgery.bench.files import replace_text
 from flysurgery.bench.stamp import Stamp
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ def to_json(rows: Sequence[DataclassInstance], stamp: Stamp) -> dict[str, Any]:
     return {"stamp": flat(stamp), "rows": [flat(row) for row in rows]}
 
 
+def columns_of(kind: type[DataclassInstance]) -> list[str]:
+    """The names that ``flat`` gives to the rows of a class, in their order."""
+    hints = get_type_hints(kind)
+    found: list[str] = []
+    for field in fields(kind):
+        inner = hints[field.name]
+        found += columns_of(inner) if isinstance(inner, type) and is_dataclass(inner) else [field.name]
+    return found
+
+
 def write_csv(path: Path, rows: Sequence[DataclassInstance], stamp: Stamp) -> None:
     """Write the rows, the stamp repeated in the last columns; an existing file is replaced whole or not at all."""
     write_records(path, [flat(row) | flat(stamp) for row in rows])
@@ -42,37 +52,30 @@ def write_csv(path: Path, rows: Sequence[DataclassInstance], stamp: Stamp) -> No
 
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write records of the same columns; an existing file is replaced whole or not at all."""
-    text = _as_text(records, header=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_text(path, as_csv(records))
 
 
-def append_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add records to a file of the same columns that ``write_records`` has written."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_as_text(records, header=False))
-
-
-def _as_text(records: Sequence[Mapping[str, Any]], *, header: bool) -> str:
+def as_csv(records: Sequence[Mapping[str, Any]], *, header: bool = True) -> str:
+    """Records of the same columns as lines of a CSV file; nothing where there are none."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]), lineterminator="\n")
-    if header:
+    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else [], lineterminator="\n")
+    if header and records:
         writer.writeheader()
     writer.writerows({key: cell(value) for key, value in record.items()} for record in records)
     return text.getvalue()
 
 
-def read_records(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file as texts; none where there is no file."""
+def read_table(path: Path) -> tuple[list[str], list[Record]]:
+    """The columns of a CSV file and its rows as texts; none of both where there is no file.
+
+    Raises:
+        ValueError: the file holds no text.
+    """
     if not path.exists():
-        return []
+        return [], []
     with path.open(newline="", encoding="utf-8") as file:
-        return [{key: value or "" for key, value in row.items() if key is not None} for row in csv.DictReader(file)]
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or []), [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
 
 
 def cell(value: object) -> str:

@@ -45,7 +45,7 @@ def multiply(
     as_json: options.Json = False,
 ) -> None:
     """Time every backend on the layers of a transformer block."""
-    from flysurgery.bench import Protocol, bench_multiply, draw_ratios
+    from flysurgery.bench import MultiplyRow, Protocol, bench_multiply, draw_ratios
     from flysurgery.cli.bench_run import BenchRun
 
     target = own.prepare(device, threads)
@@ -53,7 +53,7 @@ def multiply(
     modes = own.modes(mode, target)
     settings = Protocol(launch.value, rounds or (7 if quick else 30), 0.2 if quick else 1.0, seed)
     count = rows or (QUICK_ROWS if quick else 3152)
-    with BenchRun(target, out, fresh=fresh, plot=plot) as run:
+    with BenchRun(target, MultiplyRow, out, fresh=fresh, plot=plot) as run:
         for name in modes:
             for family in families:
                 measured = bench_multiply(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -52,15 +53,20 @@ def model(
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
     from flysurgery.bench import (
         WHOLE,
+        ModelRow,
         ModelSettings,
         Protocol,
         bench_model_layers,
         bench_whole_model,
+        check_file,
         draw_ratios,
         groups_of,
         latency_table,
+        launch_on,
+        layer_head,
         sentence,
         slower_layers,
+        whole_head,
         write_records,
     )
 
@@ -84,16 +90,18 @@ def model(
     protocol = Protocol(launch.value, rounds or (7 if quick else 30), 0.1 if quick else 0.5, seed)
     settings = ModelSettings(source.name, batch, precision, search=not quick, optimized=optimized, quick=quick, protocol=protocol)
     groups = groups_of(plan)
-    with BenchRun(target, out, fresh=fresh, plot=plot) as run:
-        for group in bench_model_layers(plan, settings, target, done=run.has):
+    launched = {"launch": launch_on(target, protocol)}
+    whole = whole_head(settings, target, plan) | launched
+    if table is not None:
+        check_file(table, "--table")
+    with BenchRun(target, ModelRow, out, fresh=fresh, plot=plot) as run:
+        for group in bench_model_layers(plan, settings, target, done=lambda key: run.has({**key, **launched})):
             run.add(group, group[0].layer)
-        own_rows = [each for each in run.records if _of_this_run(each, settings.name, batch, precision)]
-        last = "converted, optimized" if optimized else "converted"
-        if not any((each["layer"], each["candidate"]) == (WHOLE, last) for each in own_rows):
-            dense = slower_layers(own_rows, groups)
-            own_rows += run.add(
-                bench_whole_model(plan, lambda: source.build(pretrained=False, seed=seed, device=target), settings, target, dense), WHOLE
-            )
+        own_rows = [row for group in groups for row in run.rows(layer_head(settings, target, group) | launched)]
+        if not run.has(whole | {"candidate": "converted, optimized" if optimized else "converted"}):
+            build = partial(source.build, pretrained=False, seed=seed, device=target)
+            run.add(bench_whole_model(plan, build, settings, target, slower_layers(own_rows, groups)), WHOLE)
+        own_rows += run.rows(whole)
     if table is not None:
         write_records(table, latency_table(own_rows, groups))
     if plot is not None:
@@ -104,7 +112,3 @@ def model(
         return
     print_records(own_rows, COLUMNS)
     typer.echo(sentence(own_rows, groups))
-
-
-def _of_this_run(record: dict[str, str], name: str, batch: int, mode: str) -> bool:
-    return (record["model"], record["batch"], record["mode"]) == (name, str(batch), mode)

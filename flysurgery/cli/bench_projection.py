@@ -27,11 +27,11 @@ def projection(
     as_json: options.Json = False,
 ) -> None:
     """Time the projection of the layers of a transformer block onto each family of architectures."""
-    from flysurgery.bench import bench_projection, draw_lines
+    from flysurgery.bench import ProjectionRow, bench_projection, draw_lines
 
     own.prepare("cpu", threads)
     families = [each.value for each in arch or options.Family]
-    with BenchRun(torch.device("cpu"), out, fresh=fresh, plot=plot) as run:
+    with BenchRun(torch.device("cpu"), ProjectionRow, out, fresh=fresh, plot=plot) as run:
         for family in families:
             for group in bench_projection(family, width=width, runs=1 if quick else 3, seed=seed, done=run.has):
                 run.add(group, f"{family} {group[0].layer}")

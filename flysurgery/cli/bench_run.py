@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 
 class BenchRun:
-    """Rows of this run and of the interrupted one before it; progress on stderr where it is a terminal.
+    """Rows of the class ``kind``, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
 
     Raises:
-        OptionError: ``--plot`` cannot be drawn, or ``--out`` names a file that holds something else.
+        OptionError: ``--plot`` cannot be drawn, or ``--out`` cannot be written or names a file that holds something else.
     """
 
-    def __init__(self, device: torch.device, out: Path | None, *, fresh: bool = False, plot: Path | None = None) -> None:
+    def __init__(
+        self, device: torch.device, kind: type[DataclassInstance], out: Path | None, *, fresh: bool = False, plot: Path | None = None
+    ) -> None:
         check_plot(plot)
-        self._sheet = Sheet(out, device, fresh=fresh)
+        self._sheet = Sheet(out, device, kind, fresh=fresh)
         if self._sheet.dropped:
             typer.echo(f"{out}: {self._sheet.dropped} rows of another device or version are measured anew", err=True)
         self._stack = ExitStack()
@@ -49,6 +51,10 @@ class BenchRun:
     def has(self, key: Mapping[str, object]) -> bool:
         """Whether rows with these values are there already."""
         return self._sheet.has(key)
+
+    def rows(self, key: Mapping[str, object]) -> list[Record]:
+        """The rows with these values."""
+        return self._sheet.rows(key)
 
     def add(self, rows: Sequence[DataclassInstance], what: str) -> list[Record]:
         """Keep rows; ``what`` names them to whoever watches."""

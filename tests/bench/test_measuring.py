@@ -72,3 +72,13 @@ def test_errors_in_the_last_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows == [0, 1, 2, 97, 98, 99]
     found = room({"dense": slightly_off, "cut": forgets_the_tail}, x, 3 * x[rows].double(), rows=rows, protocol=Protocol(rounds=2))
     assert found["cut"].status.startswith("wrong")
+
+
+def test_a_baseline_that_is_wrong_itself_excuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_finite(x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.nan)
+
+    fixed_times(monkeypatch, {"right": 1.0})
+    found = room({"dense": not_finite, "double": lambda x: 6 * x, "right": slightly_off}, X, TRUTH)
+    assert {name: row.status.partition(":")[0] for name, row in found.items()} == {"dense": "wrong", "double": "wrong", "right": "ok"}
+    assert found["right"].median_ms == 1.0 and found["right"].ratio_to_dense is None

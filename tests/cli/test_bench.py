@@ -71,6 +71,43 @@ def test_layer_measures_the_parts_that_are_named(tmp_path: Path, capsys: pytest.
     assert "no part of vit_tiny_patch16_224 is called tail" in capsys.readouterr().err
 
 
+def test_layer_without_anything_to_measure_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "layer", *TINY_VIT, "--launch", "graph", "--device", "cpu"]) == 2
+    assert "nothing to measure by launches graph and protocols today: there are graphs on CUDA alone" in capsys.readouterr().err
+    assert main(["bench", "layer", *TINY_VIT, "--launch", "grph", "--device", "cpu"]) == 2
+    assert "there is no launch 'grph'; choose from graph, eager" in capsys.readouterr().err
+
+
+def test_a_quick_look_at_layers_takes_one_image_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "layer", *TINY_VIT, "--quick", "--part", "qkv*", "--device", "cpu", "--json"]) == 0
+    assert {row["batch"] for row in json.loads(capsys.readouterr().out)["rows"]} == {1}
+
+
+def test_model_measures_each_architecture_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second run with the same file goes on where it stopped, and takes no row of another architecture for its own."""
+    out = tmp_path / "rows.csv"
+    command = ["bench", "model", *TINY_VIT, "--quick", "--rounds", "2", "--device", "cpu", "--out", str(out)]
+    assert main([*command, "--arch", "gonon"]) == 0
+    gonon = out.read_text()
+    assert main([*command, "--arch", "monarch"]) == 0
+    assert out.read_text().startswith(gonon)
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    converted = [row["architecture"] for row in rows if row["candidate"] == "converted" and row["layer"] == "blocks.0.mlp.fc1"]
+    assert converted == ["(1,96,24,2),(6,8,8,1)", "(1,48,12,4),(4,12,12,1)"]
+    assert sum((row["layer"], row["candidate"]) == ("(model)", "converted") for row in rows) == 2
+    both = out.read_text()
+    capsys.readouterr()
+    assert main([*command, "--arch", "gonon"]) == 0
+    assert out.read_text() == both
+    assert "the converted model takes" in capsys.readouterr().out
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "model", *TINY_VIT, "--device", "cpu", "--table", str(tmp_path)]) == 2
+    assert "--table takes a file" in capsys.readouterr().err
+
+
 def test_model_answers_and_writes_the_table_of_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "latency.csv"
     assert (
@@ -111,6 +148,15 @@ def test_projection_tells_seconds_and_errors(capsys: pytest.CaptureFixture[str])
     gaussian, falling = square["monarch", "gaussian"], square["monarch", "falling spectrum"]
     assert 0 < falling["relative_error"] < gaussian["relative_error"] < 1
     assert any(row["status"].startswith("no: ") and row["seconds"] is None for row in rows if row["arch"] == "gonon")
+
+
+def test_rows_of_another_verb_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.csv"
+    assert main([*SMALL, "--out", str(out)]) == 0
+    before = out.read_text()
+    assert main(["bench", "projection", "--arch", "lowrank", "--width", "16", "--quick", "--out", str(out)]) == 2
+    assert "a table of other measurements" in capsys.readouterr().err
+    assert out.read_text() == before
 
 
 def test_what_cannot_be_drawn_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

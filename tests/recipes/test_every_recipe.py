@@ -1,0 +1,98 @@
+"""What holds of each recipe: it tells what it does, and what stands in its way is one sentence."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
+
+SHARED = {"recipe", "vit_tables", "accuracy_cases", "single_factor_cases", "survey_cases"}
+"""Modules that recipes import, and nobody runs."""
+
+NAMES = sorted(path.name for path in RECIPES.glob("*.py") if path.stem not in SHARED)
+
+ANYWHERE = {"calibration_cost", "digits_accuracy", "survey_models", "train_digits_vit", "fractal_accuracy"} | {
+    *("cpu_tables", "patterns_table", "rivals", "vit_s16_table3", "vit_s16_table6")
+}
+"""Those that run without CUDA."""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(RECIPES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_how_it_is_called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(monkeypatch, name, "--help")
+    text = capsys.readouterr().out
+    assert f"recipes/{name}" in text, "its description holds the command"
+    page = (RECIPES / "README.md").read_text()
+    assert f"`{name}`" in page, "the index names it"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
+@pytest.mark.parametrize("name", [name for name in NAMES if Path(name).stem not in ANYWHERE])
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, name)
+    assert isinstance(stopped.value.code, str) and stopped.value.code.count("\n") == 0
+    assert "CUDA device" in stopped.value.code or "NVIDIA GPU" in stopped.value.code
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("vit_s16_table3.py", "--batches", "8,0"),
+        ("vit_s16_table3.py", "--batches", "x"),
+        ("vit_s16_table6.py", "--threads", "0"),
+        ("vit_s16_table6.py", "--seconds", "-1"),
+        ("patterns_table.py", "--rows", "-3"),
+        ("patterns_table.py", "--minutes", "nan"),
+        ("patterns_table.py", "--largest", "0"),
+        ("rivals.py", "--width", "1.5"),
+        ("cpu_tables.py", "--batch", "0"),
+        ("energy.py", "--windows", "0"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(
+    run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_recipe(name, option, value)
+    part = value.rpartition(",")[2]
+    assert f"argument {option}: expected a number above zero, got '{part}'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_cannot_be_kept_are_not_measured(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--out takes a file"):
+        run_recipe("rivals.py", "--out", str(tmp_path))
+    other = tmp_path / "other.csv"
+    other.write_text("fruit,price\napple,1\n")
+    with pytest.raises(SystemExit, match="no table of measurements"):
+        run_recipe("patterns_table.py", "--out", str(other))
+    assert other.read_text() == "fruit,price\napple,1\n"
+
+
+def test_where_there_was_no_time_nothing_is_drawn(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FileNotFoundError):
+        run_recipe("patterns_table.py", "--minutes", "1e-9", "--plot", str(tmp_path / "boxes.png"))
+    assert "measurements are left for the next run" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_graphs_there_is_nothing_to_measure(run_recipe: RunRecipe) -> None:
+    with pytest.raises(SystemExit, match="nothing to measure by launches graph"):
+        run_recipe("vit_s16_table6.py", *TINY_VIT, "--launches", "graph")
