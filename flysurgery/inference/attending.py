@@ -10,14 +10,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flysurgery.inference.block import modules_around
-from flysurgery.inference.found import Block
 from flysurgery.inference.steps import Attention
 from flysurgery.walker import Survey, name_of, shape_of
 
 
-def attention_of(seen: Survey, block: Block) -> Node | None:
-    """The one call of scaled_dot_product_attention inside of a block's attention, without mask and dropout; None where there is no such."""
-    inside = [node for node in seen.trace.graph.nodes if block.attention in modules_around(seen, node)]
+def attention_of(seen: Survey, fqn: str) -> Node | None:
+    """The one call of scaled_dot_product_attention inside of a module, without mask and dropout; None where there is no such."""
+    inside = [node for node in seen.trace.graph.nodes if fqn in modules_around(seen, node)]
     calls = [node for node in inside if name_of(node) == functional.scaled_dot_product_attention.__name__]
     if len(calls) != 1 or _operands(*calls[0].args, **calls[0].kwargs) is None:
         return None

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flysurgery.inference.found import Block
-from flysurgery.inference.fused_block import Form, Given
+from flysurgery.inference.found import Attended, Block, FeedForward, Lone, Part
+from flysurgery.inference.fused_block import Form, Given, Handed
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, run_fake
 
@@ -70,27 +70,65 @@ def once_with_one_tensor(notes: Seen) -> bool:
 
 def form_of(block: Block, calls: dict[str, Seen]) -> Form | Reason:
     """The form of the block's one call, or why it cannot be called by a fused block."""
-    outer, norm, inner = calls[block.fqn], calls[block.norm.fqn], calls[block.attention]
-    if len(outer.calls) != 1 or len(norm.calls) != 1 or len(inner.calls) != 1:
+    called = [block.fqn, *(fqn for part in block.parts for fqn in _modules_of(part))]
+    if any(len(calls[fqn].calls) != 1 for fqn in called):
         return Reason("calls", "it is called more than once in one forward")
-    (args, kwargs), (inner_args, inner_kwargs) = outer.calls[0], inner.calls[0]
-    starts_with_x = bool(args) and norm.calls[0][0][:1] and norm.calls[0][0][0] is args[0]
-    if not starts_with_x or not inner_args or inner_args[0] is not norm.results[0] or not isinstance(outer.results[0], Tensor):
-        return Reason("call-form", "its first argument, and its attention's, are not its input and the normed input")
-    given = {id(value): Given(index) for index, value in enumerate(args[1:]) if isinstance(value, Tensor)}
-    given |= {id(value): Given(name) for name, value in kwargs.items() if isinstance(value, Tensor)}
-    kept: list[Any] = []
-    for value in (*args[1:], *kwargs.values(), *inner_args[1:], *inner_kwargs.values()):
+    args, kwargs = calls[block.fqn].calls[0]
+    if not args or calls[called[1]].first_input is not args[0] or not isinstance(calls[block.fqn].first_result, Tensor):
+        return Reason("call-form", "its first argument is not its input")
+    arguments: dict[int | str, Any] = {**dict(enumerate(args[1:])), **kwargs}
+    given = {id(value): Given(key) for key, value in arguments.items() if isinstance(value, Tensor)}
+    foreign = next((value for value in arguments.values() if not isinstance(value, (*_PLAIN, Tensor))), None)
+    if foreign is not None:
+        return Reason("call-form", f"it is called with a {type(foreign).__name__}")
+    lone = [fqn for part in block.parts for fqn in _lone_of(part)]
+    if not all(once_with_one_tensor(calls[fqn]) and isinstance(calls[fqn].first_result, Tensor) for fqn in lone):
+        return Reason("call-form", "one of its modules is not called with one tensor alone, for another one")
+    handed: dict[str, Handed] = {}
+    for part in block.parts:
+        if isinstance(part, Attended):
+            found = _handed_to(part, calls, given)
+            if isinstance(found, Reason):
+                return found
+            handed[part.attention] = found
+    return Form(tuple(map(_kept, args[1:])), tuple((name, _kept(value)) for name, value in kwargs.items()), handed)
+
+
+def _modules_of(part: Part) -> list[str]:
+    """The modules of a part that are to be called once, the one that reads its input first."""
+    if isinstance(part, Lone):
+        return [part.fqn]
+    if isinstance(part, FeedForward):
+        return [part.norm.fqn]
+    norms = [part.norm] if part.norm is not None else []
+    return [*norms, part.attention, *([part.projection.norm.fqn] if part.projection is not None else [])]
+
+
+def _lone_of(part: Part) -> list[str]:
+    """The modules of a part that are called as they are."""
+    if isinstance(part, Attended):
+        return [] if part.norm is None else [part.norm]
+    return [part.fqn] if isinstance(part, Lone) else []
+
+
+def _handed_to(part: Attended, calls: dict[str, Seen], given: dict[int, Given]) -> Handed | Reason:
+    """What an attention is called with besides its input: values, or arguments of the block."""
+    args, kwargs = calls[part.attention].calls[0]
+    normed = None if part.norm is None else calls[part.norm].first_result
+    if not isinstance(calls[part.attention].first_result, Tensor):
+        return Reason("call-form", "its attention gives more than one tensor")
+    if not args or not isinstance(args[0], Tensor) or id(args[0]) in given or (normed is not None and args[0] is not normed):
+        return Reason("call-form", "its attention's first argument is not its input or the normed input")
+    for value in (*args[1:], *kwargs.values()):
         if not isinstance(value, (*_PLAIN, Tensor)):
-            return Reason("call-form", f"it is called with a {type(value).__name__}")
-    for value in (*inner_args[1:], *inner_kwargs.values()):
+            return Reason("call-form", f"its attention is called with a {type(value).__name__}")
         if isinstance(value, Tensor) and id(value) not in given:
             return Reason("call-form", "its attention takes a tensor that is not one of its own arguments")
-        kept.append(given[id(value)] if isinstance(value, Tensor) else value)
-    count = len(inner_args) - 1
-    return Form(
-        tuple(Tensor if isinstance(value, Tensor) else value for value in args[1:]),
-        tuple((name, Tensor if isinstance(value, Tensor) else value) for name, value in kwargs.items()),
-        tuple(kept[:count]),
-        tuple(zip(inner_kwargs, kept[count:], strict=True)),
+    return Handed(
+        tuple(given.get(id(value), value) for value in args[1:]),
+        tuple((name, given.get(id(value), value)) for name, value in kwargs.items()),
     )
+
+
+def _kept(value: Any) -> Any:
+    return Tensor if isinstance(value, Tensor) else value

@@ -81,19 +81,35 @@ class AttentionOut:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A module that computes ``x = x + scale*attention(norm(x)); x = x + scale*ffn(norm(x))`` and nothing else.
+class Attended:
+    """``x + scale*attention(norm(x))``: ``attention`` is the module whose last step is ``out``, ``norm`` the one that alone reads x.
 
-    ``attention`` is the module whose last step is ``out``. ``projection`` is None where it is not one linear alone that reads the
-    norm.
+    ``norm`` is None where ``attention`` reads x itself. ``projection`` is None where it is not one linear alone that reads a layer norm.
     """
 
-    fqn: str
     attention: str
-    norm: Norm
+    norm: str | None
     projection: Projection | None
     out: AttentionOut
-    feed_forward: FeedForward
+
+
+@dataclass(frozen=True)
+class Lone:
+    """A module without children that is called with x alone, such as a last norm."""
+
+    fqn: str
+
+
+Part = Attended | FeedForward | Lone
+"""One step of a block, from x to the next x; of a feed-forward group with its residual."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that puts its input through ``parts``, one after the other, and does nothing else. ``fqn`` is "" for the model itself."""
+
+    fqn: str
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A whole transformer block out of fused modules and its own attention."""
+"""Transformer blocks, and halves and rows of them, out of fused modules and their own attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,33 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a block is called behind its first argument, and what it hands on to its attention.
-
-    ``positional`` and ``named`` hold the values seen, or ``Tensor`` where a tensor came; ``attention_positional`` and
-    ``attention_named`` a ``Given`` or a value.
-    """
+class Handed:
+    """What an attention is called with behind its first argument: values, and ``Given`` ones."""
 
     positional: tuple[Any, ...] = ()
     named: tuple[tuple[str, Any], ...] = ()
-    attention_positional: tuple[Any, ...] = ()
-    attention_named: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The attention's arguments in a call of the block with these behind its first."""
+
+        def value(each: Any) -> Any:
+            if not isinstance(each, Given):
+                return each
+            return args[each.key] if isinstance(each.key, int) else kwargs[each.key]
+
+        return [value(each) for each in self.positional], {name: value(each) for name, each in self.named}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a block is called behind its first argument: the values seen, or ``Tensor`` where a tensor came.
+
+    ``handed`` is what each of its attentions, by name, is called with.
+    """
+
+    positional: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+    handed: dict[str, Handed]
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is of this form."""
@@ -41,48 +58,52 @@ class Form:
             return False
         return all(name in kwargs and _alike(seen, kwargs[name]) for name, seen in self.named)
 
-    def handed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The attention's arguments behind its first."""
 
-        def value(each: Any) -> Any:
-            if not isinstance(each, Given):
-                return each
-            return args[each.key] if isinstance(each.key, int) else kwargs[each.key]
+class FusedPart:
+    """One part of a block: ``step(x)``."""
 
-        return [value(each) for each in self.attention_positional], {name: value(each) for name, each in self.attention_named}
+    def __init__(self, step: nn.Module) -> None:
+        self.step = step
+
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self.step(x)
+
+
+class FusedAttended(FusedPart):
+    """``x + scale*attention(norm(x))``, of which ``step`` is all behind attention.
+
+    ``attention`` is a view of the block's own attention module that leaves out the output projection, and does the norm before it
+    itself where ``norm`` is None; ``attending`` does what it asks of PyTorch's attention.
+    """
+
+    def __init__(self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: Step, handed: Handed) -> None:
+        super().__init__(step)
+        self.norm, self.attention, self.attending, self.handed = norm, attention, attending, handed
+
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        positional, named = self.handed.of(args, kwargs)
+        with self.attending or nullcontext():
+            attended = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+        return self.step(attended, x)
 
 
 class FusedBlock(StandIn):
-    """``x = x + scale*attention(norm(x)); x = x + scale*ffn(norm(x))`` by fused modules.
+    """Residual sums of attention and feed-forward groups, one after the other, by fused modules.
 
-    ``attention`` is a view of the block's own attention module that leaves out the output projection, and does the norm before it
-    itself where ``norm`` is None; ``attending`` does what it asks of PyTorch's attention. Calls of another form than the one that was
-    proven, in training mode, or with hooks inside go to the original block.
+    Calls of another form than the one that was proven, in training mode, or with hooks inside go to the original block.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        norm: nn.Module | None,
-        attention: nn.Module,
-        attending: Attending | None,
-        out: Step,
-        feed_forward: Step,
-        form: Form,
-        condition: Condition,
-    ) -> None:
+    def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
         super().__init__(original)
         self.form, self.condition = form, condition
-        self._steps = (norm, attention, attending, out, feed_forward)  # in a tuple, so that they are no children
+        self._parts = tuple(parts)  # in a tuple, so that they are no children
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.condition.obstacle() is not None or not self.form.fits(args, kwargs):
-            return self.original.forward(x, *args, **kwargs)
-        norm, attention, attending, out, feed_forward = self._steps
-        positional, named = self.form.handed_on(args, kwargs)
-        with attending or nullcontext():
-            attended = attention(x if norm is None else norm(x), *positional, **named)
-        return feed_forward(out(attended, x))
+            return self.plain(x, *args, **kwargs)
+        for part in self._parts:
+            x = part(x, args, kwargs)
+        return x
 
 
 def _alike(seen: Any, value: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from flysurgery.inference.block import match_block
+from flysurgery.inference.block import BlockMatcher
 from flysurgery.inference.chain import origin
 from flysurgery.inference.forms import Seen, watch
 from flysurgery.inference.found import AttentionOut, Block, FeedForward, Patches, Projection
@@ -61,22 +61,28 @@ def look(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> F
                 found.reasons[call.fqn] = (group, outcome)
             else:
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
-    _find_blocks(matcher, found)
+    _find_blocks(found)
     _find_patches(found)
     return found
 
 
-def _find_blocks(matcher: Matcher, found: Findings) -> None:
-    outs = {out.tail.result: out for out in found.outs.values() if out.tail.residual is not None}
-    projections = {each.norm_node: each for each in found.projections.values()}
-    for name, feed_forward in found.feed_forwards.items():
-        outcome = match_block(matcher, feed_forward, outs, projections)
-        if isinstance(outcome, Reason):
-            found.open_blocks[name] = outcome
-            if feed_forward.source in outs:
-                found.open_blocks[outs[feed_forward.source].linear] = outcome
+def _find_blocks(found: Findings) -> None:
+    """Blocks among the modules whose own forward makes the residual sums of groups."""
+    sums: dict[str, dict[str, AttentionOut | FeedForward]] = {}
+    for name, group in (*found.outs.items(), *found.feed_forwards.items()):
+        fqn = found.seen.owners.innermost(group.tail.result)
+        if group.tail.residual is None or fqn is None:
+            found.open_blocks[name] = Reason("no-residual", "its result is not added to anything")
+        elif isinstance(group, FeedForward) and group.tail.residual is not group.source:
+            found.open_blocks[name] = Reason("no-residual", "its result is not added to what its norm reads")
         else:
-            found.blocks[outcome.fqn] = outcome
+            sums.setdefault(fqn, {})[name] = group
+    for fqn, groups in sums.items():
+        outcome = BlockMatcher(found.seen, fqn, groups.values(), found.projections.values()).match()
+        if isinstance(outcome, Reason):
+            found.open_blocks |= dict.fromkeys(groups, outcome)
+        else:
+            found.blocks[fqn] = outcome
 
 
 def _find_patches(found: Findings) -> None:

@@ -15,9 +15,8 @@ from flysurgery.inference.place import Place
 from flysurgery.inference.places import Builder
 from flysurgery.inference.report import OptimizeReport, OptimizeRow
 from flysurgery.inference.restoring import put
-from flysurgery.inference.standing import StandIn
 from flysurgery.inference.whole import not_slower
-from flysurgery.surgery import Reason
+from flysurgery.surgery import Reason, is_optimized
 from flysurgery.walker import example_input
 
 MEASURED_IMAGES = 64
@@ -29,10 +28,11 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
 
     Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], attention itself, [its output projection -> layer
     scale -> residual], [LN -> FFN -> layer scale -> residual] and the patch embedding. A feed-forward block may be gated (SwiGLU), by two
-    layers or the halves of one, and have a norm before its last layer. Each is fused where a kernel takes it and was
-    faster than the model's own modules in a short measurement, at the example's number of samples and on CUDA in graphs; the report
-    says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group
-    that gained the least is left as it was. Layers may be converted or dense.
+    layers or the halves of one, and have a norm before its last layer. Residual sums are fused where the module that makes them makes
+    nothing else: a block, one half of it, or many in a row; ``model`` itself may be one, and gets a fused forward then. Each group is
+    fused where a kernel takes it and was faster than the model's own modules in a short measurement, at the example's number of samples
+    and on CUDA in graphs; the report says so group by group, and why not. Then the whole model is timed with and without, and while it
+    is slower with, the kind of group that gained the least is left as it was. Layers may be converted or dense.
 
     Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, autocast, training mode, hooks that
     are set later and arguments other than those of the trace are served by the model's own modules. Fused modules run under
@@ -49,7 +49,7 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
         WalkError: no example is known for the model, or its forward pass cannot be traced.
     """
     started = perf_counter()
-    if any(isinstance(module, StandIn) for module in model.modules()):
+    if is_optimized(model):
         raise InferenceError("the model is optimized already; flysurgery.restore(model) takes that back")
     device, dtype = _place_of(model)
     found = look(model, _example(model, device) if example is None else example)

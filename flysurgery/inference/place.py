@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,8 +13,9 @@ from flysurgery.inference.block import modules_around
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.chain import is_idle
 from flysurgery.inference.forms import Seen, once_with_one_tensor
-from flysurgery.inference.found import Block, FeedForward, Projection
-from flysurgery.inference.fused_block import Form, FusedBlock
+from flysurgery.inference.found import Block, FeedForward, Lone, Part, Projection
+from flysurgery.inference.fused_block import Form, FusedAttended, FusedBlock, FusedPart
+from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
 from flysurgery.inference.standing import Condition, Passed, Stepped, Through, view
 from flysurgery.inference.steps import Attention
@@ -30,37 +31,56 @@ class Place:
     put: Callable[[], dict[str, nn.Module]]
 
 
-def block_place(model: nn.Module, found: Findings, block: Block, form: Form, candidates: dict[str, Candidate]) -> Place:
-    """A proven block, with the candidates by their groups; "qkv" and "attention" may lack."""
-    original, attention, norm = (model.get_submodule(fqn) for fqn in (block.fqn, block.attention, block.norm.fqn))
+Own = dict[str, Candidate]
+"""The candidates of one part of a block, by their groups; "qkv" and "attention" may lack."""
+
+
+def block_place(model: nn.Module, found: Findings, block: Block, form: Form, candidates: Sequence[Own]) -> Place:
+    """A proven block, with the candidates of its parts."""
+    original = model.get_submodule(block.fqn)
     condition = Condition(original.modules())
 
-    def below(fqn: str) -> str:
-        return fqn[len(block.attention) + 1 :]
-
     def put() -> dict[str, nn.Module]:
-        replaced: dict[str, nn.Module] = {below(block.out.linear): Through()}
-        attributes = {}
-        projects = "qkv" in candidates and candidates["qkv"].step.enabled
-        if projects and block.projection is not None:
-            replaced[below(block.projection.linear)] = candidates["qkv"].step
-            switch = found.seen.switches.get(block.projection.linear)
-            if switch is not None:
-                attributes[below(switch.module_fqn), switch.attribute] = switch.value
-        steps = candidates["attn_out"].step, candidates["ffn"].step
-        inner = view(attention, replaced, attributes)
-        attention_step = candidates["attention"].step if "attention" in candidates else None
-        attending = Attending(attention_step) if isinstance(attention_step, Attention) and attention_step.enabled else None
-        return {block.fqn: FusedBlock(original, None if projects else norm, inner, attending, *steps, form, condition)}
+        parts = [_fused_part(model, found, part, form, own) for part, own in zip(block.parts, candidates, strict=True)]
+        return {block.fqn: FusedBlock(original, parts, form, condition)}
 
-    return Place(tuple(candidates.values()), condition, put)
+    return Place(tuple(each for own in candidates for each in own.values()), condition, put)
+
+
+def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: Own) -> FusedPart:
+    """A part of a block as its candidates, now decided, make it."""
+    if isinstance(part, Lone):
+        return FusedPart(model.get_submodule(part.fqn))
+    if isinstance(part, FeedForward):
+        return FusedPart(own["ffn"].step)
+
+    def below(fqn: str) -> str:
+        return fqn[len(part.attention) + 1 :]
+
+    norm = part.norm
+    replaced: dict[str, nn.Module] = {below(part.out.linear): Through()}
+    attributes = {}
+    if part.projection is not None and own["qkv"].step.enabled:
+        replaced[below(part.projection.linear)] = own["qkv"].step
+        switch = found.seen.switches.get(part.projection.linear)
+        if switch is not None:
+            attributes[below(switch.module_fqn), switch.attribute] = switch.value
+        if norm is None:
+            replaced[below(part.projection.norm.fqn)] = Through()
+        norm = None
+    inner = view(model.get_submodule(part.attention), replaced, attributes)
+    step = own["attention"].step if "attention" in own else None
+    attending = Attending(step) if isinstance(step, Attention) and step.enabled else None
+    before = None if norm is None else model.get_submodule(norm)
+    return FusedAttended(before, inner, attending, own["attn_out"].step, form.handed[part.attention])
 
 
 def feed_forward_place(model: nn.Module, found: Findings, group: FeedForward, candidate: Candidate) -> Place | Reason:
     """A feed-forward group outside of a proven block: one module that is all of it, or a norm and the module that reads it."""
     whole = _common_module(found, group.nodes)
     norm = found.calls[group.norm.fqn]
-    if whole is not None and _consists_of(found, whole, group.nodes) and _takes(found.calls[whole], norm.first_input):
+    replaceable = whole is not None and (whole or is_plain(model))  # the model itself is not replaced, but gets another forward
+    if whole is not None and replaceable and _consists_of(found, whole, group.nodes) and _takes(found.calls[whole], norm.first_input):
         condition = Condition(model.get_submodule(whole).modules())
         return Place((candidate,), condition, lambda: {whole: Stepped(model.get_submodule(whole), candidate.step, condition)})
     behind = _common_module(found, group.nodes - {group.norm_node})
@@ -98,9 +118,9 @@ def _takes(calls: Seen, value: object) -> bool:
 
 
 def _common_module(found: Findings, nodes: frozenset[Node]) -> str | None:
-    """The innermost module in whose forward all nodes run, the model itself excepted."""
+    """The innermost module in whose forward all nodes run."""
     first, *others = [modules_around(found.seen, node) for node in nodes if not is_idle(node)]
-    common = [fqn for fqn in first if fqn and all(fqn in other for other in others)]
+    common = [fqn for fqn in first if all(fqn in other for other in others)]
     return common[-1] if common else None
 
 

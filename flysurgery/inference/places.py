@@ -11,15 +11,16 @@ from torch.fx import Node
 from flysurgery.inference.attending import attention_of
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.forms import form_of
-from flysurgery.inference.found import Block, FeedForward, Norm, Projection, Scale
+from flysurgery.inference.found import Attended, FeedForward, Lone, Norm, Part, Projection, Scale
+from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
-from flysurgery.inference.place import Place, block_place, feed_forward_place, patches_place, projection_place
+from flysurgery.inference.place import Own, Place, block_place, feed_forward_place, patches_place, projection_place
 from flysurgery.inference.steps import Attention, LinearResidual, Normalized, NormLinear, Patches
 from flysurgery.inference.steps import FeedForward as FeedForwardStep
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
 
-NO_BLOCK = Reason("no-block", "its residual sum is made outside of any module that is one block")
+OWN_FORWARD = Reason("own-forward", "the model itself has a forward that was set on it, in whose place no other is put")
 
 
 @dataclass
@@ -43,12 +44,12 @@ class Builder:
         built.without = [(group, fqn, reason) for fqn, (group, reason) in found.reasons.items()]
         covered: set[str] = set()
         for block in found.blocks.values():
-            form = form_of(block, found.calls)
+            form = form_of(block, found.calls) if block.fqn or is_plain(self.model) else OWN_FORWARD
             if isinstance(form, Reason):
-                found.open_blocks[block.out.linear] = form
+                found.open_blocks |= {part.out.linear: form for part in block.parts if isinstance(part, Attended)}
                 continue
-            candidates = self._of_block(block)
-            covered |= {candidate.fqn for candidate in candidates.values()}
+            candidates = [self._of_part(part) for part in block.parts]
+            covered |= {candidate.fqn for own in candidates for candidate in own.values()}
             built.places.append(block_place(self.model, found, block, form, candidates))
         for fqn, projection in found.projections.items():
             if fqn not in covered:
@@ -58,7 +59,7 @@ class Builder:
             if fqn not in covered:
                 candidate = self._feed_forward(group, whole=False)
                 self._add(built, candidate, feed_forward_place(self.model, found, group, candidate))
-        built.without += [("attn_out", fqn, found.open_blocks.get(fqn, NO_BLOCK)) for fqn in found.outs if fqn not in covered]
+        built.without += [("attn_out", fqn, found.open_blocks[fqn]) for fqn in found.outs if fqn not in covered]
         for fqn in found.patches:
             candidate = self._patches(fqn)
             self._add(built, candidate, patches_place(self.model, candidate))
@@ -71,16 +72,18 @@ class Builder:
         else:
             built.places.append(place)
 
-    def _of_block(self, block: Block) -> dict[str, Candidate]:
-        candidates = {} if block.projection is None else {"qkv": self._projection(block.projection)}
-        attention = attention_of(self.found.seen, block)
+    def _of_part(self, part: Part) -> Own:
+        if isinstance(part, Lone):
+            return {}
+        if isinstance(part, FeedForward):
+            return {"ffn": self._feed_forward(part, whole=True)}
+        candidates = {} if part.projection is None else {"qkv": self._projection(part.projection)}
+        attention = attention_of(self.found.seen, part.attention)
         if attention is not None:
-            candidates["attention"] = self._attention(block.attention, attention)
-        out = LinearResidual(self._module(block.out.linear), self._scale(block.out.tail.scale))
-        shapes = self._rows(self.sources[block.out.branch]), self._rows(block.out.branch)
-        candidates["attn_out"] = Candidate("attn_out", block.out.linear, out, shapes)
-        candidates["ffn"] = self._feed_forward(block.feed_forward, whole=True)
-        return candidates
+            candidates["attention"] = self._attention(part.attention, attention)
+        out = LinearResidual(self._module(part.out.linear), self._scale(part.out.tail.scale))
+        shapes = self._rows(self.sources[part.out.branch]), self._rows(part.out.branch)
+        return candidates | {"attn_out": Candidate("attn_out", part.out.linear, out, shapes)}
 
     def _attention(self, fqn: str, node: Node) -> Candidate:
         scale = node.kwargs.get("scale")

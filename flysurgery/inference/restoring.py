@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from torch import nn
 
 from flysurgery.inference.standing import StandIn
+from flysurgery.surgery import STANDS_FOR
 
 
 def put(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Put modules in place under all names that the old ones have."""
+    """Put modules in place under all names that the old ones have; in place of ``model`` itself, which stays, their forward."""
     old = {id(model.get_submodule(fqn)): module for fqn, module in new.items()}
     for parent, name, child in _children(model):
         if id(child) in old:
             parent._modules[name] = old[id(child)]
+    if "" in new:
+        vars(model).update({"forward": new[""].forward, STANDS_FOR: (model,)})
 
 
 def restore(model: nn.Module) -> int:
@@ -25,7 +28,10 @@ def restore(model: nn.Module) -> int:
     fused = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
     for parent, name, child in fused:
         parent._modules[name] = child.original
-    return len(fused)
+    themselves = [module for module in model.modules() if STANDS_FOR in vars(module)]
+    for module in themselves:
+        del vars(module)["forward"], vars(module)[STANDS_FOR]
+    return len(fused) + len(themselves)
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

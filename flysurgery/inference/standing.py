@@ -42,6 +42,12 @@ class StandIn(nn.Module):
             self.__dict__[name] = original.__dict__[name]
         self.__dict__[STANDS_FOR] = (original,)  # in a tuple, so that it is no child
 
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's own forward gives; that of its class where the fused one was set on the original itself."""
+        original = self.original
+        forward = type(original).forward.__get__(original) if STANDS_FOR in vars(original) else original.forward
+        return forward(*args, **kwargs)
+
     @property
     def original(self) -> nn.Module:
         """The module that stood here before."""
@@ -67,7 +73,7 @@ class Passed(StandIn):
         self.condition = condition
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.condition.obstacle() is None else self.original.forward(x)
+        return x if self.condition.obstacle() is None else self.plain(x)
 
 
 class Stepped(StandIn):
@@ -79,7 +85,7 @@ class Stepped(StandIn):
         self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._step[0](x) if self.condition.obstacle() is None else self.original.forward(x)
+        return self._step[0](x) if self.condition.obstacle() is None else self.plain(x)
 
 
 class Through(nn.Module):
@@ -95,9 +101,11 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
     Only the modules on the way to the replaced ones are copied, and they share parameters, buffers and hooks with their originals.
 
     Args:
-        replacements: by the names of the replaced modules below ``module``.
+        replacements: by the names of the replaced modules, "" for ``module`` itself.
         attributes: values by module names ("" for ``module`` itself) and attribute names.
     """
+    if "" in replacements:
+        return replacements[""]
     copies: dict[str, nn.Module] = {}
 
     def copy_of(path: str) -> nn.Module:

@@ -14,6 +14,7 @@ from flysurgery.surgery.layer_plan import LayerPlan as LayerPlan
 from flysurgery.surgery.layer_plan import Part as Part
 from flysurgery.surgery.layer_plan import Reason as Reason
 from flysurgery.surgery.mark import STANDS_FOR as STANDS_FOR
+from flysurgery.surgery.mark import is_optimized as is_optimized
 from flysurgery.surgery.mark import plan_of as plan_of
 from flysurgery.surgery.permutation_report import permutation_tables as permutation_tables
 from flysurgery.surgery.plan import ExampleInput as ExampleInput

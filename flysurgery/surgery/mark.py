@@ -11,7 +11,7 @@ from flysurgery.surgery.plan import Plan
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
 STANDS_FOR = "_flysurgery_stands_for"
-"""On a fused module of a model that is optimized for inference: the module in whose place it stands."""
+"""On a fused module of an optimized model: the module in whose place it stands; on one with a fused forward, itself."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -38,7 +38,12 @@ def refuse_converted(model: nn.Module) -> None:
         raise SurgeryError(f"the model is converted already ({len(layers)} layers, such as {first}); densify it first")
 
 
+def is_optimized(model: nn.Module) -> bool:
+    """Whether fused modules stand in ``model``, or it has a fused forward itself."""
+    return any(STANDS_FOR in vars(module) for module in model.modules())
+
+
 def refuse_optimized(model: nn.Module) -> None:
     """Raise ``SurgeryError`` for a model whose fused modules refer to the layers that surgery would replace."""
-    if any(STANDS_FOR in vars(module) for module in model.modules()):
+    if is_optimized(model):
         raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")

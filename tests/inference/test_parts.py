@@ -1,0 +1,256 @@
+"""Blocks, halves of blocks and rows of halves: found by dataflow, fused where they are the model itself too, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import flysurgery
+from flysurgery.bench.paper_vit import PaperBlock, PaperFeedForward, VitSizes, dense_layer
+from flysurgery.bench.units import Residual
+from flysurgery.errors import InferenceError, SurgeryError
+from flysurgery.inference import clock
+from flysurgery.inference.standing import StandIn
+from tests.inference.models import ready
+from tests.inference.test_optimize import SMALL
+from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
+
+WIDTH = 48
+ATTENTION = ["norm_linear", "attention", "linear_residual"]
+BLOCK = [*ATTENTION, "ffn"]
+SIZES = VitSizes(WIDTH, 2, 1, 32, 8)
+
+
+def vit(width: int = WIDTH, heads: int = 2) -> Any:
+    return timm.create_model("vit_tiny_patch16_224", **{**SMALL, "embed_dim": width, "num_heads": heads, "init_values": 0.1})
+
+
+def tokens(count: int = 2) -> Tensor:
+    return torch.randn((count, 17, WIDTH), generator=torch.Generator().manual_seed(2))
+
+
+class Attention(nn.Module):
+    """Attention of one head, with the norm inside of it or none, and a mask where it is given one."""
+
+    def __init__(self, width: int = WIDTH, *, normed: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if normed else nn.Identity()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
+        return self.out(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1))
+
+
+class Feed(nn.Sequential):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
+class Row(nn.Module):
+    """What ``step`` makes of two attentions, two feed-forward modules and a last norm."""
+
+    def __init__(self, step: Callable[..., Tensor], *, normed: bool = True) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(Attention(normed=normed) for _ in range(2))
+        self.feeds = nn.ModuleList(Feed() for _ in range(2))
+        self.last = nn.LayerNorm(WIDTH)
+        self.step = step
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.step(self, x, *others)
+
+
+def row(self: Any, x: Tensor, *others: Tensor) -> Tensor:
+    for attend, feed in zip(self.attentions, self.feeds, strict=True):
+        x = attend(x, *others) + x
+        x = x + feed(x)
+    return self.last(x)
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a block": (lambda: vit().blocks[0], BLOCK),
+    "attention": (lambda: (lambda block: Residual(block.norm1, block.attn))(vit().blocks[0]), ATTENTION),
+    "feed-forward": (lambda: (lambda block: Residual(block.norm2, block.mlp))(vit().blocks[0]), ["ffn"]),
+    "feed-forward without a sum": (lambda: PaperFeedForward(SIZES, dense_layer), ["ffn"]),
+    "q, k and v apart, attention written out": (lambda: PaperBlock(SIZES, dense_layer), ["linear_residual", "ffn"]),
+    "a row of halves and a norm": (lambda: Row(row), BLOCK * 2),
+    "a row without norms before attention": (lambda: Row(row, normed=False), [name for name in BLOCK * 2 if name != "norm_linear"]),
+    "feed-forward first": (lambda: Row(lambda self, x: (lambda y: y + self.attentions[0](y))(x + self.feeds[0](x))), ["ffn", *ATTENTION]),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("held", [False, True])
+def test_each_part_is_fused_alone_and_held(called: list[str], kind: str, held: bool) -> None:
+    make, kernels = PARTS[kind]
+    part = ready(make(), convert=False)
+    model, x = nn.Sequential(part).eval() if held else part, tokens()
+    before, names, modules = model(x), list(model.state_dict()), list(model.modules())
+    flysurgery.optimize(model, x)
+    assert_equal(model(x), before)
+    assert called == kernels
+    assert list(model.state_dict()) == names
+    assert list(part.modules()) == modules[held:]
+    with pytest.raises(InferenceError, match="optimized already"):
+        flysurgery.optimize(model, x)
+    assert flysurgery.restore(model) == 1
+    assert list(model.modules()) == modules and "forward" not in vars(part)
+    assert flysurgery.restore(model) == 0
+    assert_equal(model(x), before)
+    assert called == kernels
+
+
+@pytest.mark.parametrize("convert", ["monarch", "gonon"])
+def test_converted_blocks_are_fused_alone(called: list[str], convert: str) -> None:
+    model, x = vit(), tokens()
+    flysurgery.convert(model, convert, roles=("ffn", "qkv", "attn_out"))
+    block = ready(model.blocks[0], convert=False)
+    before = block(x)
+    flysurgery.optimize(block, x)
+    assert_equal(block(x), before)
+    assert called == BLOCK
+
+
+def test_hooks_and_training_mode_get_the_own_forward(called: list[str]) -> None:
+    block, x = ready(vit().blocks[0], convert=False), tokens()
+    before, seen = block(x), []
+    flysurgery.optimize(block, x)
+    handle = block.get_submodule("norm2").register_forward_hook(lambda *_: seen.append("inside"))
+    assert_equal(block(x), before)
+    assert seen == ["inside"] and not called
+    handle.remove()
+    block.train()
+    block(x)
+    assert not called
+    block.eval()
+    assert_equal(block(x), before)
+    assert called == BLOCK
+
+
+def test_a_hook_on_the_model_itself_runs_once_and_outlives_restore(called: list[str]) -> None:
+    block, x, seen = ready(vit().blocks[0], convert=False), tokens(), []
+    flysurgery.optimize(block, x)
+    block.register_forward_hook(lambda *_: seen.append("itself"))
+    block(x)
+    flysurgery.restore(block)
+    block(x)
+    assert seen == ["itself"] * 2
+
+
+def test_copies_pickles_and_state_dicts_follow(called: list[str]) -> None:
+    block, x = ready(vit().blocks[0], convert=False), tokens()
+    plain, before = copy.deepcopy(block), block(x)
+    flysurgery.optimize(block, x)
+    double, file = copy.deepcopy(block), io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    changed = {name: 0.5 * tensor for name, tensor in block.state_dict().items()}
+    block.load_state_dict(changed)
+    plain.load_state_dict(changed)
+    for each, expected in ((block, plain(x)), (double, before), (read, before)):
+        called.clear()
+        assert_equal(each(x), expected)
+        assert called == BLOCK
+        assert type(each) is type(plain)
+        assert flysurgery.restore(each) == 1
+        assert_equal(each(x), expected)
+        assert called == BLOCK
+
+
+def test_a_part_optimized_by_itself_is_seen_in_the_whole(called: list[str]) -> None:
+    model = ready(vit(), convert=False)
+    flysurgery.optimize(model.get_submodule("blocks.0"), tokens())
+    with pytest.raises(InferenceError, match="optimized already"):
+        flysurgery.optimize(model)
+    with pytest.raises(SurgeryError, match="restore"):
+        flysurgery.convert(model)
+    assert flysurgery.restore(model) == 1
+    flysurgery.optimize(model)
+    assert flysurgery.restore(model.get_submodule("blocks")) == 2
+
+
+@pytest.mark.parametrize("kind", ["a block", "feed-forward without a sum"])
+def test_a_forward_of_its_own_stays(called: list[str], kind: str) -> None:
+    block, x = ready(PARTS[kind][0](), convert=False), tokens()
+    before, forward = block(x), block.forward
+    block.forward = lambda x: forward(x)
+    report = flysurgery.optimize(block, x)
+    assert "forward" in vars(block)
+    assert {row.reason.code for row in report.rows if row.reason} <= {"own-forward", "open-group"}
+    assert_equal(block(x), before)
+    report.restore()
+    assert "forward" in vars(block)
+
+
+@pytest.mark.usefixtures("compilable")
+@pytest.mark.parametrize("kind", ["a block", "a row of halves and a norm"])
+def test_compiled_whole(kind: str) -> None:
+    model, x = ready(PARTS[kind][0](), convert=False), tokens()
+    before = model(x)
+    assert flysurgery.optimize(model, x).fused
+    with torch.no_grad():
+        assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
+
+
+def test_arguments_of_the_row_are_handed_on(called: list[str]) -> None:
+    model, x, mask = ready(Row(row), convert=False), tokens(), torch.randn(17, 17)
+    masked, plain = model(x, mask), model(x)
+    flysurgery.optimize(model, (x, mask))
+    assert_equal(model(x, mask), masked)
+    assert called == [name for name in BLOCK * 2 if name != "attention"]
+    called.clear()
+    assert_equal(model(x), plain)
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        (lambda self, x: row(self, x) * 2, "more"),
+        (lambda self, x: row(self, x + 1), "more"),
+        (lambda self, x: self.attentions[0](x) + x.flip(1), "no-residual"),
+        (lambda self, x: (lambda y: y + self.attentions[1](x))(x + self.attentions[0](x)), "no-residual"),
+        (lambda self, x: (lambda y: torch.stack((y, self.last(y))))(x + self.attentions[0](x)), "more"),
+        (lambda self, x: (lambda y: (y, y + self.feeds[0](y)))(x + self.attentions[0](x)), "exits"),
+        (lambda self, x: (lambda y: y + self.attentions[0](y))(x + self.attentions[0](x)), "calls"),
+    ],
+)
+def test_what_does_more_is_left_with_the_reason(called: list[str], step: Callable[..., Tensor], code: str) -> None:
+    model, x = ready(Row(step), convert=False), tokens()
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    assert code in {row.reason.code for row in report.rows if row.reason and row.group == "attn_out"}
+    assert not any(isinstance(module, StandIn) and module is model for module in model.modules())
+    assert "linear_residual" not in called
+    after = model(x)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert "linear_residual" not in called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("convert", [False, True])
+def test_on_a_gpu_parts_keep_their_outputs(monkeypatch: pytest.MonkeyPatch, convert: bool, dtype: torch.dtype) -> None:
+    model = timm.create_model("vit_small_patch16_224", depth=1, init_values=0.1)
+    if convert:
+        flysurgery.convert(model, "gonon", roles=("ffn", "qkv"))
+    block: Any = ready(model, convert=False).cuda().to(dtype).get_submodule("blocks.0")
+    x = torch.randn((16, 197, 384), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))  # whatever is faster here
+    for part in (block, Residual(block.norm1, block.attn).eval(), Residual(block.norm2, block.mlp).eval()):
+        with torch.no_grad():
+            truth, before = copy.deepcopy(part).double()(x.double()), part(x)
+            assert flysurgery.optimize(part, x).fused
+            assert_epilogue_comparable(part(x), before, truth, OF_DTYPE[dtype])
+            assert flysurgery.restore(part) == 1
+            assert_equal(part(x), before)
