@@ -24,7 +24,7 @@ PROTOCOLS = ("paper", "today")
 
 @dataclass(frozen=True)
 class Unit:
-    """One part of a model. ``make`` builds it converted, on the CPU; ``shape`` is one sample's input, ``rows`` its rows of tokens."""
+    """One part of a model. ``make`` builds it converted, in eval mode, on the CPU; ``shape`` is a sample's input, ``rows`` its tokens."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -90,7 +90,7 @@ def _today_units(sizes: VitSizes, model: str, model_args: Mapping[str, Any], arc
         return copy.deepcopy(built())
 
     def part(of: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: copy.deepcopy(of(built()))
+        return lambda: copy.deepcopy(of(built())).eval()  # what was put around parts of the model is in training mode
 
     tokens = sizes.tokens + _prefix_tokens(model, model_args)
     token, wide = (tokens, sizes.width), (tokens, 4 * sizes.width)

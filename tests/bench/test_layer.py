@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flysurgery.bench import LayerSettings, bench_layers
+from flysurgery.bench import PROTOCOLS, LayerSettings, bench_layers
 from flysurgery.bench.units import converted_timm, units
 from flysurgery.bench.variants import VARIANTS, by_definition
 from flysurgery.bench.work import work_of
@@ -50,6 +50,13 @@ def test_the_papers_model_is_a_vit_without_class_token() -> None:
         module.position.zero_()
         assert torch.allclose(module(x), module(moved), atol=1e-5)
         assert not torch.allclose(module(x), module(x.roll(4, dims=3)), atol=1e-5)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_parts_are_in_eval_mode(protocol: str) -> None:
+    """Else ``optimize`` leaves them as they are."""
+    for unit in units(protocol, MODEL, SIZES, "gonon", 0):
+        assert not any(module.training for module in unit.make().modules()), unit.name
 
 
 def test_operations_are_those_of_the_products(converted: nn.Module) -> None:
