@@ -117,16 +117,19 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, t = lane & 3;
     const int tile = blockIdx.x % TILES;
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (warp == 0) {  // weights are asked for before anything else is waited for
+        if (lane == 0) {
+            for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncwarp();
+        for (int s = 0; s < kStages; ++s)
+            copy_by_warp(weights + s * kPanel, image + ((long long)tile * kStages + s) * kPanel, kPanel, full + 8 * s, lane);
     }
     for (int c = threadIdx.x; c < 3 * kOut; c += 128 * WARPGROUPS)
         store_shared(columns_at + 4 * c, __float_as_uint(columns[c / kOut * (TILES * kOut) + tile * kOut + c % kOut]));
     for (int p = threadIdx.x; p < kStages * 8; p += 128 * WARPGROUPS) store_shared(pieces_at + 4 * p, (u32)pieces[tile * kStages * 8 + p]);
     __syncthreads();
-    for (int s = warp; s < kStages; s += 4 * WARPGROUPS)
-        copy_by_warp(weights + s * kPanel, image + ((long long)tile * kStages + s) * kPanel, kPanel, full + 8 * s, lane);
     wait_for_kernels_before();  // weights come while the kernel before ends
 
     StagedRows staged{x, rows, x_stride, blockIdx.x / TILES, gridDim.x / TILES, backwards != 0, staged_at + warp * SLOTS * kSlot, pieces_at, warp, lane};
