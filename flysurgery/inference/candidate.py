@@ -39,10 +39,10 @@ def decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measu
     with torch.no_grad():
         # Without data: the answer follows from shapes, dtypes and the device.
         inputs = [torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes]
-        obstacle = candidate.step.obstacle(*inputs)
-        candidate.launches = candidate.step.launches(*inputs) if obstacle is None else ()
-        if obstacle is not None:
-            candidate.reason = Reason("no-kernel", obstacle)
+        way = candidate.step.way(*inputs)
+        candidate.launches = () if isinstance(way, str) else way.launches()
+        if isinstance(way, str):
+            candidate.reason = Reason("no-kernel", way)
         elif device.type != "meta":
             key = (candidate.group, candidate.step.likeness(), candidate.shapes, dtype)
             if key not in measured:

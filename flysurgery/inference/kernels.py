@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ def linear_of(linear: nn.Module) -> Linear | None:
     if not is_plain(linear):
         return None
     if type(linear) is ButterflyLinear:
-        return FusedFactors(tuple(linear.factors), linear.bias)
+        return FusedFactors(*linear.own_parameters())
     return Dense(linear.weight, linear.bias) if type(linear) is nn.Linear else None
 
 
@@ -33,6 +35,12 @@ def is_plain(module: nn.Module) -> bool:
 def norm_of(norm: nn.Module, eps: float) -> Norm:
     """The weight and bias of a layer norm as they are now."""
     return Norm(getattr(norm, "weight", None), getattr(norm, "bias", None), eps)
+
+
+def unwatched(x: Tensor) -> AbstractContextManager[object]:
+    """A block in which modes that watch functions of PyTorch, such as ``Attending``, are not told of each look at a plain tensor."""
+    plain = type(x) is Tensor and not torch.compiler.is_compiling()
+    return torch._C.DisableTorchFunction() if plain else nullcontext()
 
 
 def under_autocast(x: Tensor) -> str | None:

@@ -146,10 +146,10 @@ def _ways(name: str, candidate: Candidate) -> list[_Way]:
     step = candidate.step
     parameter = next(step.parameters())
     with torch.no_grad():
-        obstacle = step.obstacle(*(torch.empty(shape, dtype=parameter.dtype, device=parameter.device) for shape in candidate.shapes))
+        found = step.way(*(torch.empty(shape, dtype=parameter.dtype, device=parameter.device) for shape in candidate.shapes))
     likeness = (candidate.group, *step.likeness())
     plain = _Way(name, False, step.plain, likeness)
-    return [plain] if obstacle is not None else [plain, _Way(name, True, step.fused, likeness)]
+    return [plain] if isinstance(found, str) else [plain, _Way(name, True, step.fused, likeness)]
 
 
 def _alone(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery import ops
 from flysurgery.inference import kernels
+from flysurgery.ops import Stage, Way
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
 
@@ -23,13 +22,9 @@ class Step(nn.Module):
 
     enabled = True
 
-    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        """Why the kernel cannot compute the group for these inputs; None where it can."""
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        """How the kernel computes the group for these inputs, or why it cannot."""
         raise NotImplementedError
-
-    def launches(self, x: Tensor, *others: Tensor) -> tuple[str, ...]:
-        """What the launches of the fused group compute, one after the other, where there is no obstacle; empty where that is not told."""
-        return ()
 
     def likeness(self) -> tuple[object, ...]:
         """What tells apart groups that take different times, besides the sizes of their inputs."""
@@ -40,12 +35,17 @@ class Step(nn.Module):
         raise NotImplementedError
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        """The group by its kernel."""
-        raise NotImplementedError
+        """The group by its kernel, which ``way`` must have."""
+        way = self.way(x, *others)
+        assert not isinstance(way, str), way
+        return way.run()
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        if self.enabled and kernels.under_autocast(x) is None and self.obstacle(x, *others) is None:
-            return self.fused(x, *others)
+        if self.enabled and kernels.under_autocast(x) is None:
+            with kernels.unwatched(x):
+                way = self.way(x, *others)
+                if not isinstance(way, str):
+                    return way.run()
         return self.plain(x, *others)
 
 
@@ -56,23 +56,15 @@ class NormLinear(Step):
         super().__init__()
         self.norm, self.eps, self.linear = norm, eps, linear
 
-    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
         group = kernels.group_of(self.linear)
-        return UNKNOWN if group is None else ops.norm_linear_reason(x, kernels.norm_of(self.norm, self.eps), group)
-
-    def launches(self, x: Tensor, *others: Tensor) -> tuple[str, ...]:
-        return ops.norm_linear_launches(x, kernels.norm_of(self.norm, self.eps), kernels.group_of(self.linear) or ())
+        return UNKNOWN if group is None else ops.norm_linear_way(x, kernels.norm_of(self.norm, self.eps), group)
 
     def likeness(self) -> tuple[object, ...]:
         return _shapes(self.norm, self.linear)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.linear(self.norm(x))
-
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        group = kernels.group_of(self.linear)
-        assert group is not None  # else there was an obstacle
-        return ops.norm_linear(x, kernels.norm_of(self.norm, self.eps), group)
 
 
 class LinearResidual(Step):
@@ -83,20 +75,15 @@ class LinearResidual(Step):
         self.linear = linear
         self._scale = scale
 
-    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
         linear = kernels.linear_of(self.linear)
-        return UNKNOWN if linear is None else ops.linear_residual_reason(x, linear, others[0], _value(self._scale))
+        return UNKNOWN if linear is None else ops.linear_residual_way(x, linear, others[0], _value(self._scale))
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.linear), self._scale is None)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return others[0] + _scaled(self.linear(x), self._scale)
-
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        linear = kernels.linear_of(self.linear)
-        assert linear is not None  # else there was an obstacle
-        return ops.linear_residual(x, linear, others[0], _value(self._scale))
 
 
 class Attention(Step):
@@ -106,17 +93,14 @@ class Attention(Step):
         super().__init__()
         self.scale = scale
 
-    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        return ops.attention_reason(x, others[0], others[1])
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        return ops.attention_way(x, others[0], others[1], self.scale)
 
     def likeness(self) -> tuple[object, ...]:
         return ()
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, others[0], others[1], scale=self.scale)
-
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        return ops.attention(x, others[0], others[1], self.scale)
 
 
 class FeedForward(Step):
@@ -142,13 +126,14 @@ class FeedForward(Step):
         self.eps = (norm[1], *inner[1:]) if inner else (norm[1],)
         self.gate, self.activation, self._scale, self.residual = gate, activation, scale, residual
 
-    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        operands = self._operands(x)
-        return UNKNOWN if operands is None else ops.ffn_reason(*operands)
-
-    def launches(self, x: Tensor, *others: Tensor) -> tuple[str, ...]:
-        operands = self._operands(x)
-        return () if operands is None else ops.ffn_launches(*operands)
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        first, second = [kernels.linear_of(each) for each in self.first], kernels.linear_of(self.second)
+        known = [each for each in first if each is not None]
+        if second is None or len(known) != len(first):
+            return UNKNOWN
+        norm, *inner = [kernels.norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
+        up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
+        return ops.ffn_way(x, norm, up, second, self.activation, _value(self._scale), self.residual, inner[0] if inner else None)
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)
@@ -166,21 +151,6 @@ class FeedForward(Step):
         branch = _scaled(self.second(hidden), self._scale)
         return x + branch if self.residual else branch
 
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        operands = self._operands(x)
-        assert operands is not None  # else there was an obstacle
-        return ops.ffn(*operands)
-
-    def _operands(self, x: Tensor) -> tuple[Any, ...] | None:
-        """What the operator takes; None where a layer is no linear one."""
-        first, second = [kernels.linear_of(each) for each in self.first], kernels.linear_of(self.second)
-        known = [each for each in first if each is not None]
-        if second is None or len(known) != len(first):
-            return None
-        norm, *inner = [kernels.norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
-        up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
-        return (x, norm, up, second, self.activation, _value(self._scale), self.residual, inner[0] if inner else None)
-
 
 class Patches(Step):
     """A convolution whose stride is its kernel's size, as one product of the flattened patches and a matrix.
@@ -192,13 +162,15 @@ class Patches(Step):
         super().__init__()
         self.convolution = convolution
 
-    def obstacle(self, x: Tensor, *others: Tensor) -> str | None:
-        weight = self.convolution.weight
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        weight, bias = self.convolution.weight, self.convolution.bias
         if x.dim() != 4 or x.shape[2] % weight.shape[2] or x.shape[3] % weight.shape[3]:
             return f"the patches of {weight.shape[2]}x{weight.shape[3]} do not tile the image"
         if x.dtype != weight.dtype:
             return f"images are {x.dtype}, the weight is {weight.dtype}"
-        return None
+        way = ops.patch_embedding_way(x, weight, bias)
+        stages = (Stage((), _patches_product),) if isinstance(way, str) else way.stages
+        return Way((*stages, Stage((), _as_image)), x, ops.Patches(weight, bias))
 
     def likeness(self) -> tuple[object, ...]:
         return _shapes(self.convolution)
@@ -206,16 +178,17 @@ class Patches(Step):
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.convolution(x)
 
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        weight, bias = self.convolution.weight, self.convolution.bias
-        if ops.patch_embedding_reason(x, weight, bias) is None:
-            tokens = ops.patch_embedding(x, weight, bias)
-        else:
-            images, channels, height, width = x.shape
-            rows, columns = height // weight.shape[2], width // weight.shape[3]
-            patches = x.reshape(images, channels, rows, weight.shape[2], columns, weight.shape[3]).permute(0, 2, 4, 1, 3, 5)
-            tokens = functional.linear(patches.reshape(images, rows * columns, -1), weight.flatten(1), bias)
-        return tokens.transpose(1, 2).unflatten(2, (x.shape[2] // weight.shape[2], x.shape[3] // weight.shape[3]))
+
+def _patches_product(y: Tensor, x: Tensor, given: ops.Patches) -> Tensor:
+    """By PyTorch's product, on any device and with gradients."""
+    (images, channels, height, width), (_, _, high, wide) = x.shape, given.weight.shape
+    patches = x.reshape(images, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
+    return functional.linear(patches.reshape(images, -1, channels * high * wide), given.weight.flatten(1), given.bias)
+
+
+def _as_image(y: Tensor, x: Tensor, given: ops.Patches) -> Tensor:
+    _, _, high, wide = given.weight.shape
+    return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))
 
 
 def _shapes(*modules: nn.Module) -> tuple[object, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,15 @@ from flysurgery.ops.cuda.few_attention import few_attention_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.short_attention import short_attention_obstacle
+from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle
+from flysurgery.ops.stage import Stage, Way
+
+
+class _Operands(NamedTuple):
+    k: Tensor
+    v: Tensor
+    scale: float
 
 
 def attention(
@@ -29,18 +40,26 @@ def attention(
     Raises:
         BackendError: no kernel takes this; the message is what ``attention_reason`` answers.
     """
-    obstacle = attention_reason(q, k, v)
-    if obstacle is not None:
-        raise BackendError(obstacle)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.dtype != torch.float32:
-        few = _few_attention_obstacle(q, k) is None
-        return torch.ops.flysurgery.few_attention(q, k, v, scale) if few else torch.ops.flysurgery.short_attention(q, k, v, scale)
-    return torch.ops.flysurgery.attention(q, k, v, scale, mode_of(q.dtype, allow_tf32=tf32_allowed()))
+    way = attention_way(q, k, v, scale)
+    if isinstance(way, str):
+        raise BackendError(way)
+    return way.run()
+
+
+def attention_way(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Way | str:
+    """How ``attention`` computes this, or why no kernel takes it."""
+    stages = decided(lambda: _stages(q, k, v), (q, k, v), "attention")
+    return stages if isinstance(stages, str) else Way(stages, q, _Operands(k, v, q.shape[-1] ** -0.5 if scale is None else scale))
 
 
 def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why no kernel takes this attention; None where one does."""
+    way = attention_way(q, k, v)
+    return way if isinstance(way, str) else None
+
+
+def _stages(q: Tensor, k: Tensor, v: Tensor) -> tuple[Stage, ...] | str:
+    """Which kernel takes this attention, or why none does."""
     wrong = common_obstacle(q, (k, v))
     if wrong is not None:
         return wrong
@@ -50,15 +69,19 @@ def attention_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if k.shape[2] == 0:
         return "there are no keys"
     if q.dtype == torch.float32:
-        return _attention_obstacle(q.shape[-1], str(mode_of(q.dtype, allow_tf32=tf32_allowed())), q.device.index)
+        mode = str(mode_of(q.dtype, allow_tf32=tf32_allowed()))
+        return _attention_obstacle(q.shape[-1], mode, q.device.index) or (Stage((), partial(_floats, mode=mode)),)
     obstacle = _device_obstacle(q.device.index)
-    if obstacle is not None or _few_attention_obstacle(q, k) is None:
+    if obstacle is not None:
         return obstacle
-    return short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, _shared_limit(q.device.index))
+    if few_attention_obstacle(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype) is None:
+        return (Stage((), lambda y, q, given: torch.ops.flysurgery.few_attention(q, *given)),)
+    obstacle = short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, _shared_limit(q.device.index))
+    return obstacle or (Stage((), lambda y, q, given: torch.ops.flysurgery.short_attention(q, *given)),)
 
 
-def _few_attention_obstacle(q: Tensor, k: Tensor) -> str | None:
-    return few_attention_obstacle(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype)
+def _floats(y: Tensor, q: Tensor, given: _Operands, mode: str) -> Tensor:
+    return torch.ops.flysurgery.attention(q, *given, mode)
 
 
 @torch.compiler.assume_constant_result

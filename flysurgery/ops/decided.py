@@ -1,4 +1,4 @@
-"""How a multiplication is run, decided once for operands of the same shapes, dtypes and devices under the same settings of PyTorch."""
+"""How an operator is run, decided once for operands of the same shapes, dtypes and devices under the same settings of PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hash
     autocast = None
     if torch._C._is_any_autocast_enabled():
         autocast = autocast_dtype("cuda" if x.is_cuda else x.device.type)
-    tf32 = autocast is None and x.dtype == torch.float32 and x.is_cuda and tf32_allowed()
+    tf32 = x.dtype == torch.float32 and x.is_cuda and tf32_allowed()
     gradients = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *map(_looks, tensors))
     try:

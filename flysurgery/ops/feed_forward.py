@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,32 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense import dense_advice
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
 from flysurgery.ops.gated import gated_stages, multiplied
 from flysurgery.ops.norm_linears import fused_norm_linear, in_one_launch
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
-from flysurgery.ops.stage import Stage
+from flysurgery.ops.stage import Stage, Way
 from flysurgery.ops.wide import takes_ffn, wide_ffn, wide_ffn_launches
 from flysurgery.patterns import Architecture
+
+
+class Block(NamedTuple):
+    """The operands of ``ffn`` beside x, in the same order."""
+
+    norm: Norm | None
+    up: Linear | Gated
+    down: Linear
+    activation: str
+    scale: Tensor | None
+    residual: bool
+    inner: Norm | None
+
+    def added_to(self, x: Tensor) -> Tensor | None:
+        """What the last layer's outputs are added to."""
+        return x if self.residual else None
 
 
 def ffn(
@@ -48,12 +65,29 @@ def ffn(
     Raises:
         BackendError: no kernel takes this; the message is what ``ffn_reason`` answers.
     """
-    stages = _stages(x, norm, up, down, activation, scale, residual, inner)
-    if isinstance(stages, str):
-        raise BackendError(stages)
-    for stage in stages:
-        x = stage.run(x)
-    return x
+    way = ffn_way(x, norm, up, down, activation, scale, residual, inner)
+    if isinstance(way, str):
+        raise BackendError(way)
+    return way.run()
+
+
+def ffn_way(
+    x: Tensor,
+    norm: Norm | None,
+    up: Linear | Gated,
+    down: Linear,
+    activation: str = "gelu",
+    scale: Tensor | None = None,
+    residual: bool = True,
+    inner: Norm | None = None,
+) -> Way | str:
+    """How ``ffn`` computes this, or why no kernel takes the block. Looks at shapes, dtypes, devices and gradients only."""
+    norms = [each for each in (norm, inner) if each is not None]
+    vectors = [*[part for each in norms for part in each.tensors], *(() if scale is None else (scale,))]
+    forms = None if norm is None else norm.form, up.form, down.form, scale is None, None if inner is None else inner.form
+    block = Block(norm, up, down, activation, scale, residual, inner)
+    stages = decided(lambda: _stages(x, *block), (x, *up.tensors, *down.tensors, *vectors), "ffn", *forms, activation, residual)
+    return stages if isinstance(stages, str) else Way(stages, x, block)
 
 
 def ffn_launches(
@@ -67,8 +101,8 @@ def ffn_launches(
     inner: Norm | None = None,
 ) -> tuple[str, ...]:
     """What the launches of ``ffn`` compute, one after the other; none where ``ffn_reason`` has something against it."""
-    stages = _stages(x, norm, up, down, activation, scale, residual, inner)
-    return () if isinstance(stages, str) else tuple(launch for stage in stages for launch in stage.launches)
+    way = ffn_way(x, norm, up, down, activation, scale, residual, inner)
+    return () if isinstance(way, str) else way.launches()
 
 
 def ffn_reason(
@@ -81,9 +115,9 @@ def ffn_reason(
     residual: bool = True,
     inner: Norm | None = None,
 ) -> str | None:
-    """Why no kernel takes this feed-forward block; None where one does. Looks at shapes, dtypes, devices and gradients only."""
-    stages = _stages(x, norm, up, down, activation, scale, residual, inner)
-    return stages if isinstance(stages, str) else None
+    """Why no kernel takes this feed-forward block; None where one does."""
+    way = ffn_way(x, norm, up, down, activation, scale, residual, inner)
+    return way if isinstance(way, str) else None
 
 
 def _stages(
@@ -101,19 +135,20 @@ def _stages(
     if wrong is not None:
         return wrong
     norms_reason = norm_reason(norm, up.sizes[0], x.dtype) or norm_reason(inner, down.sizes[0], x.dtype)
-    before_last = () if inner is None else (Stage(("inner norm",), partial(normed, norm=inner)),)
+    before_last = () if inner is None else (Stage(("inner norm",), lambda y, x, block: normed(y, block.inner)),)
     if isinstance(up, Gated):
         first = norms_reason or gated_stages(x, norm, up, activation)
         return first if isinstance(first, str) else (*first, *before_last, _last(x, down, scale, residual))
     if takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner):
-        return _first_of_few_rows(norm, up, activation), _last_of_few_rows(x, inner, down, scale, residual)
+        first = "up and activation" if norm is None else "norm, up and activation"
+        last = " and ".join([*(["inner norm, down"] if inner else ["down"]), *_added(scale, residual)])
+        return Stage((first,), _first_of_few_rows), Stage((last,), _last_of_few_rows)
     whole = _whole_obstacle(x, norm, up, down, activation, residual, inner)
     if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
-        operands = {"norm": norm, "up": up, "down": down, "activation": activation, "scale": scale, "residual": residual}
         if whole is None:
-            return (Stage(("the whole block",), partial(_whole, **operands)),)
+            return (Stage(("the whole block",), _whole),)
         if inner is None and takes_ffn(x, up, down, activation):
-            return norms_reason or (Stage(wide_ffn_launches(norm, scale, residual), partial(wide_ffn, **operands)),)
+            return norms_reason or (Stage(wide_ffn_launches(norm, scale, residual), _by_factors),)
     launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
     if launches is not None:
         return f"{whole}; {launches}"
@@ -135,32 +170,34 @@ def _wrong(
     return wrong
 
 
-def _first_of_few_rows(norm: Norm | None, up: Linear, activation: str) -> Stage:
-    launch = "up and activation" if norm is None else "norm, up and activation"
-    return Stage((launch,), partial(few_rows_linear, norm=norm, group=(up,), activation=activation))
+def _first_of_few_rows(y: Tensor, x: Tensor, block: Block) -> Tensor:
+    assert not isinstance(block.up, Gated), "the stages say so"
+    return few_rows_linear(y, block.norm, (block.up,), block.activation)
 
 
-def _last_of_few_rows(x: Tensor, inner: Norm | None, down: Linear, scale: Tensor | None, residual: bool) -> Stage:
-    launch = " and ".join([*(["inner norm, down"] if inner else ["down"]), *_added(scale, residual)])
-    return Stage((launch,), partial(few_rows_linear, norm=inner, group=(down,), residual=x if residual else None, scale=scale))
+def _last_of_few_rows(y: Tensor, x: Tensor, block: Block) -> Tensor:
+    return few_rows_linear(y, block.inner, (block.down,), "none", block.added_to(x), block.scale)
 
 
 def _first(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> tuple[Stage, ...]:
     """``activation(up(norm(x)))``, in one launch where the fused kernel takes the norm as well."""
     if norm is not None and isinstance(up, FusedFactors) and in_one_launch(x, [up]):
-        return (Stage(("norm, up and activation",), partial(fused_norm_linear, norm=norm, group=[up], activation=activation)),)
-    before = () if norm is None else (Stage(("norm",), partial(normed, norm=norm)),)
-    return *before, Stage(("up and activation",), partial(linear_epilogue, linear=up, activation=activation))
+        launch = "norm, up and activation"
+        return (Stage((launch,), lambda y, x, block: fused_norm_linear(y, block.norm, (block.up,), block.activation)),)
+    before = () if norm is None else (Stage(("norm",), lambda y, x, block: normed(y, block.norm)),)
+    return *before, Stage(("up and activation",), lambda y, x, block: linear_epilogue(y, block.up, block.activation))
 
 
 def _last(x: Tensor, down: Linear, scale: Tensor | None, residual: bool) -> Stage:
     """``x + scale * down(hidden)``, in one launch where there is a kernel for it; x tells how many rows the hidden units have."""
+    added = _added(scale, residual)
+    launch = " and ".join(["down", *added])
     if takes_few_rows(x, (down,)):
-        return _last_of_few_rows(x, None, down, scale, residual)
-    operands, added = {"linear": down, "residual": x if residual else None, "scale": scale}, _added(scale, residual)
+        return Stage((launch,), lambda y, x, block: few_rows_linear(y, None, (block.down,), "none", block.added_to(x), block.scale))
     if _added_in_one_launch(x, down):
-        return Stage((" and ".join(["down", *added]),), partial(linear_epilogue, **operands))
-    return Stage(("down", *([" and ".join(added)] if added else [])), partial(_multiplied_and_added, **operands))
+        return Stage((launch,), lambda y, x, block: linear_epilogue(y, block.down, "none", block.added_to(x), block.scale))
+    launches = ("down", *([" and ".join(added)] if added else []))
+    return Stage(launches, lambda y, x, block: _multiplied_and_added(y, block.down, block.added_to(x), block.scale))
 
 
 def _added(scale: Tensor | None, residual: bool) -> tuple[str, ...]:
@@ -184,10 +221,16 @@ def _multiplied_and_added(hidden: Tensor, linear: Linear, residual: Tensor | Non
     return y * scale if residual is None else torch.addcmul(residual, y, scale)
 
 
-def _whole(
-    x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, activation: str, scale: Tensor | None, residual: bool
-) -> Tensor:
+def _by_factors(y: Tensor, x: Tensor, block: Block) -> Tensor:
+    norm, up, down, activation, scale, residual, _ = block
+    assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
+    return wide_ffn(x, norm, up, down, activation, scale, residual)
+
+
+def _whole(y: Tensor, x: Tensor, block: Block) -> Tensor:
     """The block in one launch."""
+    norm, up, down, activation, scale, residual, _ = block
+    assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     rows = x.reshape(-1, x.shape[-1])
     y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
@@ -32,24 +30,26 @@ def gated_stages(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> tu
     obstacle = _gated_obstacle(up.sizes[1], x.dtype, activation)
     if obstacle is not None:
         return obstacle
-    before = () if norm is None else (Stage(("norm",), partial(normed, norm=norm)),)
+    before = () if norm is None else (Stage(("norm",), lambda y, x, block: normed(y, block.norm)),)
     both = up.members[0] if len(up.members) == 1 else None
     if isinstance(both, FusedFactors):
-        fused = partial(_fused, both=both, gate=up.gate, activation=activation)
         if _in_one_launch(x, norm is not None, both, activation):
-            return (Stage(("gate and value" if norm is None else "norm, gate and value",), partial(fused, norm=norm)),)
+            launch = "gate and value" if norm is None else "norm, gate and value"
+            return (Stage((launch,), lambda y, x, block: _fused(y, block.norm, block.up, block.activation)),)
         if _in_one_launch(x, False, both, activation):
-            return *before, Stage(("gate and value",), partial(fused, norm=None))
+            return *before, Stage(("gate and value",), lambda y, x, block: _fused(y, None, block.up, block.activation))
     if _dense_in_one_launch(x, up, activation):
-        return *before, Stage(("gate and value",), partial(_dense, up=up, activation=activation))
+        return *before, Stage(("gate and value",), lambda y, x, block: _dense(y, block.up, block.activation))
     products = ("gate", "value") if len(up.members) == 2 else ("both halves",)  # a product of factors may take a launch for each
-    return *before, Stage((*products, "their product"), partial(_apart, up=up, activation=activation))
+    return *before, Stage((*products, "their product"), lambda y, x, block: _apart(y, block.up, block.activation))
 
 
-def _fused(x: Tensor, norm: Norm | None, both: FusedFactors, gate: int, activation: str) -> Tensor:
+def _fused(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Tensor:
+    (both,) = up.members
+    assert isinstance(both, FusedFactors), "the stages say so"
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     rows, mode = x.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
-    y = torch.ops.flysurgery.gated_linear(rows, *parts, list(both.factors), both.bias, gate, activation, mode)
+    y = torch.ops.flysurgery.gated_linear(rows, *parts, list(both.factors), both.bias, up.gate, activation, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +13,21 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
+from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import norm_reason, normed, wrong_norm
 from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm
-from flysurgery.ops.stage import Stage
+from flysurgery.ops.stage import Stage, Way
 from flysurgery.ops.wide import takes_group, wide_group, wide_group_launches
 from flysurgery.patterns import Architecture
+
+
+class _Operands(NamedTuple):
+    norm: Norm
+    group: Sequence[Linear]
 
 
 def norm_linear(
@@ -38,24 +44,33 @@ def norm_linear(
     Raises:
         BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
     """
-    stages = _stages(x, norm, group)
-    if isinstance(stages, str):
-        raise BackendError(stages)
-    for stage in stages:
-        x = stage.run(x)
-    return x
+    way = norm_linear_way(x, norm, group)
+    if isinstance(way, str):
+        raise BackendError(way)
+    return way.run()
+
+
+def norm_linear_way(x: Tensor, norm: Norm, group: Sequence[Linear]) -> Way | str:
+    """How ``norm_linear`` computes this, or why no kernel takes the norm.
+
+    Factors are multiplied by the backend that ``ks_linear`` chooses.
+    """
+    tensors = (x, *norm.tensors, *[part for member in group for part in member.tensors])
+    asked = "norm_linear", norm.form, *[member.form for member in group]
+    stages = decided(lambda: _stages(x, norm, group), tensors, *asked)
+    return stages if isinstance(stages, str) else Way(stages, x, _Operands(norm, group))
 
 
 def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
     """What the launches of ``norm_linear`` compute, one after the other; none where ``norm_linear_reason`` has something against it."""
-    stages = _stages(x, norm, group)
-    return () if isinstance(stages, str) else tuple(launch for stage in stages for launch in stage.launches)
+    way = norm_linear_way(x, norm, group)
+    return () if isinstance(way, str) else way.launches()
 
 
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
-    """Why no kernel takes this norm; None where one does. Factors are multiplied by the backend that ``ks_linear`` chooses."""
-    stages = _stages(x, norm, group)
-    return stages if isinstance(stages, str) else None
+    """Why no kernel takes this norm; None where one does."""
+    way = norm_linear_way(x, norm, group)
+    return way if isinstance(way, str) else None
 
 
 def _stages(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[Stage, ...] | str:
@@ -66,7 +81,7 @@ def _stages(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[Stage, ...]
     if wrong is not None:
         return wrong
     if takes_few_rows(x, group, norm):
-        return (Stage(("norm and linear",), partial(few_rows_linear, norm=norm, group=group)),)
+        return (Stage(("norm and linear",), lambda y, x, given: few_rows_linear(y, given.norm, given.group)),)
     factors = [member for member in group if isinstance(member, FusedFactors)]
     if len(group) > 1 and len(factors) < len(group):
         return "several linears that share x are multiplied together where all of them are factors"
@@ -74,10 +89,11 @@ def _stages(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[Stage, ...]
     if obstacle is not None:
         return obstacle
     if _alike(factors) and takes_group(x, factors):
-        return (Stage(wide_group_launches(), partial(wide_group, norm=norm, group=factors)),)
+        return (Stage(wide_group_launches(), lambda y, x, given: wide_group(y, given.norm, given.group)),)
     if in_one_launch(x, factors):
-        return (Stage(("norm and linear",), partial(fused_norm_linear, norm=norm, group=factors, activation="none")),)
-    return Stage(("norm",), partial(normed, norm=norm)), Stage(("linear",), partial(_multiplied, group=group))
+        return (Stage(("norm and linear",), lambda y, x, given: fused_norm_linear(y, given.norm, given.group, "none")),)
+    before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
+    return before, Stage(("linear",), lambda y, x, given: _multiplied(y, given.group))
 
 
 def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:

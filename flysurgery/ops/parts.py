@@ -23,6 +23,11 @@ class Norm:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(part for part in (self.weight, self.bias) if part is not None)
 
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """Which of the tensors are there."""
+        return self.weight is None, self.bias is None
+
 
 @dataclass(frozen=True)
 class FusedFactors:
@@ -46,6 +51,11 @@ class FusedFactors:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.factors if self.bias is None else (*self.factors, self.bias)
 
+    @property
+    def form(self) -> tuple[int, bool]:
+        """Which of the tensors are there, and that they are factors."""
+        return len(self.factors), self.bias is None
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -63,6 +73,11 @@ class Dense:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def form(self) -> tuple[int, bool]:
+        """Which of the tensors are there, and that the weight is no factor."""
+        return 0, self.bias is None
 
 
 Linear = FusedFactors | Dense
@@ -86,3 +101,8 @@ class Gated:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for member in self.members for tensor in member.tensors)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Which half or member is the gate, and the members' forms."""
+        return self.gate, *[member.form for member in self.members]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import index
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +13,18 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense import patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle
+from flysurgery.ops.stage import Stage, Way
+
+
+class Patches(NamedTuple):
+    """The operands of ``patch_embedding`` beside the images, in the same order."""
+
+    weight: Tensor
+    bias: Tensor | None
+    position: Tensor | None = None
+    prefix: Tensor | None = None
 
 
 def patch_embedding(
@@ -27,15 +42,47 @@ def patch_embedding(
     Raises:
         BackendError: this is no such convolution; the message is what ``patch_embedding_reason`` answers.
     """
-    obstacle = patch_embedding_reason(images, weight, bias, position, prefix)
+    way = patch_embedding_way(images, weight, bias, position, prefix)
+    if isinstance(way, str):
+        raise BackendError(way)
+    return way.run()
+
+
+def patch_embedding_way(
+    images: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None = None, prefix: Tensor | None = None
+) -> Way | str:
+    """How ``patch_embedding`` computes this, or why it does not take it."""
+    patches = Patches(weight, bias, position, prefix)
+    present = [part for part in patches if part is not None]
+    asked = "patch_embedding", *[part is None for part in patches]
+    stages = decided(lambda: _stages(images, patches), (images, *present), *asked)
+    return stages if isinstance(stages, str) else Way(stages, images, patches)
+
+
+def _stages(images: Tensor, patches: Patches) -> tuple[Stage, ...] | str:
+    """By which product, or why by none."""
+    weight, _, position, prefix = patches
+    obstacle = _obstacle(images, patches)
     if obstacle is not None:
-        raise BackendError(obstacle)
-    features, channels, high, wide = weight.shape
-    count, _, height, width = images.shape
+        return obstacle
     mode = mode_of(images.dtype, allow_tf32=tf32_allowed())
     alone = position is None and prefix is None
-    if alone and mode is not None and _patches_obstacle(features, channels, high, wide, mode, images.device.index) is None:
-        return torch.ops.flysurgery.dense_patches(images, weight, bias, mode).view(count, -1, features)
+    if alone and mode is not None:
+        features, channels, high, wide = map(index, weight.shape)
+        if _patches_obstacle(features, channels, high, wide, mode, images.device.index) is None:
+            return (Stage((), partial(_in_place, mode=mode)),)
+    return (Stage((), _copied),)
+
+
+def _in_place(y: Tensor, images: Tensor, patches: Patches, mode: str) -> Tensor:
+    tokens = torch.ops.flysurgery.dense_patches(images, patches.weight, patches.bias, mode)
+    return tokens.view(len(images), -1, len(patches.weight))
+
+
+def _copied(y: Tensor, images: Tensor, patches: Patches) -> Tensor:
+    weight, bias, position, prefix = patches
+    features, channels, high, wide = weight.shape
+    count, _, height, width = images.shape
     pixels = images.reshape(count, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
     pixels = pixels.reshape(count, -1, channels * high * wide)
     offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
@@ -53,7 +100,12 @@ def patch_embedding_reason(
     images: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None = None, prefix: Tensor | None = None
 ) -> str | None:
     """Why ``patch_embedding`` does not take this; None where it does."""
-    tensors = tuple(part for part in (weight, bias, position, prefix) if part is not None)
+    way = patch_embedding_way(images, weight, bias, position, prefix)
+    return way if isinstance(way, str) else None
+
+
+def _obstacle(images: Tensor, patches: Patches) -> str | None:
+    weight, tensors = patches.weight, tuple(part for part in patches if part is not None)
     obstacle = common_obstacle(images, tensors)
     if obstacle is not None:
         return obstacle

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
 from flysurgery.ops.parts import Linear
+from flysurgery.ops.stage import Stage, Way
+
+
+class _Operands(NamedTuple):
+    linear: Linear
+    residual: Tensor
+    scale: Tensor | None
 
 
 def linear_residual(
@@ -21,16 +31,27 @@ def linear_residual(
     Raises:
         BackendError: no kernel takes this; the message is what ``linear_residual_reason`` answers.
     """
-    obstacle = linear_residual_reason(x, linear, residual, scale)
-    if obstacle is not None:
-        raise BackendError(obstacle)
-    if takes_few_rows(x, (linear,)):
-        return few_rows_linear(x, None, (linear,), residual=residual, scale=scale)
-    return linear_epilogue(x, linear, residual=residual, scale=scale)
+    way = linear_residual_way(x, linear, residual, scale)
+    if isinstance(way, str):
+        raise BackendError(way)
+    return way.run()
+
+
+def linear_residual_way(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None = None) -> Way | str:
+    """How ``linear_residual`` computes this, or why no kernel takes it."""
+    tensors = (x, *linear.tensors, residual) if scale is None else (x, *linear.tensors, residual, scale)
+    stages = decided(lambda: _stages(x, linear, residual, scale), tensors, "linear_residual", linear.form, scale is None)
+    return stages if isinstance(stages, str) else Way(stages, x, _Operands(linear, residual, scale))
 
 
 def linear_residual_reason(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None = None) -> str | None:
     """Why no kernel takes this; None where one does."""
+    way = linear_residual_way(x, linear, residual, scale)
+    return way if isinstance(way, str) else None
+
+
+def _stages(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None) -> tuple[Stage, ...] | str:
+    """Which kernel takes this, or why none does."""
     outputs = linear.sizes[1]
     wrong = common_obstacle(x, (*linear.tensors, residual, *(() if scale is None else (scale,))))
     wrong = wrong or wrong_size(x, linear) or wrong_vector(scale, outputs, "scale")
@@ -39,4 +60,7 @@ def linear_residual_reason(x: Tensor, linear: Linear, residual: Tensor, scale: T
     expected = (*x.shape[:-1], outputs)
     if residual.shape != expected or residual.dtype != x.dtype:
         return f"expected a residual of shape {expected} and {x.dtype}, got {tuple(residual.shape)} and {residual.dtype}"
-    return None if takes_few_rows(x, (linear,)) else epilogue_reason(linear, x.dtype, x.device)
+    if takes_few_rows(x, (linear,)):
+        return (Stage((), lambda y, x, given: few_rows_linear(y, None, (given.linear,), "none", given.residual, given.scale)),)
+    reason = epilogue_reason(linear, x.dtype, x.device)
+    return reason or (Stage((), lambda y, x, given: linear_epilogue(y, given.linear, "none", given.residual, given.scale)),)

@@ -175,12 +175,14 @@ def test_noise_is_what_dense_timed_twice_differs_by(dense: nn.Module, plan: Plan
 def test_a_kernel_that_fails_takes_its_choice_away(
     called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plainly = composed.ffn
+
     def ffn(x: Tensor, norm: Any, up: Any, *others: Any) -> Tensor:
         if isinstance(up, FusedFactors) and up.factors[0].shape[0] == 1 and up.factors[0].shape[3] == 4:
             raise RuntimeError("the launch failed\nwith details")
-        return composed.ffn(x, norm, up, *others)
+        return plainly(x, norm, up, *others)
 
-    monkeypatch.setattr("flysurgery.ops.ffn", ffn)
+    monkeypatch.setattr(composed, "ffn", ffn)
     Clock(monkeypatch, lambda owner, fused, found: 1.0 if not found else 0.5 if fused else 0.9 if found & MONARCH_4 else 2.0)
     _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
     by_name = {choice.name: choice for choice in group.choices}
@@ -194,7 +196,7 @@ def test_a_fused_kernel_that_fails_leaves_dense_to_its_own_modules(
     def ffn(*arguments: Any) -> Tensor:
         raise RuntimeError("the launch failed")
 
-    monkeypatch.setattr("flysurgery.ops.ffn", ffn)
+    monkeypatch.setattr(composed, "ffn", ffn)
     Clock(monkeypatch, by_architecture({}))
     _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
     assert not group.dense.fused and group.failed["dense"] == "the launch failed" and len(group.choices) == 11

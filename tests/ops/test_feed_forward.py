@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, fx
 
 from flysurgery.errors import BackendError
 from flysurgery.ops import Dense, FusedFactors, Gated, Norm, epilogue, feed_forward, ffn, ffn_launches, ffn_reason, gated, normed
+from flysurgery.ops import decided as decisions
 from flysurgery.ops.cuda import ffn as whole
 from flysurgery.patterns import Architecture, monarch
 from tests.support.tolerance import assert_equal
@@ -34,6 +37,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets kernels take everything of the kinds that are named, on any machine."""
 
     def take(*kinds: str) -> None:
+        monkeypatch.setattr(decisions, "_decided", {})
         answers = {
             "common_obstacle": lambda *_: None,
             "norm_reason": lambda *_: None,
@@ -121,3 +125,41 @@ def test_a_compiler_may_not_know_the_sizes_of_weights(monkeypatch: pytest.Monkey
     compiled = torch.compile(lambda x: x if ffn_reason(x, *block) is None else -x, fullgraph=True, dynamic=True, backend="eager")  # type: ignore[arg-type]
     for rows in (3, 5):
         assert_equal(compiled(torch.ones(rows, WIDTH)), -torch.ones(rows, WIDTH))
+
+
+def test_operands_that_look_the_same_are_decided_on_once(kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("whole")
+    decisions_made: list[Tensor] = []
+    monkeypatch.setattr(feed_forward, "common_obstacle", lambda x, tensors: decisions_made.append(x))
+    x = torch.zeros(3, WIDTH)
+    for _ in range(3):
+        assert ffn_reason(x.clone(), *operands("factors", False)) is None  # type: ignore[arg-type]
+    assert len(decisions_made) == 1
+    norm, up, down, *others, _ = operands("factors", False)
+    wider = FusedFactors(tuple(factor.double() for factor in down.factors), None)  # type: ignore[attr-defined]
+    for changed in (
+        (x[:2], norm, up, down, *others),
+        (x.double(), norm, up, down, *others),
+        (x, norm, up, wider, *others),
+        (x, None, up, down, *others),
+        (x, Norm(None, None), up, down, *others),
+        (x, norm, up, down, "silu", *others[1:]),
+        (x, norm, up, down, "gelu", None),
+        (x, norm, up, down, "gelu", None, False),
+        (x.clone().requires_grad_(), norm, up, down, *others),
+    ):
+        before = len(decisions_made)
+        for _ in range(2):
+            ffn_reason(*changed)  # type: ignore[arg-type]
+        assert len(decisions_made) == before + 1
+
+
+def test_what_is_remembered_holds_no_tensors(kernels: Callable[..., None]) -> None:
+    kernels("epilogue")
+    block = operands("gated", True)
+    x = torch.zeros(3, WIDTH)
+    references = [weakref.ref(tensor) for tensor in (x, block[4], *block[2].tensors)]  # type: ignore[attr-defined]
+    assert ffn_reason(x, *block) is None  # type: ignore[arg-type]
+    del block, x
+    gc.collect()
+    assert all(reference() is None for reference in references)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops import attend, attention, attention_reason, composed
+from flysurgery.ops import decided as decisions
 from tests.support.tolerance import assert_equal
 
 
@@ -28,6 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library = torch.library.Library("flysurgery", "IMPL")
     for name in ("few_attention", "short_attention"):
         library.impl(name, kernel(name), "CPU")
+    monkeypatch.setattr(decisions, "_decided", {})
     monkeypatch.setattr(attend, "common_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "device_obstacle", lambda _: None)
     monkeypatch.setattr(attend, "shared_limit_of", lambda _: 100_000)
