@@ -23,7 +23,7 @@ tags:
 - Base arguments: `{base_args}`
 - Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
 - Weights stored in: {dtypes}
-{errors}{measurement}{accuracy}{finetune}
+{optimized}{errors}{measurement}{accuracy}{finetune}
 ## Load
 
 ```python
@@ -43,7 +43,10 @@ No network, pickle or original weights are needed; `DIR` is the folder that hold
 """
 
 
-def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str) -> str:
+OPTIMIZED = "- On CUDA `flysurgery.load` fuses groups of layers by `flysurgery.optimize`, where that is faster; the weights are the same\n"
+
+
+def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, *, optimize: bool = False) -> str:
     """The text of ``README.md``."""
     before, after = (sum(getattr(layer, attribute) for layer in plan.replaced) for attribute in ("params_before", "params_after"))
     return CARD.format(
@@ -56,6 +59,7 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str) ->
         after=after,
         share=after / before,
         dtypes=dtypes,
+        optimized=OPTIMIZED if optimize else "",
         errors=_errors(report),
         measurement=_measurement(report),
         accuracy=_accuracy(report),

@@ -66,7 +66,7 @@ def save(
     with new_folder(target) as fresh:
         _write_json(fresh / "config.json", config_of(model, plan, optimize=optimize))
         _write_json(fresh / "report.json", facts)
-        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes)), encoding="utf-8")
+        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes), optimize=optimize), encoding="utf-8")
         _write_weights(fresh / "model.safetensors", stored, plan)
         # safetensors makes files that only their owner may read; these are to be read like their neighbours.
         (fresh / "model.safetensors").chmod((fresh / "config.json").stat().st_mode)

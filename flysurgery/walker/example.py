@@ -59,7 +59,7 @@ def example_input(
                 double([torch.zeros_like(image, device=place) for image in images[0]])
             return images
     name = type(model).__name__
-    raise WalkError(f"no example input is known for {name}{reason}; give flysurgery.plan an example, a tensor of the shape that it takes")
+    raise WalkError(f"no example input is known for {name}{reason}; give an example, a tensor of the shape that it takes")
 
 
 def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:

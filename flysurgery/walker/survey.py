@@ -50,6 +50,8 @@ def survey(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) ->
     if example is None:
         example = example_input(model)
     inputs = _on_device(example if isinstance(example, tuple) else (example,), device_of(model))
+    if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
+        raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
     try:
         return _survey(shadow(model), inputs)
     except WalkError:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import flysurgery
-from flysurgery.errors import InferenceError, SurgeryError
+from flysurgery.errors import InferenceError, SurgeryError, WalkError
 from flysurgery.inference import clock
 from flysurgery.inference.standing import StandIn
 from flysurgery.inference.steps import Attention, FeedForward, LinearResidual, NormLinear, Patches
@@ -309,3 +309,20 @@ def test_without_kernels_only_the_patches_can_be_fused() -> None:
     assert times.plain_ms and times.fused_ms
     if report.fused:
         assert report.whole_ms is not None and report.whole_ms[1] <= report.whole_ms[0]
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        (torch.zeros(0, 3, 32, 32), "the example of VisionTransformer is empty; give one with at least one sample"),
+        (torch.zeros(2, 3, 31, 31), "Input height"),
+        (torch.zeros(2, 3, 32, 32).half(), "Half"),
+        ("digits", "'str' object"),
+    ],
+)
+def test_an_example_that_the_model_does_not_take_changes_nothing(example: Any, words: str) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    modules = list(model.modules())
+    with pytest.raises(WalkError, match=words):
+        flysurgery.optimize(model, example)
+    assert list(model.modules()) == modules

@@ -32,6 +32,7 @@ def test_a_folder_keeps_the_wish_and_the_plain_weights(called: list[str], tmp_pa
     flysurgery.optimize(model)
     flysurgery.save(model, tmp_path / "model", optimize=True)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["optimize"] is True
+    assert "On CUDA `flysurgery.load` fuses groups of layers" in (tmp_path / "model" / "README.md").read_text()
     for optimize, kernels in ((None, []), (False, []), (True, ["patch_embedding", *BLOCKS])):
         called.clear()
         loaded = flysurgery.load(tmp_path / "model", optimize=optimize)  # None: only on CUDA

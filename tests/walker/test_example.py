@@ -73,6 +73,6 @@ def test_a_convolutional_stem_of_unknown_make() -> None:
 def test_unknown() -> None:
     with pytest.raises(
         WalkError,
-        match=r"no example input is known for FusedAttention, and zeros of shape \(2, .*\) fail \(.+\); give flysurgery.plan an example",
+        match=r"no example input is known for FusedAttention, and zeros of shape \(2, .*\) fail \(.+\); give an example",
     ):
         example_input(FusedAttention())
