@@ -6,8 +6,9 @@
 
 timm's model with fused qkv and scaled_dot_product_attention, random weights; all candidates in one shuffled run, as CUDA graphs over
 inputs larger than the L2 cache. "dense optimized" is ``optimize`` applied to the dense model: what fusion gives without any structure,
-and in fp32 products on tensor cores; what "optimized" gains beyond it is the structure's. Errors are those of the features against
-float64, relative, in the Frobenius norm. Joules are those of a batch, from NVML's counter over windows of a second of replayed graphs.
+and in fp32 products on tensor cores; what "optimized" gains beyond it is the structure's. Errors are those of the outputs against
+float64, relative; a candidate that is wrong gets no time, and where dense, timed twice, differs from itself, rows say noisy. Joules are
+those of a batch, from NVML's counter over windows of a second of replayed graphs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import EnergyMeter, Timing, in_mode, time_interleaved
+from flysurgery.bench import MODES, EnergyMeter, Measured, Protocol, in_mode, measure, measure_ceilings
 from flysurgery.bench.compiled import compiled
 from flysurgery.bench.units import converted_timm
+from flysurgery.bench.variants import by_definition
+from flysurgery.bench.work import work_of
 from flysurgery.errors import OptionError
 from flysurgery.walker import example_input
 
 CHECKED = 8
-"""Images whose features are held against float64."""
+"""Images whose outputs are held against float64."""
 
 DENSE = "dense"
 TWINS = {DENSE: DENSE, "dense optimized": DENSE, "converted": "converted", "optimized": "converted"}
@@ -62,7 +65,7 @@ HEADLINE = (
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate; ``fused`` counts the groups of layers that became fused modules."""
+    """One candidate; ``fused`` counts the groups of layers that became fused modules. Joules are those of the whole batch."""
 
     model: str
     arch: str
@@ -70,24 +73,20 @@ class Row:
     batch: int
     candidate: str
     fused: int
-    error: float
-    median_ms: float
-    iqr_ms: float
-    ratio_to_dense: float
     joules: float | None
     joules_to_dense: float | None
-    launch: str
+    measured: Measured
 
 
-def measure(case: Case, meter: EnergyMeter | None) -> list[Row]:
+def measure_case(case: Case, meter: EnergyMeter | None, device: torch.device) -> list[Row]:
     """Check, time and meter all candidates of one case."""
     with in_mode(case.mode) as dtype:
         torch.manual_seed(0)
         dense = timm.create_model(case.model, pretrained=False)
         plain = {DENSE: dense, "converted": converted_timm(case.model, {}, case.arch)}
-        plain = {name: model.cuda().to(dtype).eval().requires_grad_(False) for name, model in plain.items()}
+        plain = {name: model.to(device, dtype).eval().requires_grad_(False) for name, model in plain.items()}
         # Drawn on the CPU: a graph that could not be captured leaves CUDA's generator unusable.
-        x = torch.randn(case.batch, *cast(Tensor, example_input(dense)).shape[1:]).to("cuda", dtype)
+        x = torch.randn(case.batch, *cast(Tensor, example_input(dense)).shape[1:]).to(device, dtype)
         models = {name: copy.deepcopy(plain[twin]) for name, twin in TWINS.items()}
         fused = dict.fromkeys(models, 0)
         for name in ("dense optimized", "optimized"):
@@ -100,44 +99,34 @@ def measure(case: Case, meter: EnergyMeter | None) -> list[Row]:
         if case.compiled:
             runs["dense compiled"] = compiled(models[DENSE], "compile")
         with torch.inference_mode():
-            errors = _errors(runs, plain, x)
-            timings = time_interleaved(runs, x, rounds=15)
-            joules = _joules(meter, models, x) if case.energy and meter is not None else {}
-    return [_row(case, name, fused.get(name, 0), errors[name], timings, joules) for name in runs]
-
-
-def _errors(runs: Mapping[str, Callable[[Tensor], Tensor]], plain: Mapping[str, nn.Module], x: Tensor) -> dict[str, float]:
-    wide = x[:CHECKED].double()
-    truths = {name: copy.deepcopy(model).double()(wide) for name, model in plain.items()}
-    found = {}
-    for name, run in runs.items():
-        truth = truths[TWINS.get(name, DENSE)]
-        found[name] = float((run(x)[:CHECKED].double() - truth).norm() / truth.norm())
-    return found
+            rows = list(range(min(CHECKED, case.batch)))
+            works = {name: work_of(by_definition(model), x) for name, model in plain.items()}
+            truths = {name: by_definition(model).double()(x[rows].double()) for name, model in plain.items()}
+            found = measure(
+                runs,
+                x,
+                {name: truths[TWINS.get(name, DENSE)] for name in runs},
+                rows=rows,
+                works={name: works[TWINS.get(name, DENSE)] for name in runs},
+                ceilings=measure_ceilings(case.mode, device),
+                protocol=Protocol(rounds=15, seconds=None),
+            )
+            joules = _joules(meter, {name: models[name] for name in METERED if found[name].median_ms}, x) if case.energy and meter else {}
+    dense_joules = joules.get(DENSE)
+    head = (case.model, case.arch, case.mode, case.batch)
+    return [
+        Row(*head, name, fused.get(name, 0), joules.get(name), _ratio(joules.get(name), dense_joules), measured)
+        for name, measured in found.items()
+    ]
 
 
 def _joules(meter: EnergyMeter, models: Mapping[str, nn.Module], x: Tensor) -> dict[str, float | None]:
     idle = meter.idle_watts()
-    return {name: meter.measure(models[name], x, windows=2, idle_watts=idle).joules for name in METERED}
+    return {name: meter.measure(model, x, windows=2, idle_watts=idle).joules for name, model in models.items()}
 
 
-def _row(case: Case, name: str, fused: int, error: float, timings: Mapping[str, Timing], joules: Mapping[str, float | None]) -> Row:
-    own, dense = joules.get(name), joules.get(DENSE)
-    return Row(
-        model=case.model,
-        arch=case.arch,
-        mode=case.mode,
-        batch=case.batch,
-        candidate=name,
-        fused=fused,
-        error=error,
-        median_ms=timings[name].median_ms,
-        iqr_ms=timings[name].iqr_ms,
-        ratio_to_dense=timings[name].median_ms / timings[DENSE].median_ms,
-        joules=own,
-        joules_to_dense=own / dense if own and dense else None,
-        launch=timings[name].launch,
-    )
+def _ratio(own: float | None, dense: float | None) -> float | None:
+    return own / dense if own and dense else None
 
 
 def _meter() -> EnergyMeter | None:
@@ -154,7 +143,7 @@ def main() -> None:
     parser.add_argument("--headline", action="store_true", help="ViT-S/16 at batch 128, with joules, and 1, and ViT-B/16; fp16")
     parser.add_argument("--model", default=recipe.VIT_S)
     parser.add_argument("--arch", nargs="*", default=["gonon", "monarch"])
-    parser.add_argument("--modes", nargs="*", default=["fp16", "bf16", "tf32", "fp32"])
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=["fp16", "bf16", "tf32", "fp32"])
     parser.add_argument("--batches", nargs="*", type=recipe.count, default=[128, 1])
     parser.add_argument("--max-autotune", action="store_true")
     parser.add_argument("--energy", action="store_true", help="joules of a batch too")
@@ -169,7 +158,7 @@ def main() -> None:
     meter = _meter() if any(case.energy for case in cases) else None
     rows: list[Row] = []
     for case in cases:
-        found = measure(case, meter)
+        found = measure_case(case, meter, torch.device("cuda"))
         for row in found:
             print(row, flush=True)
         rows += found

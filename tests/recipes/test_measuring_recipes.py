@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.recipes.conftest import TINY_VIT, RunRecipe
+from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
 
 
 def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
@@ -50,3 +51,16 @@ def test_energy_without_a_counter_is_one_sentence(run_recipe: RunRecipe, tmp_pat
     with pytest.raises(SystemExit, match="energy is read from an NVIDIA GPU's counter"):
         run_recipe("energy.py")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_models_are_right_and_bounded_before_they_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import optimized_vit
+
+    case = optimized_vit.Case("test_vit", "monarch", "fp32", 2, compiled=False)
+    rows = {row.candidate: row for row in optimized_vit.measure_case(case, None, torch.device("cpu"))}
+    assert rows.keys() == {"dense", "dense again", "dense optimized", "converted", "optimized"}
+    assert all(row.measured.error < 1e-5 and row.measured.median_ms and row.measured.share_of_bound for row in rows.values())
+    assert rows["dense"].measured.flops == rows["dense optimized"].measured.flops > rows["optimized"].measured.flops
+    assert {row.joules for row in rows.values()} == {None}
+    assert "fused" in capsys.readouterr().out
