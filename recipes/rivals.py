@@ -43,8 +43,26 @@ def main() -> None:
                 head = (options.arch, layer, out_features, in_features, count, mode, device, ceilings, protocol)
                 run.add(bench_rivals(*head, **densities), f"{layer} {mode}")
     recipe.show(run, COLUMNS)
+    for name, points in csr_points(run.records).items():
+        print(f"{CSR}, {name}: {crossing(points)}")
     if options.plot is not None:
         draw(run.records, options.plot, f"{run.records[0]['device']}, {count} rows")
+
+
+def csr_points(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+    """Share of the weights that magnitude pruning keeps and time over dense, of each layer and mode."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        if record["candidate"] == CSR and record["ratio_to_dense"]:
+            point = float(record["density"]), float(record["ratio_to_dense"])
+            found.setdefault(f"{record['layer']}, {record['mode']}", []).append(point)
+    return found
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> str:
+    """Where a line of shares and ratios crosses dense."""
+    least, faster = min(share for share, _ in points), [share for share, ratio in points if ratio < 1]
+    return f"faster than dense at {max(faster):.3g} of the weights" if faster else f"slower than dense down to {least:.3g} of the weights"
 
 
 def draw(records: Sequence[Record], plot: Path, title: str) -> None:
@@ -52,11 +70,7 @@ def draw(records: Sequence[Record], plot: Path, title: str) -> None:
     own = {(record["layer"], record["mode"]): record["density"] for record in records if record["candidate"] == "butterfly"}
     bars = [each for each in records if each["candidate"] != CSR or each["density"] == own[each["layer"], each["mode"]]]
     draw_ratios(bars, plot, group=("layer", "mode"), title=title)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for record in records:
-        if record["candidate"] == CSR and record["ratio_to_dense"]:
-            point = float(record["density"]), float(record["ratio_to_dense"])
-            lines.setdefault(f"{record['layer']}, {record['mode']}", []).append(point)
+    lines = csr_points(records)
     if lines:
         draw_lines(lines, recipe.of_mode(plot, "csr"), across="share of the weights that is kept", up="time / time of dense", title=title)
 

@@ -22,7 +22,7 @@ Run = Callable[[Tensor], Tensor]
 
 CSR = "magnitude pruning, CSR"
 
-DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
+DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 """Shares of weights that magnitude pruning keeps, beside the butterfly's own."""
 
 

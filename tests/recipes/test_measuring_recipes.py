@@ -25,7 +25,17 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
     assert more[: len(rows)] == rows and len(more) == 2 * len(rows)
 
 
-def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecipe, tmp_path: Path) -> None:
+def test_where_pruning_crosses_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import rivals
+
+    assert rivals.crossing([(0.5, 3.0), (0.1, 0.9), (0.01, 0.2)]) == "faster than dense at 0.1 of the weights"
+    assert rivals.crossing([(0.5, 3.0), (0.1, 1.0)]) == "slower than dense down to 0.1 of the weights"
+
+
+def test_rivals_are_right_and_those_that_are_absent_say_why(
+    run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = run_recipe("rivals.py", "--rows", "40", "--width", "48", "--modes", "fp32", "--plot", str(tmp_path / "bars.png"))
     square = {row["candidate"]: row for row in rows if row["layer"] == "square"}
     assert {"dense", "dense again", "butterfly", "low rank, two linears", "magnitude pruning, CSR"} <= {
@@ -35,6 +45,7 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecip
     assert "CUDA" in square["2:4 semi-structured"]["status"]
     assert all(float(row["error"]) < 1e-6 for row in square.values() if row["error"])
     assert all(row["status"] for row in rows)
+    assert "magnitude pruning, CSR, square, fp32: " in capsys.readouterr().out
     for name in ("bars.png", "bars.csr.png"):
         assert (tmp_path / name).stat().st_size > 5000
 
