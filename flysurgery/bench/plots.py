@@ -13,6 +13,9 @@ from flysurgery.errors import OptionError
 MOST_LETTERS = 60
 """Of the labels side by side under bars; more are turned."""
 
+LETTER_INCHES = 0.06
+"""Width of a letter in a legend."""
+
 Boxes = Mapping[str, Sequence[float]]
 """Values by the label under their box."""
 
@@ -57,7 +60,8 @@ def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], 
     axes.set_ylabel("time / time of dense")
     axes.set_title(title, fontsize=9)
     if names:
-        axes.legend(fontsize=7, ncols=min(6, len(names)))
+        columns = int(figure.get_figwidth() / (LETTER_INCHES * max(map(len, names)) + 0.5))
+        figure.legend(fontsize=7, ncols=max(1, min(columns, len(names))), loc="outside lower center")
     _save(figure, path)
 
 

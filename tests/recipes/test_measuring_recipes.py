@@ -33,6 +33,7 @@ def test_where_pruning_crosses_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rivals.crossing([(0.5, 3.0), (0.1, 1.0)]) == "slower than dense down to 0.1 of the weights"
 
 
+@pytest.mark.filterwarnings("error:constrained_layout not applied")
 def test_rivals_are_right_and_those_that_are_absent_say_why(
     run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
