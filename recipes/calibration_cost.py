@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+import recipe
 import timm
 import torch
 from torch import nn
 from torch.nn import functional
 
-from flysurgery.bench.rows import write_csv
-from flysurgery.bench.stamp import take_stamp
+from flysurgery.bench import check_file, take_stamp, write_csv
 from flysurgery.calibration import Samples
 from flysurgery.cli.options import device_of
 from flysurgery.surgery import PLACEHOLDER, Report, allocate, apply, plan
@@ -89,13 +89,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--arch", default="gonon")
-    parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--samples", type=recipe.count, default=512)
+    parser.add_argument("--threads", type=recipe.count, help="CPU threads")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
-    parser.add_argument("--depth", type=int, default=12, help="blocks of the model")
+    parser.add_argument("--depth", type=recipe.count, default=12, help="blocks of the model")
     parser.add_argument("--out", type=Path, help="CSV file to write", metavar="FILE")
     options = parser.parse_args()
     device = device_of(options.device)
+    if options.out is not None:
+        check_file(options.out, "--out")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -134,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

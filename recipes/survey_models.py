@@ -26,13 +26,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import recipe
 import torch
 from survey_cases import Case, timm_cases, vit_pytorch_cases
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flysurgery.bench import check_file
+from flysurgery.bench.rows import columns_of, read_table
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import FlysurgeryError, ModelError
+from flysurgery.errors import FlysurgeryError, ModelError, OptionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
 from flysurgery.walker import Target, example_input, walk
@@ -224,10 +227,12 @@ def _append(out: Path, row: Row) -> None:
 
 
 def _surveyed(out: Path) -> set[str]:
-    if not out.exists():
-        return set()
-    with out.open(newline="") as file:
-        return {row["model"] for row in csv.DictReader(file)}
+    """The models that the file has; raises OptionError where it holds something else."""
+    check_file(out, "--out")
+    columns, rows = read_table(out)
+    if columns and columns != columns_of(Row):
+        raise OptionError(f"{out} is no survey, its first columns are {', '.join(columns[:8])}; name another file with --out")
+    return {row["model"] for row in rows}
 
 
 def main() -> None:
@@ -235,9 +240,9 @@ def main() -> None:
     parser.add_argument("library", choices=("timm", "vit_pytorch"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="regular expression over the models' names")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a model")
-    parser.add_argument("--tolerance", type=float, default=16.0, help="largest error_ratio at which the output counts as kept")
+    parser.add_argument("--jobs", type=recipe.count, default=1)
+    parser.add_argument("--timeout", type=recipe.duration, default=240.0, help="seconds a model")
+    parser.add_argument("--tolerance", type=recipe.duration, default=16.0, help="largest error_ratio at which the output counts as kept")
     arguments = parser.parse_args()
     cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
     done = _surveyed(arguments.out)
@@ -246,4 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

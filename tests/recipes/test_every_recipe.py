@@ -86,6 +86,14 @@ def test_rows_that_cannot_be_kept_are_not_measured(run_recipe: RunRecipe, tmp_pa
     assert other.read_text() == "fruit,price\napple,1\n"
 
 
+def test_a_survey_adds_to_no_other_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("model,price\napple,1\n")
+    with pytest.raises(SystemExit, match=r"other\.csv is no survey"):
+        run(monkeypatch, "survey_models.py", "timm", "--out", str(other))
+    assert other.read_text() == "model,price\napple,1\n"
+
+
 def test_where_there_was_no_time_nothing_is_drawn(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileNotFoundError):
         run_recipe("patterns_table.py", "--minutes", "1e-9", "--plot", str(tmp_path / "boxes.png"))
