@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, gcd
 
+from flysurgery.ops.cuda.pattern_macros import pattern_macros
 from flysurgery.ops.cuda.single_banks import best_pitch, feature_reads
 from flysurgery.patterns import Pattern
 
@@ -128,13 +129,9 @@ class GradTiling:
 
     def defines(self, x_vector: int, dy_vector: int, bias: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``bias`` adds the sums of dy."""
-        config, pattern = self.config, self.pattern
+        config = self.config
         return {
-            "PATTERN_A": pattern.a,
-            "PATTERN_B": pattern.b,
-            "PATTERN_C": pattern.c,
-            "PATTERN_D": pattern.d,
-            "MODE": MODES.index(self.mode),
+            **pattern_macros(self.pattern, self.mode),
             "WM": config.output_warps,
             "WN": config.input_warps,
             "WJ": config.residue_warps,

@@ -8,8 +8,9 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
-from flysurgery.ops.cuda.grad_tiling import MODES, splits_of
+from flysurgery.ops.cuda.grad_tiling import splits_of
 from flysurgery.ops.cuda.modes import HALVES
+from flysurgery.ops.cuda.pattern_macros import pattern_macros
 from flysurgery.ops.cuda.search import most_promising
 from flysurgery.patterns import Pattern
 
@@ -87,13 +88,9 @@ class WgmmaGradTiling:
 
     def defines(self, bias: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``bias`` adds the sums of dy."""
-        config, pattern = self.config, self.pattern
+        config = self.config
         return {
-            "PATTERN_A": pattern.a,
-            "PATTERN_B": pattern.b,
-            "PATTERN_C": pattern.c,
-            "PATTERN_D": pattern.d,
-            "MODE": MODES.index(self.mode),
+            **pattern_macros(self.pattern, self.mode),
             "WM": config.output_groups,
             "NT": config.input_tiles,
             "KR": config.chunk,

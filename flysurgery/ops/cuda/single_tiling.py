@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, gcd
 
+from flysurgery.ops.cuda.pattern_macros import pattern_macros
 from flysurgery.ops.cuda.single_banks import best_pitch, reads, writes
 from flysurgery.patterns import Pattern
 
@@ -185,13 +186,9 @@ class SingleTiling:
 
     def defines(self, x_vector: int) -> dict[str, int]:
         """The macros that the kernel is compiled with; x is copied ``x_vector`` bytes at a time."""
-        config, pattern = self.config, self.pattern
+        config = self.config
         return {
-            "PATTERN_A": pattern.a,
-            "PATTERN_B": pattern.b,
-            "PATTERN_C": pattern.c,
-            "PATTERN_D": pattern.d,
-            "MODE": MODES.index(self.mode),
+            **pattern_macros(self.pattern, self.mode),
             "WM": config.row_warps,
             "WN": config.output_warps,
             "WJ": config.residue_warps,
