@@ -20,6 +20,10 @@ class Given:
 
     key: int | str
 
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Its value in a call of the block."""
+        return args[self.key] if isinstance(self.key, int) else kwargs[self.key]
+
 
 @dataclass(frozen=True)
 class Handed:
@@ -30,13 +34,8 @@ class Handed:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The attention's arguments in a call of the block with these behind its first."""
-
-        def value(each: Any) -> Any:
-            if not isinstance(each, Given):
-                return each
-            return args[each.key] if isinstance(each.key, int) else kwargs[each.key]
-
-        return [value(each) for each in self.positional], {name: value(each) for name, each in self.named}
+        positional = [each.of(args, kwargs) if isinstance(each, Given) else each for each in self.positional]
+        return positional, {name: each.of(args, kwargs) if isinstance(each, Given) else each for name, each in self.named}
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ class Form:
         """Whether a call is of this form."""
         if len(args) != len(self.positional) or len(kwargs) != len(self.named):
             return False
-        if not all(_alike(seen, value) for seen, value in zip(self.positional, args, strict=True)):
-            return False
-        return all(name in kwargs and _alike(seen, kwargs[name]) for name, seen in self.named)
+        named = all(name in kwargs and _alike(seen, kwargs[name]) for name, seen in self.named)
+        return named and all(map(_alike, self.positional, args))
 
 
 class FusedPart:
@@ -99,7 +97,7 @@ class FusedBlock(StandIn):
         self._parts = tuple(parts)  # in a tuple, so that they are no children
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.condition.obstacle() is not None or not self.form.fits(args, kwargs):
+        if not self.condition.holds() or not self.form.fits(args, kwargs):
             return self.plain(x, *args, **kwargs)
         for part in self._parts:
             x = part(x, args, kwargs)

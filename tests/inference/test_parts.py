@@ -12,6 +12,7 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from vit_pytorch.simple_vit import SimpleViT
 
 import flysurgery
 from flysurgery.bench.paper_vit import PaperBlock, PaperFeedForward, VitSizes, dense_layer
@@ -162,6 +163,10 @@ def test_copies_pickles_and_state_dicts_follow(called: list[str]) -> None:
         assert_equal(each(x), expected)
         assert called == BLOCK
         assert type(each) is type(plain)
+        handle = each.get_submodule("mlp.fc1").register_forward_hook(lambda *_: None)
+        assert_equal(each(x), expected)
+        assert called == BLOCK  # a hook inside sends the call to the own forward, of copies too
+        handle.remove()
         assert flysurgery.restore(each) == 1
         assert_equal(each(x), expected)
         assert called == BLOCK
@@ -237,20 +242,32 @@ def test_what_does_more_is_left_with_the_reason(called: list[str], step: Callabl
     assert "linear_residual" not in called
 
 
+def gpu_parts(convert: bool) -> list[nn.Module]:
+    """A block, its halves, and the row of halves that a Transformer of vit-pytorch is."""
+    models: list[Any] = [
+        timm.create_model("vit_small_patch16_224", depth=1, init_values=0.1),
+        SimpleViT(image_size=224, patch_size=16, num_classes=8, dim=384, depth=2, heads=6, mlp_dim=1536),
+    ]
+    for model in models:
+        if convert:
+            flysurgery.convert(model, "gonon", roles=("ffn", "qkv"))
+        ready(model, convert=False)
+    block = models[0].blocks[0]
+    return [block, Residual(block.norm1, block.attn), Residual(block.norm2, block.mlp), models[1].transformer]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("convert", [False, True])
 def test_on_a_gpu_parts_keep_their_outputs(monkeypatch: pytest.MonkeyPatch, convert: bool, dtype: torch.dtype) -> None:
-    model = timm.create_model("vit_small_patch16_224", depth=1, init_values=0.1)
-    if convert:
-        flysurgery.convert(model, "gonon", roles=("ffn", "qkv"))
-    block: Any = ready(model, convert=False).cuda().to(dtype).get_submodule("blocks.0")
     x = torch.randn((16, 197, 384), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))  # whatever is faster here
-    for part in (block, Residual(block.norm1, block.attn).eval(), Residual(block.norm2, block.mlp).eval()):
+    for part in gpu_parts(convert):
+        part.eval().cuda().to(dtype)
         with torch.no_grad():
             truth, before = copy.deepcopy(part).double()(x.double()), part(x)
-            assert flysurgery.optimize(part, x).fused
+            report = flysurgery.optimize(part, x)
+            assert {"attn_out", "ffn"} & {row.group for row in report.fused}
             assert_epilogue_comparable(part(x), before, truth, OF_DTYPE[dtype])
             assert flysurgery.restore(part) == 1
             assert_equal(part(x), before)
