@@ -96,11 +96,13 @@ class FusedBlock(StandIn):
         self.form, self.condition = form, condition
         self._parts = tuple(parts)  # in a tuple, so that they are no children
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.condition.holds() or not self.form.fits(args, kwargs):
-            return self.plain(x, *args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        others = args[1:]
+        if not args or not self.condition.holds() or not self.form.fits(others, kwargs):
+            return self.plain(*args, **kwargs)
+        x = args[0]
         for part in self._parts:
-            x = part(x, args, kwargs)
+            x = part(x, others, kwargs)
         return x
 
 

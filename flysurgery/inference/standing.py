@@ -90,8 +90,9 @@ class Stepped(StandIn):
         self.condition = condition
         self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._step[0](x) if self.condition.holds() else self.plain(x)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        fits = len(args) == 1 and not kwargs
+        return self._step[0](*args) if fits and self.condition.holds() else self.plain(*args, **kwargs)
 
 
 class Through(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -215,6 +216,16 @@ def test_arguments_of_the_row_are_handed_on(called: list[str]) -> None:
     assert called == [name for name in BLOCK * 2 if name != "attention"]
     called.clear()
     assert_equal(model(x), plain)
+    assert not called
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_calls_by_name_go_to_the_own_forward(called: list[str], kind: str) -> None:
+    part, x = ready(PARTS[kind][0](), convert=False), tokens()
+    before = part(x)
+    first = next(iter(inspect.signature(part.forward).parameters))
+    flysurgery.optimize(part, x)
+    assert_equal(part(**{first: x}), before)
     assert not called
 
 
