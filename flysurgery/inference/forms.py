@@ -12,7 +12,8 @@ from flysurgery.inference.fused_block import Form, Given, Handed
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, run_fake
 
-_PLAIN = (bool, int, float, str, type(None))
+_SWITCHES = (bool, str, type(None))
+_NUMBERS = (int, float, tuple)
 
 
 @dataclass
@@ -78,7 +79,7 @@ def form_of(block: Block, calls: dict[str, Seen]) -> Form | Reason:
         return Reason("call-form", "its first argument is not its input")
     arguments: dict[int | str, Any] = {**dict(enumerate(args[1:])), **kwargs}
     given = {id(value): Given(key) for key, value in arguments.items() if isinstance(value, Tensor)}
-    foreign = next((value for value in arguments.values() if not isinstance(value, (*_PLAIN, Tensor))), None)
+    foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor)) and not _is_number(each)), None)
     if foreign is not None:
         return Reason("call-form", f"it is called with a {type(foreign).__name__}")
     lone = [fqn for part in block.parts for fqn in _lone_of(part)]
@@ -87,7 +88,7 @@ def form_of(block: Block, calls: dict[str, Seen]) -> Form | Reason:
     handed: dict[str, Handed] = {}
     for part in block.parts:
         if isinstance(part, Attended):
-            found = _handed_to(part, calls, given)
+            found = _handed_to(part, calls, given, [*arguments.values()])
             if isinstance(found, Reason):
                 return found
             handed[part.attention] = found
@@ -111,7 +112,7 @@ def _lone_of(part: Part) -> list[str]:
     return [part.fqn] if isinstance(part, Lone) else []
 
 
-def _handed_to(part: Attended, calls: dict[str, Seen], given: dict[int, Given]) -> Handed | Reason:
+def _handed_to(part: Attended, calls: dict[str, Seen], given: dict[int, Given], arguments: list[Any]) -> Handed | Reason:
     """What an attention is called with besides its input: values, or arguments of the block."""
     args, kwargs = calls[part.attention].calls[0]
     normed = None if part.norm is None else calls[part.norm].first_result
@@ -120,14 +121,21 @@ def _handed_to(part: Attended, calls: dict[str, Seen], given: dict[int, Given]) 
     if not args or not isinstance(args[0], Tensor) or id(args[0]) in given or (normed is not None and args[0] is not normed):
         return Reason("call-form", "its attention's first argument is not its input or the normed input")
     for value in (*args[1:], *kwargs.values()):
-        if not isinstance(value, (*_PLAIN, Tensor)):
+        if not isinstance(value, (*_SWITCHES, *_NUMBERS, Tensor)):
             return Reason("call-form", f"its attention is called with a {type(value).__name__}")
         if isinstance(value, Tensor) and id(value) not in given:
             return Reason("call-form", "its attention takes a tensor that is not one of its own arguments")
+        if not isinstance(value, (*_SWITCHES, Tensor)) and not any(_is_number(each) and each == value for each in arguments):
+            return Reason("call-form", "its attention takes a number that is not one of its own arguments, and may be the input's size")
     return Handed(
         tuple(given.get(id(value), value) for value in args[1:]),
         tuple((name, given.get(id(value), value)) for name, value in kwargs.items()),
     )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number or several, such as the size of a grid of tokens."""
+    return all(isinstance(each, (bool, int, float)) for each in (value if isinstance(value, tuple) else (value,)))
 
 
 def _kept(value: Any) -> Any:
