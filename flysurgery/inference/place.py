@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,11 +24,14 @@ from flysurgery.surgery import Reason
 
 @dataclass(frozen=True)
 class Place:
-    """Candidates that are put in place together, the condition under which they run, and ``put``: new modules by name."""
+    """Candidates that are put in place together, the condition under which they run, and ``put``: new modules by name.
+
+    ``put`` is given those of the places before it; a block comes behind all places that lie in it.
+    """
 
     candidates: tuple[Candidate, ...]
     condition: Condition
-    put: Callable[[], dict[str, nn.Module]]
+    put: Callable[[Mapping[str, nn.Module]], dict[str, nn.Module]]
 
 
 Own = dict[str, Candidate]
@@ -40,17 +43,17 @@ def block_place(model: nn.Module, found: Findings, block: Block, form: Form, can
     original = model.get_submodule(block.fqn)
     condition = Condition(original.modules())
 
-    def put() -> dict[str, nn.Module]:
-        parts = [_fused_part(model, found, part, form, own) for part, own in zip(block.parts, candidates, strict=True)]
+    def put(new: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        parts = [_fused_part(model, found, part, form, own, new) for part, own in zip(block.parts, candidates, strict=True)]
         return {block.fqn: FusedBlock(original, parts, form, condition)}
 
     return Place(tuple(each for own in candidates for each in own.values()), condition, put)
 
 
-def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: Own) -> FusedPart:
-    """A part of a block as its candidates, now decided, make it."""
+def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: Own, new: Mapping[str, nn.Module]) -> FusedPart:
+    """A part of a block as its candidates, now decided, make it, and around the ``new`` modules that lie in it."""
     if isinstance(part, Lone):
-        return FusedPart(model.get_submodule(part.fqn))
+        return FusedPart(new.get(part.fqn) or model.get_submodule(part.fqn))
     if isinstance(part, FeedForward):
         return FusedPart(own["ffn"].step)
 
@@ -58,7 +61,8 @@ def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: 
         return fqn[len(part.attention) + 1 :]
 
     norm = part.norm
-    replaced: dict[str, nn.Module] = {below(part.out.linear): Through()}
+    inside = {below(fqn): module for fqn, module in new.items() if fqn.startswith(f"{part.attention}.")}
+    replaced: dict[str, nn.Module] = {**inside, below(part.out.linear): Through()}
     attributes = {}
     if part.projection is not None and own["qkv"].step.enabled:
         replaced[below(part.projection.linear)] = own["qkv"].step
@@ -71,7 +75,7 @@ def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: 
     inner = view(model.get_submodule(part.attention), replaced, attributes)
     step = own["attention"].step if "attention" in own else None
     attending = Attending(step) if isinstance(step, Attention) and step.enabled else None
-    before = None if norm is None else model.get_submodule(norm)
+    before = None if norm is None else new.get(norm) or model.get_submodule(norm)
     return FusedAttended(before, inner, attending, own["attn_out"].step, form.handed[part.attention])
 
 
@@ -82,7 +86,7 @@ def feed_forward_place(model: nn.Module, found: Findings, group: FeedForward, ca
     replaceable = whole is not None and (whole or is_plain(model))  # the model itself is not replaced, but gets another forward
     if whole is not None and replaceable and _consists_of(found, whole, group.nodes) and _takes(found.calls[whole], norm.first_input):
         condition = Condition(model.get_submodule(whole).modules())
-        return Place((candidate,), condition, lambda: {whole: Stepped(model.get_submodule(whole), candidate.step, condition)})
+        return Place((candidate,), condition, lambda new: {whole: Stepped(model.get_submodule(whole), candidate.step, condition)})
     behind = _common_module(found, group.nodes - {group.norm_node})
     if behind is None or not _consists_of(found, behind, group.nodes - {group.norm_node}):
         return Reason("open-group", "no module consists of its two linears and its activation alone")
@@ -104,13 +108,13 @@ def patches_place(model: nn.Module, candidate: Candidate) -> Place:
     """A convolution by itself."""
     original = model.get_submodule(candidate.fqn)
     condition = Condition([original])
-    return Place((candidate,), condition, lambda: {candidate.fqn: Stepped(original, candidate.step, condition)})
+    return Place((candidate,), condition, lambda new: {candidate.fqn: Stepped(original, candidate.step, condition)})
 
 
 def _pair(model: nn.Module, norm: str, behind: str, candidate: Candidate) -> Place:
     first, second = model.get_submodule(norm), model.get_submodule(behind)
     condition = Condition([*first.modules(), *second.modules()])
-    return Place((candidate,), condition, lambda: {norm: Passed(first, condition), behind: Stepped(second, candidate.step, condition)})
+    return Place((candidate,), condition, lambda new: {norm: Passed(first, condition), behind: Stepped(second, candidate.step, condition)})
 
 
 def _takes(calls: Seen, value: object) -> bool:

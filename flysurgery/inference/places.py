@@ -39,18 +39,18 @@ class Builder:
         self.sources = {call.node: call.source for call in found.seen.calls}
 
     def build(self) -> Places:
-        """Blocks first, then what they do not cover."""
+        """Blocks, behind what they do not cover, which may lie in them, and the inner ones first."""
         found, built = self.found, Places()
         built.without = [(group, fqn, reason) for fqn, (group, reason) in found.reasons.items()]
-        covered: set[str] = set()
-        for block in found.blocks.values():
+        covered, blocks = set[str](), list[Place]()
+        for block in sorted(found.blocks.values(), key=lambda block: len(block.fqn), reverse=True):
             form = form_of(block, found.calls) if block.fqn or is_plain(self.model) else OWN_FORWARD
             if isinstance(form, Reason):
                 found.open_blocks |= {part.out.linear: form for part in block.parts if isinstance(part, Attended)}
                 continue
             candidates = [self._of_part(part) for part in block.parts]
             covered |= {candidate.fqn for own in candidates for candidate in own.values()}
-            built.places.append(block_place(self.model, found, block, form, candidates))
+            blocks.append(block_place(self.model, found, block, form, candidates))
         for fqn, projection in found.projections.items():
             if fqn not in covered:
                 candidate = self._projection(projection)
@@ -63,6 +63,7 @@ class Builder:
         for fqn in found.patches:
             candidate = self._patches(fqn)
             self._add(built, candidate, patches_place(self.model, candidate))
+        built.places += blocks
         return built
 
     @staticmethod

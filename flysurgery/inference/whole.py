@@ -39,7 +39,7 @@ def _new_modules(places: Sequence[Place]) -> dict[str, nn.Module]:
     new: dict[str, nn.Module] = {}
     for place in places:
         if any(candidate.reason is None for candidate in place.candidates):
-            new.update(place.put())
+            new.update(place.put(new))
     return new
 
 

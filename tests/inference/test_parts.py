@@ -219,6 +219,54 @@ def test_arguments_of_the_row_are_handed_on(called: list[str]) -> None:
     assert not called
 
 
+def test_a_group_inside_of_attention_that_is_no_part_of_it_is_fused_too(called: list[str]) -> None:
+    class Reduced(Attention):
+        """Attends to every second token, normed again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.again, self.query, self.both = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.norm(x)
+            k, v = self.both(self.again(x[:, ::2])).chunk(2, dim=-1)
+            return self.out(functional.scaled_dot_product_attention(self.query(x), k, v))
+
+    model = Row(row)
+    model.attentions = nn.ModuleList(Reduced() for _ in range(2))
+    ready(model, convert=False)
+    x = tokens()
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    assert {row.fqn for row in report.fused if row.group == "qkv"} == {"attentions.0.both", "attentions.1.both"}
+    assert_equal(model(x), before)
+    assert called == ["norm_linear", "linear_residual", "ffn"] * 2
+    assert flysurgery.restore(model) == 5
+
+
+def test_numbers_that_may_be_the_inputs_size_are_left(called: list[str]) -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = Grid()
+
+        def forward(self, x: Tensor, *size: Any) -> Tensor:
+            return x + self.attend(x, *(size or (x.shape[1],)))
+
+    class Grid(Attention):
+        def forward(self, x: Tensor, size: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x * (size[0] if isinstance(size, tuple) else size))
+
+    for given, fused in (((), False), ((17,), True), (((17, 3),), True)):
+        model, x = ready(Sized(), convert=False), tokens()
+        before = model(x, *given)
+        report = flysurgery.optimize(model, (x, *given))
+        assert ("attn_out" in {row.group for row in report.fused}) is fused
+        assert_equal(model(x, *given), before)
+        assert_equal(model(x[:, :9], *given), report.model.attend(x[:, :9], *(given or (9,))) + x[:, :9])  # pyright: ignore
+        assert_equal(model(x, 5), x + model.attend(x, 5))  # pyright: ignore
+
+
 @pytest.mark.parametrize("kind", PARTS)
 def test_calls_by_name_go_to_the_own_forward(called: list[str], kind: str) -> None:
     part, x = ready(PARTS[kind][0](), convert=False), tokens()
