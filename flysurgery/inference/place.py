@@ -90,18 +90,14 @@ def feed_forward_place(model: nn.Module, found: Findings, group: FeedForward, ca
     behind = _common_module(found, group.nodes - {group.norm_node})
     if behind is None or not _consists_of(found, behind, group.nodes - {group.norm_node}):
         return Reason("open-group", "no module consists of its two linears and its activation alone")
-    if not _takes(found.calls[behind], norm.first_result):
-        return Reason("call-form", f"{behind} is not called once with the normed input alone")
-    return _pair(model, group.norm.fqn, behind, candidate)
+    return _pair(model, found, group.norm.fqn, behind, candidate)
 
 
 def projection_place(model: nn.Module, found: Findings, group: Projection, candidate: Candidate) -> Place | Reason:
     """A norm and the projection that reads it, outside of a proven block."""
     if group.linear in found.seen.switches:
         return Reason("weight-read", "its parent reads the weight, which only a whole block can change")
-    if not _takes(found.calls[group.linear], found.calls[group.norm.fqn].first_result):
-        return Reason("call-form", f"{group.linear} is not called once with the normed input alone")
-    return _pair(model, group.norm.fqn, group.linear, candidate)
+    return _pair(model, found, group.norm.fqn, group.linear, candidate)
 
 
 def patches_place(model: nn.Module, candidate: Candidate) -> Place:
@@ -111,7 +107,12 @@ def patches_place(model: nn.Module, candidate: Candidate) -> Place:
     return Place((candidate,), condition, lambda new: {candidate.fqn: Stepped(original, candidate.step, condition)})
 
 
-def _pair(model: nn.Module, norm: str, behind: str, candidate: Candidate) -> Place:
+def _pair(model: nn.Module, found: Findings, norm: str, behind: str, candidate: Candidate) -> Place | Reason:
+    """A norm, and the module behind it that does its work as well."""
+    if not once_with_one_tensor(found.calls[norm]):
+        return Reason("calls", f"{norm} is not called once with one tensor alone")
+    if not _takes(found.calls[behind], found.calls[norm].first_result):
+        return Reason("call-form", f"{behind} is not called once with the normed input alone")
     first, second = model.get_submodule(norm), model.get_submodule(behind)
     condition = Condition([*first.modules(), *second.modules()])
     return Place((candidate,), condition, lambda new: {norm: Passed(first, condition), behind: Stepped(second, candidate.step, condition)})

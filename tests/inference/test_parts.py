@@ -244,6 +244,18 @@ def test_a_group_inside_of_attention_that_is_no_part_of_it_is_fused_too(called: 
     assert flysurgery.restore(model) == 5
 
 
+def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> None:
+    class Crossing(Attention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x) * self.norm(x.flip(-1))
+
+    model, x = ready(Crossing(), convert=False), tokens()
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    assert {row.group: row.reason and row.reason.code for row in report.rows} == {"qkv": "calls", "attn_out": "no-residual"}
+    assert_equal(model(x), before)
+
+
 def test_numbers_that_may_be_the_inputs_size_are_left(called: list[str]) -> None:
     class Sized(nn.Module):
         def __init__(self) -> None:
