@@ -113,6 +113,14 @@ class Block:
 
 
 @dataclass(frozen=True)
+class LoneNorm:
+    """A layer norm that no group of linears takes in, and its node."""
+
+    norm: Norm
+    node: Node
+
+
+@dataclass(frozen=True)
 class Patches:
     """A convolution whose stride is its kernel: a product of flattened patches and a matrix."""
 

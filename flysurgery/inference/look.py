@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from flysurgery.inference.block import BlockMatcher
+from flysurgery.inference.block import BlockMatcher, modules_around
 from flysurgery.inference.chain import origin
 from flysurgery.inference.forms import Seen, watch
-from flysurgery.inference.found import AttentionOut, Block, FeedForward, Patches, Projection
+from flysurgery.inference.found import AttentionOut, Block, FeedForward, LoneNorm, Patches, Projection
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.match import Matcher
 from flysurgery.layers import ButterflyLinear, SplitLinear
@@ -22,7 +22,8 @@ from flysurgery.walker import Survey, name_of, shadow, survey
 
 @dataclass
 class Findings:
-    """The groups by the name of their last linear (of patches, the convolution), and the reasons of those that are none.
+    """The groups by the name of their last linear (of patches, the convolution; of a norm by itself, its own), and the reasons of those
+    that are none.
 
     ``calls`` are those of every module in one forward. ``open_blocks`` says, by the same name, why a feed-forward group or an
     attention's output lies in no proven block.
@@ -35,6 +36,7 @@ class Findings:
     feed_forwards: dict[str, FeedForward] = field(default_factory=dict)
     outs: dict[str, AttentionOut] = field(default_factory=dict)
     patches: dict[str, Patches] = field(default_factory=dict)
+    norms: dict[str, LoneNorm] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
     open_blocks: dict[str, Reason] = field(default_factory=dict)
 
@@ -63,6 +65,7 @@ def look(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> F
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
     _find_blocks(found)
     _find_patches(found)
+    _find_norms(matcher, found)
     return found
 
 
@@ -97,6 +100,17 @@ def _find_patches(found: Findings) -> None:
             found.patches[fqn] = Patches(fqn)
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
+
+
+def _find_norms(matcher: Matcher, found: Findings) -> None:
+    """Layer norms that belong to no other group and lie in no block."""
+    groups = [*found.projections.values(), *found.feed_forwards.values()]
+    taken = {node for group in groups for node in group.nodes}
+    for node in found.seen.trace.graph.nodes:
+        norm = matcher.norm(node)
+        if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in modules_around(found.seen, node)):
+            continue
+        found.norms[norm.fqn] = LoneNorm(norm, node)
 
 
 def _is_tiling(module: nn.Conv2d) -> bool:

@@ -27,12 +27,13 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], attention itself, [its output projection -> layer
-    scale -> residual], [LN -> FFN -> layer scale -> residual] and the patch embedding. A feed-forward block may be gated (SwiGLU), by two
-    layers or the halves of one, and have a norm before its last layer. Residual sums are fused where the module that makes them makes
-    nothing else: a block, one half of it, or many in a row; ``model`` itself may be one, and gets a fused forward then. Each group is
-    fused where a kernel takes it and was faster than the model's own modules in a short measurement, at the example's number of samples
-    and on CUDA in graphs; the report says so group by group, and why not. Then the whole model is timed with and without, and while it
-    is slower with, the kind of group that gained the least is left as it was. Layers may be converted or dense.
+    scale -> residual], [LN -> FFN -> layer scale -> residual], the patch embedding, and norms by themselves, such as a model's last
+    one. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and have a norm before its last layer. Residual
+    sums are fused where the module that makes them makes nothing else: a block, one half of it, or many in a row; ``model`` itself may
+    be one, and gets a fused forward then. Each group is fused where a kernel takes it and was faster than the model's own modules in a
+    short measurement, at the example's number of samples and on CUDA in graphs; the report says so group by group, and why not. Then
+    the whole model is timed with and without, and while it is slower with, the kind of group that gained the least is left as it was.
+    Layers may be converted or dense.
 
     Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, autocast, training mode, hooks that
     are set later and arguments other than those of the trace are served by the model's own modules. Fused modules run under

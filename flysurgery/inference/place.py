@@ -13,7 +13,7 @@ from flysurgery.inference.block import modules_around
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.chain import is_idle
 from flysurgery.inference.forms import Seen, once_with_one_tensor
-from flysurgery.inference.found import Block, FeedForward, Lone, Part, Projection
+from flysurgery.inference.found import Block, FeedForward, Lone, LoneNorm, Part, Projection
 from flysurgery.inference.fused_block import Form, FusedAttended, FusedBlock, FusedPart
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
@@ -98,6 +98,16 @@ def projection_place(model: nn.Module, found: Findings, group: Projection, candi
     if group.linear in found.seen.switches:
         return Reason("weight-read", "its parent reads the weight, which only a whole block can change")
     return _pair(model, found, group.norm.fqn, group.linear, candidate)
+
+
+def norm_place(model: nn.Module, found: Findings, group: LoneNorm, candidate: Candidate) -> Place | Reason:
+    """A norm that is all that its module does, for the one tensor with which this is called once."""
+    fqn, calls = group.norm.fqn, found.calls[group.norm.fqn]
+    if not _consists_of(found, fqn, frozenset({group.node})) or not once_with_one_tensor(calls):
+        return Reason("open-norm", "its module is called more than once, or does something else as well")
+    original = model.get_submodule(fqn)
+    condition = Condition([original])
+    return Place((candidate,), condition, lambda: {fqn: Stepped(original, candidate.step, condition)})
 
 
 def patches_place(model: nn.Module, candidate: Candidate) -> Place:

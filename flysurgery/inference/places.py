@@ -11,11 +11,11 @@ from torch.fx import Node
 from flysurgery.inference.attending import attention_of
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.forms import form_of
-from flysurgery.inference.found import Attended, FeedForward, Lone, Norm, Part, Projection, Scale
+from flysurgery.inference.found import Attended, FeedForward, Lone, LoneNorm, Norm, Part, Projection, Scale
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
-from flysurgery.inference.place import Own, Place, block_place, feed_forward_place, patches_place, projection_place
-from flysurgery.inference.steps import Attention, LinearResidual, Normalized, NormLinear, Patches
+from flysurgery.inference.place import Own, Place, block_place, feed_forward_place, norm_place, patches_place, projection_place
+from flysurgery.inference.steps import Attention, LayerNorm, LinearResidual, Normalized, NormLinear, Patches
 from flysurgery.inference.steps import FeedForward as FeedForwardStep
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
@@ -60,6 +60,9 @@ class Builder:
                 candidate = self._feed_forward(group, whole=False)
                 self._add(built, candidate, feed_forward_place(self.model, found, group, candidate))
         built.without += [("attn_out", fqn, found.open_blocks[fqn]) for fqn in found.outs if fqn not in covered]
+        for norm in found.norms.values():
+            candidate = self._norm(norm)
+            self._add(built, candidate, norm_place(self.model, found, norm, candidate))
         for fqn in found.patches:
             candidate = self._patches(fqn)
             self._add(built, candidate, patches_place(self.model, candidate))
@@ -101,6 +104,10 @@ class Builder:
         scale = self._scale(group.tail.scale) if whole else None
         step = FeedForwardStep(norm, first, group.gate, group.activation, inner, second, scale, whole)
         return Candidate("ffn", group.second, step, (self._rows(group.source),))
+
+    def _norm(self, group: LoneNorm) -> Candidate:
+        step = LayerNorm(self._module(group.norm.fqn), group.norm.eps)
+        return Candidate("norm", group.norm.fqn, step, (shape_of(group.node) or (),))
 
     def _patches(self, fqn: str) -> Candidate:
         convolution = self._module(fqn)

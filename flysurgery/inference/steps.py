@@ -67,6 +67,23 @@ class NormLinear(Step):
         return self.linear(self.norm(x))
 
 
+class LayerNorm(Step):
+    """A layer norm by itself."""
+
+    def __init__(self, norm: nn.Module, eps: float) -> None:
+        super().__init__()
+        self.norm, self.eps = norm, eps
+
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        return ops.layer_norm_way(x, kernels.norm_of(self.norm, self.eps))
+
+    def likeness(self) -> tuple[object, ...]:
+        return _shapes(self.norm)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.norm(x)
+
+
 class LinearResidual(Step):
     """``residual + scale * linear(x)``; called with x and the residual."""
 

@@ -18,6 +18,8 @@ from flysurgery.ops.norm_linears import norm_linear as norm_linear
 from flysurgery.ops.norm_linears import norm_linear_launches as norm_linear_launches
 from flysurgery.ops.norm_linears import norm_linear_reason as norm_linear_reason
 from flysurgery.ops.norm_linears import norm_linear_way as norm_linear_way
+from flysurgery.ops.normed import layer_norm as layer_norm
+from flysurgery.ops.normed import layer_norm_way as layer_norm_way
 from flysurgery.ops.parts import Dense as Dense
 from flysurgery.ops.parts import FusedFactors as FusedFactors
 from flysurgery.ops.parts import Gated as Gated

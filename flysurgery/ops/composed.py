@@ -52,6 +52,14 @@ def norm_linear(
     return torch.cat([_linear(normed, member) for member in group], dim=-1)
 
 
+def layer_norm(
+    x: Tensor,  # shape: (*batch, features)
+    norm: Norm,
+) -> Tensor:  # shape: (*batch, features)
+    """``norm(x)``."""
+    return _normed(x, norm)
+
+
 def attention(
     q: Tensor,  # shape: (batch, heads, queries, head)
     k: Tensor,  # shape: (batch, heads, keys, head)

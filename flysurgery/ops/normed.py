@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
-from flysurgery.ops.epilogue import wrong_vector
+from flysurgery.ops.decided import decided
+from flysurgery.ops.epilogue import common_obstacle, wrong_vector
 from flysurgery.ops.parts import Norm
+from flysurgery.ops.stage import Stage, Way
+
+
+class _Operands(NamedTuple):
+    norm: Norm
+
+
+def layer_norm(
+    x: Tensor,  # shape: (*batch, features)
+    norm: Norm,
+) -> Tensor:  # shape: (*batch, features)
+    """``norm(x)`` in one launch.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``layer_norm_way`` answers.
+    """
+    way = layer_norm_way(x, norm)
+    if isinstance(way, str):
+        raise BackendError(way)
+    return way.run()
+
+
+def layer_norm_way(x: Tensor, norm: Norm) -> Way | str:
+    """How ``layer_norm`` computes this, or why no kernel takes it."""
+    stages = decided(lambda: _stages(x, norm), (x, *norm.tensors), "layer_norm", norm.form)
+    return stages if isinstance(stages, str) else Way(stages, x, _Operands(norm))
+
+
+def _stages(x: Tensor, norm: Norm) -> tuple[Stage, ...] | str:
+    if x.dim() == 0:
+        return "expected rows of features, got a scalar"
+    wrong = common_obstacle(x, norm.tensors) or norm_reason(norm, x.shape[-1], x.dtype)
+    return wrong or (Stage((), lambda y, x, given: normed(y, given.norm)),)
 
 
 def normed(

@@ -13,7 +13,7 @@ from flysurgery import ops
 from flysurgery.inference import clock
 from flysurgery.ops import Stage, Way, composed
 
-OPERATORS = ("attention", "ffn", "norm_linear", "linear_residual", "patch_embedding")
+OPERATORS = ("attention", "ffn", "layer_norm", "norm_linear", "linear_residual", "patch_embedding")
 FFN_LAUNCHES = ("half of the block", "the other half")
 
 

@@ -33,7 +33,7 @@ def test_a_folder_keeps_the_wish_and_the_plain_weights(called: list[str], tmp_pa
     flysurgery.save(model, tmp_path / "model", optimize=True)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["optimize"] is True
     assert "On CUDA `flysurgery.load` fuses groups of layers" in (tmp_path / "model" / "README.md").read_text()
-    for optimize, kernels in ((None, []), (False, []), (True, ["patch_embedding", *BLOCKS])):
+    for optimize, kernels in ((None, []), (False, []), (True, ["patch_embedding", *BLOCKS, "layer_norm"])):
         called.clear()
         loaded = flysurgery.load(tmp_path / "model", optimize=optimize)  # None: only on CUDA
         with torch.no_grad():
@@ -60,7 +60,7 @@ def test_other_image_sizes(called: list[str]) -> None:
     before = model(x)
     flysurgery.optimize(model)
     assert_equal(model(x), before)
-    assert called == ["patch_embedding", *BLOCKS]
+    assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
 
 
 def test_calls_of_another_form_go_to_the_own_modules(called: list[str]) -> None:
@@ -70,7 +70,7 @@ def test_calls_of_another_form_go_to_the_own_modules(called: list[str]) -> None:
     flysurgery.optimize(model)
     assert_equal(model.forward_features(x, attn_mask=mask), masked)  # pyright: ignore[reportCallIssue]
     assert_equal(model.forward_features(x, is_causal=True), causal)  # pyright: ignore[reportCallIssue]
-    assert called == ["patch_embedding"] * 2
+    assert called == ["patch_embedding", "layer_norm"] * 2
 
 
 def test_under_autocast_the_own_modules_run(called: list[str]) -> None:
@@ -130,7 +130,7 @@ def test_names_that_lie(called: list[str]) -> None:
     before = model(x)
     flysurgery.optimize(model)
     assert_equal(model(x), before)
-    assert called == ["patch_embedding", *BLOCKS]
+    assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
 
 
 def test_a_view_leaves_its_original_alone() -> None:
