@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +12,24 @@ from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm
 
 
-def linear_of(linear: nn.Module) -> Linear | None:
+def linear_of(linear: nn.Module | None) -> Linear | None:
     """The factors or the weight of a linear layer, and its bias, as they are now; None for any other module."""
-    if not is_plain(linear):
+    if linear is None or not is_plain(linear):
         return None
     if type(linear) is ButterflyLinear:
         return FusedFactors(*linear.own_parameters())
-    return Dense(linear.weight, linear.bias) if type(linear) is nn.Linear else None
+    return Dense(_own(linear, "weight"), _own(linear, "bias")) if type(linear) is nn.Linear else None
 
 
 def group_of(linear: nn.Module) -> tuple[Linear, ...] | None:
     """The layers side by side that a projection consists of: its parts, or itself; None where one of them is no linear layer."""
-    parts = list(linear.children()) if type(linear) is SplitLinear and is_plain(linear) else [linear]
-    found = [linear_of(part) for part in parts]
-    return None if any(each is None for each in found) else tuple(each for each in found if each is not None)
+    found: list[Linear] = []
+    for part in linear._modules.values() if type(linear) is SplitLinear and is_plain(linear) else (linear,):
+        known = linear_of(part)
+        if known is None:
+            return None
+        found.append(known)
+    return tuple(found)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -34,7 +39,13 @@ def is_plain(module: nn.Module) -> bool:
 
 def norm_of(norm: nn.Module, eps: float) -> Norm:
     """The weight and bias of a layer norm as they are now."""
-    return Norm(getattr(norm, "weight", None), getattr(norm, "bias", None), eps)
+    return Norm(_own(norm, "weight"), _own(norm, "bias"), eps)
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    """``getattr(module, name, None)``, at a quarter of its cost for a parameter, as every call asks for them."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name, None)
 
 
 def unwatched(x: Tensor) -> AbstractContextManager[object]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.attention import attention_obstacle
+from flysurgery.ops.cuda.attention import attention_obstacle, attention_operator
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.few_attention import few_attention_obstacle
+from flysurgery.ops.cuda.few_attention import few_attention_obstacle, few_attention_operator
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.short_attention import short_attention_obstacle
+from flysurgery.ops.cuda.short_attention import short_attention_obstacle, short_attention_operator
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle
 from flysurgery.ops.stage import Stage, Way
@@ -75,13 +75,13 @@ def _stages(q: Tensor, k: Tensor, v: Tensor) -> tuple[Stage, ...] | str:
     if obstacle is not None:
         return obstacle
     if few_attention_obstacle(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype) is None:
-        return (Stage((), lambda y, q, given: torch.ops.flysurgery.few_attention(q, *given)),)
+        return (Stage((), lambda y, q, given: few_attention_operator(q, *given)),)
     obstacle = short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, _shared_limit(q.device.index))
-    return obstacle or (Stage((), lambda y, q, given: torch.ops.flysurgery.short_attention(q, *given)),)
+    return obstacle or (Stage((), lambda y, q, given: short_attention_operator(q, *given)),)
 
 
 def _floats(y: Tensor, q: Tensor, given: _Operands, mode: str) -> Tensor:
-    return torch.ops.flysurgery.attention(q, *given, mode)
+    return attention_operator(q, *given, mode)
 
 
 @torch.compiler.assume_constant_result

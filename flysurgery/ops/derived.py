@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ Stamp = tuple[object, ...]
 class _Entry:
     references: tuple[weakref.ref[Tensor], ...]
     values: tuple[Tensor, ...]  # keep the memory of the sources from being given out again, so that a new address means new values
-    stamps: tuple[Stamp, ...]
+    stamps: list[Stamp]  # of the sources, when the tensors were made
     tensors: tuple[Tensor, ...]
     ready: torch.cuda.Event | None
     streams: set[int] = field(default_factory=set)
@@ -61,9 +62,9 @@ def derived(
     if any(map(Tensor.is_inference, sources)):
         return _make_to_keep(make, sources[0].device)
     key = (id(sources[0]), len(sources), token)
-    stamps = tuple(map(_stamp, sources))
+    stamps: list[Stamp] = [(source.data_ptr(), source._version, source.dtype, source.shape, source.stride()) for source in sources]
     entry = _entries.get(key)
-    same = entry is not None and all(reference() is source for reference, source in zip(entry.references, sources, strict=True))
+    same = entry is not None and all(map(is_, [reference() for reference in entry.references], sources))
     if entry is not None and same and entry.stamps == stamps:
         _order(entry, capturing)
         return entry.tensors
@@ -92,14 +93,10 @@ def _forget_parameters(optimizer: torch.optim.Optimizer) -> None:
     written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for entry in [*_entries.values()]:  # other threads may add some
         if any(id(reference()) in written for reference in entry.references):
-            entry.stamps = ()
+            entry.stamps = []
 
 
 register_optimizer_step_post_hook(_after_step)
-
-
-def _stamp(source: Tensor) -> Stamp:
-    return (source.data_ptr(), source._version, source.dtype, source.shape, source.stride())
 
 
 def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -147,7 +144,7 @@ def _refresh(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, 
     return old
 
 
-def _new_entry(key: _Key, sources: tuple[Tensor, ...], stamps: tuple[Stamp, ...], tensors: tuple[Tensor, ...], *, captured: bool) -> _Entry:
+def _new_entry(key: _Key, sources: tuple[Tensor, ...], stamps: list[Stamp], tensors: tuple[Tensor, ...], *, captured: bool) -> _Entry:
     def drop(reference: weakref.ref[Tensor]) -> None:
         entry = _entries.get(key)
         if entry is not None and any(reference is own for own in entry.references):

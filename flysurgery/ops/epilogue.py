@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.dense import dense_obstacle
+from flysurgery.ops.cuda.dense import dense_linear_operator, dense_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.epilogue import epilogue_obstacle
+from flysurgery.ops.cuda.epilogue import epilogue_obstacle, ks_linear_epilogue_operator
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.parts import Dense, Linear
-from flysurgery.ops.problem import is_exporting
+from flysurgery.ops.problem import is_exporting, is_tracing
 from flysurgery.patterns import Architecture
 
 
@@ -28,9 +28,9 @@ def linear_epilogue(
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(-1, residual.shape[-1])
     if isinstance(linear, Dense):
-        y = torch.ops.flysurgery.dense_linear(rows, linear.weight, linear.bias, activation, added, scale, mode)
+        y = dense_linear_operator(rows, linear.weight, linear.bias, activation, added, scale, mode)
     else:
-        y = torch.ops.flysurgery.ks_linear_epilogue(rows, list(linear.factors), linear.bias, activation, added, scale, mode)
+        y = ks_linear_epilogue_operator(rows, list(linear.factors), linear.bias, activation, added, scale, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -51,6 +51,8 @@ def common_obstacle(x: Tensor, tensors: Iterable[Tensor]) -> str | None:
         return f"the fused operators need tensors on a CUDA device, x is on {x.device.type}"
     if any(tensor.device != x.device for tensor in tensors):
         return f"the fused operators need all tensors on {x.device}, where x is"
+    if is_tracing(*tensors) and not is_tracing(x):
+        return f"the fused operators take plain tensors as weights, not {', '.join({type(tensor).__name__ for tensor in tensors})}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "the fused operators have no gradients; call them under torch.inference_mode() or torch.no_grad()"
     if is_exporting():

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import flysurgery.ops.cuda.ffn_operator  # noqa: F401 - registers it
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense import dense_advice
 from flysurgery.ops.cuda.ffn import ffn_obstacle
+from flysurgery.ops.cuda.ffn_operator import ffn_operator
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
@@ -233,7 +233,7 @@ def _whole(y: Tensor, x: Tensor, block: Block) -> Tensor:
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.flysurgery.ffn(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
+    y = ffn_operator(rows, *parts, list(up.factors), up.bias, list(down.factors), down.bias, activation, scale, residual)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

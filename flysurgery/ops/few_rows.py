@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.few_rows import most_rows
+from flysurgery.ops.cuda.few_rows import few_rows_operator, most_rows
 from flysurgery.ops.parts import FusedFactors, Linear, Norm
 
 
@@ -31,7 +31,7 @@ def few_rows_linear(
     """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, where ``takes_few_rows``."""
     factors = [member.factors if isinstance(member, FusedFactors) else () for member in group]
     weights = [part for member in group for part in (member.factors if isinstance(member, FusedFactors) else (member.weight,))]
-    y = torch.ops.flysurgery.few_rows(
+    y = few_rows_operator(
         x.reshape(-1, x.shape[-1]),
         *((None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)),
         weights,

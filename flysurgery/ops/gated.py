@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from flysurgery.ops.cuda.dense import dense_advice, dense_obstacle
+from flysurgery.ops.cuda.dense import dense_advice, dense_gated_operator, dense_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.gated import gated_obstacle
-from flysurgery.ops.cuda.gated_linear import gated_linear_obstacle
+from flysurgery.ops.cuda.gated import gated_obstacle, gated_operator
+from flysurgery.ops.cuda.gated_linear import gated_linear_obstacle, gated_linear_operator
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import normed
@@ -49,13 +49,13 @@ def _fused(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Tensor:
     assert isinstance(both, FusedFactors), "the stages say so"
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     rows, mode = x.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
-    y = torch.ops.flysurgery.gated_linear(rows, *parts, list(both.factors), both.bias, up.gate, activation, mode)
+    y = gated_linear_operator(rows, *parts, list(both.factors), both.bias, up.gate, activation, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _dense(x: Tensor, up: Gated, activation: str) -> Tensor:
     weights, rows = [member.weight for member in up.members if isinstance(member, Dense)], x.reshape(-1, x.shape[-1])
-    y = torch.ops.flysurgery.dense_gated(rows, weights, _biases(up), up.gate, activation, mode_of(x.dtype, allow_tf32=tf32_allowed()))
+    y = dense_gated_operator(rows, weights, _biases(up), up.gate, activation, mode_of(x.dtype, allow_tf32=tf32_allowed()))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -63,7 +63,7 @@ def _apart(x: Tensor, up: Gated, activation: str) -> Tensor:
     outputs = [multiplied(x, member) for member in up.members]
     parts = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
     gate, value = (part.flatten(0, -2) for part in (parts[up.gate], parts[1 - up.gate]))
-    return torch.ops.flysurgery.gated(gate, value, activation).view(*x.shape[:-1], gate.shape[-1])
+    return gated_operator(gate, value, activation).view(*x.shape[:-1], gate.shape[-1])
 
 
 def _in_one_launch(x: Tensor, norm: bool, both: FusedFactors, activation: str) -> bool:

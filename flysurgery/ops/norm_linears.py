@@ -12,7 +12,7 @@ from torch.nn.functional import linear as torch_linear
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
-from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle
+from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle, norm_linear_operator
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
@@ -122,10 +122,9 @@ def _alike(group: Sequence[FusedFactors]) -> bool:
 
 
 def fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], activation: str) -> Tensor:
-    rows, mode = x.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    y = torch.ops.flysurgery.norm_linear(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    return norm_linear_operator(x, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
 
 
 def _by_pairs(x: Tensor, dense: Dense) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle
+from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle, layer_norm_operator
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, wrong_vector
 from flysurgery.ops.parts import Norm
@@ -55,7 +55,7 @@ def normed(
     """The norm of x in one launch; x itself where there is none."""
     if norm is None:
         return x
-    return torch.ops.flysurgery.layer_norm(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps).view(x.shape)
+    return layer_norm_operator(x.reshape(-1, x.shape[-1]), norm.weight, norm.bias, norm.eps).view(x.shape)
 
 
 def norm_reason(norm: Norm | None, features: int, dtype: torch.dtype) -> str | None:

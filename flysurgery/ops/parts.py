@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from operator import index
+from typing import NamedTuple
 
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NamedTuple):
     """Layer norm over the last dimension: ``(x - mean) / sqrt(variance + eps) * weight + bias``."""
 
     weight: Tensor | None  # shape: (features,)
@@ -21,7 +20,7 @@ class Norm:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(part for part in (self.weight, self.bias) if part is not None)
+        return tuple([part for part in self[:2] if part is not None])
 
     @property
     def form(self) -> tuple[bool, bool]:
@@ -29,8 +28,7 @@ class Norm:
         return self.weight is None, self.bias is None
 
 
-@dataclass(frozen=True)
-class FusedFactors:
+class FusedFactors(NamedTuple):
     """One butterfly layer: its factors, left to right as in W = K_1 K_2, and its bias."""
 
     factors: tuple[Tensor, ...]  # shapes: (a, b, c, d)
@@ -57,8 +55,7 @@ class FusedFactors:
         return len(self.factors), self.bias is None
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(NamedTuple):
     """One dense layer: its weight, as a parameter so that what is packed from it is remembered, and its bias."""
 
     weight: Tensor  # shape: (out_features, *), of in_features elements in each of the outputs
@@ -83,8 +80,7 @@ class Dense:
 Linear = FusedFactors | Dense
 
 
-@dataclass(frozen=True)
-class Gated:
+class Gated(NamedTuple):
     """Layers behind which ``activation(gate) * value`` stands: those of the gate and the value, or one whose outputs are both.
 
     ``gate`` is the index of the gate among the two layers, or among the halves of the one's outputs.

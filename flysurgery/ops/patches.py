@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.dense import patches_obstacle
+from flysurgery.ops.cuda.dense import dense_patches_operator, patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.decided import decided
@@ -75,7 +75,7 @@ def _stages(images: Tensor, patches: Patches) -> tuple[Stage, ...] | str:
 
 
 def _in_place(y: Tensor, images: Tensor, patches: Patches, mode: str) -> Tensor:
-    tokens = torch.ops.flysurgery.dense_patches(images, patches.weight, patches.bias, mode)
+    tokens = dense_patches_operator(images, patches.weight, patches.bias, mode)
     return tokens.view(len(images), -1, len(patches.weight))
 
 

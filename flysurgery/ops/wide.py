@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.wide_ffn import wide_ffn_obstacle
-from flysurgery.ops.cuda.wide_group import wide_group_obstacle
+from flysurgery.ops.cuda.wide_ffn import wide_ffn_obstacle, wide_ffn_operator
+from flysurgery.ops.cuda.wide_group import wide_group_obstacle, wide_group_operator
 from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
 
@@ -32,7 +32,7 @@ def wide_ffn(
     """``x + scale * down(activation(up(norm(x))))`` where ``takes_ffn`` holds; without ``x +`` where ``residual`` is false."""
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     layers = list(up.factors), up.bias, list(down.factors), down.bias
-    y = torch.ops.flysurgery.wide_ffn(x.reshape(-1, x.shape[-1]), *parts, *layers, activation, scale, residual)
+    y = wide_ffn_operator(x.reshape(-1, x.shape[-1]), *parts, *layers, activation, scale, residual)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -56,7 +56,7 @@ def wide_group(
     """The linears' outputs for ``norm(x)``, side by side, where ``takes_group`` holds."""
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.flysurgery.wide_group(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group))
+    y = wide_group_operator(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

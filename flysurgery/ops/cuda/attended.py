@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits
+from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits
 
 
 class AttentionLaunch(NamedTuple):
@@ -34,13 +34,13 @@ def attended(
     Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
     """
     device_index = q.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return attended(q, k, v, scale, launch_for)
     y = tokens_before_heads(q)
     if y.numel() == 0:
         return y
-    q, k, v = (part if _readable(part) else part.contiguous() for part in (q, k, v))
+    q, k, v = [part if _readable(part) else part.contiguous() for part in (q, k, v)]
     kernel, grid, threads, shared_bytes, more, early = launch_for(q, k)
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
     sizes = q.shape[2], k.shape[2], q.shape[1]
@@ -56,5 +56,5 @@ def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, 
 
 
 def _readable(part: Tensor) -> bool:
-    *strides, adjacent = part.stride()
-    return adjacent == 1 and part.data_ptr() % 16 == 0 and not any(stride * part.element_size() % 16 for stride in strides)
+    (first, second, third, adjacent), unit = part.stride(), 16 // part.element_size()
+    return adjacent == 1 and part.data_ptr() % 16 == 0 and (first % unit or second % unit or third % unit) == 0

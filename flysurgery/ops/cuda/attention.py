@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
 from flysurgery.ops.cuda.kernel import Kernel, load_kernel
+from flysurgery.ops.cuda.registered import Operator
 
 _MODES = {"tf32": 2, "fp32": 3}
 _KEYS = 48
@@ -61,7 +61,4 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mode: str) ->
     return tokens_before_heads(q)
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, float scale, str mode) -> Tensor")
-_library.impl("attention", run_attention, "CUDA")
-torch.library.register_fake("flysurgery::attention", _fake_attention, lib=_library)
+attention_operator = Operator("attention(Tensor q, Tensor k, Tensor v, float scale, str mode) -> Tensor", run_attention, _fake_attention)

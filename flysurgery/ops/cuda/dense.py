@@ -11,9 +11,11 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, DenseTiling, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel, may_begin_early
+from flysurgery.ops.cuda.kept import kept
+from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, device_arch, load_kernel
 from flysurgery.ops.cuda.modes import dtype_of
-from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.derived import derived
 
 _NARROW = 64
@@ -57,7 +59,7 @@ def run_dense(
         BackendError: there is no tiling, as ``dense_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_dense(x, weight, bias, activation, residual, scale, mode)
     x, residual = readable(x), None if residual is None else readable(residual)
@@ -81,7 +83,7 @@ def run_dense_gated(
         BackendError: as ``run_dense``.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_dense_gated(x, weights, biases, gate, activation, mode)
     x = readable(x)
@@ -101,7 +103,7 @@ def run_dense_gated(
 
     image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make)
     _kernel(tile, activation, False, (0, 0), device_index).launch(
-        (tile.blocks(rows, torch.cuda.get_device_properties(device_index).multi_processor_count), 1, 1),
+        (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
@@ -136,7 +138,7 @@ def run_patches(
         BackendError: there is no tiling, as ``patches_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = images.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_patches(images, weight, bias, mode)
     (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
@@ -163,31 +165,29 @@ def _launch(
     if rows == 0:
         return y
     device_index = x.device.index
-    tile = _tiling(in_features, weight.shape[0], mode, device_index, False)
+    tile, kernel, sizes = _launcher(in_features, weight.shape[0], mode, activation, residual is not None, patch, rows, device_index)
+    strides = strides[:2] if isinstance(tile, StreamTiling) else strides
+    sources = tuple([part for part in (weight, bias, scale) if part is not None])
+    token = ("dense linear", tile, bias is None, scale is None)
+    (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, rows, *strides, early=early)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: tuple[int, int], rows: int, device_index: int
+) -> tuple[DenseTiling, Kernel, Sizes]:
+    """The tiling for so many rows, its kernel, and by how many blocks and threads and with how much shared memory this is launched."""
+    tile = _tiling(in_features, out_features, mode, device_index, False)
     if isinstance(tile, str):
         raise BackendError(tile)
-    multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+    multiprocessors = multiprocessors_of(device_index)
     streamed = _streamed(tile, device_index) if patch == (0, 0) else None
     if streamed is not None and streamed.tiles(rows) >= multiprocessors:
-        tile, strides = streamed, strides[:2]
-    sources = tuple(part for part in (weight, bias, scale) if part is not None)
-    changed = False
-
-    def make() -> tuple[Tensor, ...]:
-        nonlocal changed
-        changed = True
-        return pack_dense(tile, weight, bias, scale)
-
-    image, columns = derived(("dense linear", tile, bias is None, scale is None), sources, make)
-    _kernel(tile, activation, residual is not None, patch, device_index).launch(
-        (tile.blocks(rows, multiprocessors), 1, 1),
-        (32 * tile.warps, 1, 1),
-        tile.shared_bytes,
-        current_stream(device_index),
-        *(x, image, columns, residual, y, rows, *strides),
-        early=not changed and may_begin_early(device_index),  # the weights were there before the kernel queued last
-    )
-    return y
+        tile = streamed
+    sizes = (tile.blocks(rows, multiprocessors), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
+    return tile, _kernel(tile, activation, residual, patch, device_index), sizes
 
 
 def pack_dense(
@@ -245,13 +245,16 @@ def _fake_patches(images: Tensor, weight: Tensor, bias: Tensor | None, mode: str
     return images.new_empty((count * (height // weight.shape[2]) * (width // weight.shape[3]), weight.shape[0]))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor")
-_library.impl("dense_linear", run_dense, "CUDA")
-torch.library.register_fake("flysurgery::dense_linear", _fake_dense, lib=_library)
-_library.define("dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor")
-_library.impl("dense_gated", run_dense_gated, "CUDA")
-torch.library.register_fake("flysurgery::dense_gated", _fake_dense_gated, lib=_library)
-_library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, str mode) -> Tensor")
-_library.impl("dense_patches", run_patches, "CUDA")
-torch.library.register_fake("flysurgery::dense_patches", _fake_patches, lib=_library)
+dense_linear_operator = Operator(
+    "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
+    run_dense,
+    _fake_dense,
+)
+dense_gated_operator = Operator(
+    "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",
+    run_dense_gated,
+    _fake_dense_gated,
+)
+dense_patches_operator = Operator(
+    "dense_patches(Tensor images, Tensor weight, Tensor? bias, str mode) -> Tensor", run_patches, _fake_patches
+)

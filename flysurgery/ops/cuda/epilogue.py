@@ -11,9 +11,11 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear
 from flysurgery.ops.cuda.kept import kept
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.obstacles import fused_obstacle, shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.patterns import Architecture
 
 
@@ -39,14 +41,14 @@ def run_epilogue(
         BackendError: no fused kernel runs these factors; ``epilogue_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_epilogue(x, factors, bias, activation, residual, scale, mode)
     kernels = product_for(tuple(factors), 1, mode, device_index, x.shape[0], False).kernels
     if not isinstance(kernels, FusedLinear):
         raise BackendError(f"factors {architecture_of(factors)} have no fused kernel in mode '{mode}', which could have an epilogue")
     left, right = factors
-    sources = tuple(part for part in (left, right, bias, scale) if part is not None)
+    sources = tuple([part for part in (left, right, bias, scale) if part is not None])
 
     def make() -> tuple[Tensor, ...]:
         image, columns = kernels.pack([(left.detach(), right.detach())]), [part for part in (bias, scale) if part is not None]
@@ -65,9 +67,8 @@ def _fake_epilogue(
     return x.new_empty((x.shape[0], a * b * d))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
-    "ks_linear_epilogue(Tensor x, Tensor[] factors, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor"
+ks_linear_epilogue_operator = Operator(
+    "ks_linear_epilogue(Tensor x, Tensor[] factors, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
+    run_epilogue,
+    _fake_epilogue,
 )
-_library.impl("ks_linear_epilogue", run_epilogue, "CUDA")
-torch.library.register_fake("flysurgery::ks_linear_epilogue", _fake_epilogue, lib=_library)

@@ -10,6 +10,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
 from flysurgery.ops.cuda.kernel import Kernel, load_kernel
+from flysurgery.ops.cuda.registered import Operator
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1}
 _MOST_BLOCKS = 396
@@ -70,7 +71,6 @@ def _fake_few_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor
     return tokens_before_heads(q)
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("few_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
-_library.impl("few_attention", run_few_attention, "CUDA")
-torch.library.register_fake("flysurgery::few_attention", _fake_few_attention, lib=_library)
+few_attention_operator = Operator(
+    "few_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", run_few_attention, _fake_few_attention
+)

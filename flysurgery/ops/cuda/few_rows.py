@@ -14,8 +14,9 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of, factors_to_dense
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1}
 _CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes
@@ -108,10 +109,18 @@ def most_rows(in_features: int, out_features: int, norm: bool, activation: str, 
     if dtype not in _MODES or activation not in ACTIVATIONS:
         return 0
     tiles = few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index))
-    return max((tile.most_rows(_multiprocessors(device_index)) for tile in tiles), default=0)
+    return max((tile.most_rows(multiprocessors_of(device_index)) for tile in tiles), default=0)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
+def _launcher(
+    in_features: int, out_features: int, norm: bool, rows: int, dtype: torch.dtype, activation: str, residual: bool, device_index: int
+) -> tuple[Kernel, Sizes]:
+    """The kernel for so many rows, and by how many blocks and threads and with how much shared memory it is launched."""
+    tile = _tiling(in_features, out_features, norm, rows, device_index)
+    return _kernel(tile, dtype, activation, residual, device_index), (tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes)
+
+
 def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_index: int) -> FewRowsTiling:
     """The smallest blocks that all run at once.
 
@@ -119,13 +128,9 @@ def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_i
         BackendError: there are none.
     """
     for tile in few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index)):
-        if rows <= tile.most_rows(_multiprocessors(device_index)):
+        if rows <= tile.most_rows(multiprocessors_of(device_index)):
             return tile
     raise BackendError(f"the kernel for few rows takes no {rows} rows of {in_features} features to {out_features}")
-
-
-def _multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def run_few_rows(
@@ -149,30 +154,28 @@ def run_few_rows(
         BackendError: there are more than ``most_rows``, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_few_rows(x, norm_weight, norm_bias, eps, weights, lengths, biases, activation, residual, scale)
     (rows, in_features), sizes = x.shape, _sizes(weights, lengths)
     y = x.new_empty((rows, sum(sizes)))
     if rows == 0:
         return y
-    tile = _tiling(in_features, sum(sizes), eps is not None, rows, device_index)
     parts = (*weights, *biases, norm_weight, norm_bias, scale)
-    sources = tuple(part for part in parts if part is not None)
+    sources = tuple([part for part in parts if part is not None])
     in_place = [*lengths] == [0] and _in_place(weights[0], x.dtype)
 
     def make() -> tuple[Tensor, ...]:
         vectors = pack_vectors(weights[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
         return vectors if in_place else (*vectors, pack_weights(weights, lengths).to(x.dtype))
 
-    token = ("few rows", x.dtype, in_place, tuple(lengths), tuple(part is not None for part in parts))
+    token = ("few rows", x.dtype, in_place, tuple(lengths), tuple([part is not None for part in parts]))
     (norm, columns, *packed), early = kept(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-    _kernel(tile, x.dtype, activation, residual is not None, device_index).launch(
-        tile.grid(rows),
-        (32 * tile.split, 1, 1),
-        tile.shared_bytes,
+    kernel, launched = _launcher(in_features, sum(sizes), eps is not None, rows, x.dtype, activation, residual is not None, device_index)
+    kernel.launch(
+        *launched,
         current_stream(device_index),
         *(x, packed[0] if packed else weights[0], norm, columns, residual, y, rows, *strides, float_bits(eps or 0.0)),
         early=early,
@@ -243,10 +246,9 @@ def _fake_few_rows(
     return x.new_empty((x.shape[0], sum(_sizes(weights, lengths))))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
+few_rows_operator = Operator(
     "few_rows(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] weights, int[] lengths, Tensor?[] biases, "
-    "str activation, Tensor? residual, Tensor? scale) -> Tensor"
+    "str activation, Tensor? residual, Tensor? scale) -> Tensor",
+    run_few_rows,
+    _fake_few_rows,
 )
-_library.impl("few_rows", run_few_rows, "CUDA")
-torch.library.register_fake("flysurgery::few_rows", _fake_few_rows, lib=_library)

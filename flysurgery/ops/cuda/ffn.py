@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.ffn_float_image import pack_float_ffn
 from flysurgery.ops.cuda.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
@@ -18,7 +17,7 @@ from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.ops.cuda.ffn_warp_tiling import warp_ffn_tiling
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, device_arch, float_bits, load_kernel
 from flysurgery.ops.cuda.modes import HALVES, mode_of, tf32_allowed
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.tiling import MODES
@@ -99,17 +98,18 @@ class FusedFfn:
 
 @lru_cache(maxsize=256)
 def _fused_ffn(
-    up: Architecture,
-    down: Architecture,
+    up_shapes: tuple[torch.Size, ...],
+    down_shapes: tuple[torch.Size, ...],
     mode: str,
     activation: str,
     norm: bool,
     scaled: bool,
     residual: bool,
     device_index: int,
-    wgmma: bool,
+    wgmma: bool | None,
 ) -> FusedFfn:
-    limit = shared_limit_of(device_index)
+    up, down, limit = Architecture.of(*up_shapes), Architecture.of(*down_shapes), shared_limit_of(device_index)
+    wgmma = _has_wgmma(device_index) if wgmma is None else wgmma
     obstacle = device_obstacle(device_index) or size_obstacle(up, down, mode, norm, activation, residual, limit, wgmma=wgmma)
     tile = _tile(up, down, mode, limit, scaled=scaled, wgmma=wgmma)
     if obstacle is not None or isinstance(tile, str):
@@ -138,15 +138,14 @@ def run_ffn(
         BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual, wgmma)
-    architectures = architecture_of(up), architecture_of(down)
-    wgmma = _has_wgmma(device_index) if wgmma is None else wgmma
+    shapes = tuple([factor.shape for factor in up]), tuple([factor.shape for factor in down])
     mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
-    kernel = _fused_ffn(*architectures, mode or "", activation, norm is not None, scale is not None, residual, device_index, wgmma)
+    kernel = _fused_ffn(*shapes, mode or "", activation, norm is not None, scale is not None, residual, device_index, wgmma)
     parts = (*up, *down, up_bias, down_bias, *(norm or (None, None)), scale)
-    sources = tuple(part for part in parts if part is not None)
+    sources = tuple([part for part in parts if part is not None])
 
     def make() -> tuple[Tensor, ...]:
         factors = (up[1], up[0], down[1], down[0])
@@ -155,6 +154,6 @@ def run_ffn(
             return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale),)
         return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale, x.dtype),)
 
-    present = tuple(part is not None for part in parts)
-    (image,), early = kept(("ffn", kernel.tile, x.dtype, present), sources, make)
+    present = tuple([part is not None for part in parts])
+    (image,), early = kept(("ffn", kernel, x.dtype, present), sources, make)
     return kernel.run(readable(x), image, eps, early=early)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.ffn import run_ffn
+from flysurgery.ops.cuda.registered import Operator
 
 FFN_SCHEMA = (
     "(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
@@ -51,7 +51,4 @@ def fake_ffn(
     return x.new_empty((x.shape[0], a * b * d))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("ffn" + FFN_SCHEMA)
-_library.impl("ffn", _ffn, "CUDA")
-torch.library.register_fake("flysurgery::ffn", fake_ffn, lib=_library)
+ffn_operator = Operator("ffn" + FFN_SCHEMA, _ffn, fake_ffn)

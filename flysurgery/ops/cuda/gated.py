@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
+from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, load_kernel
+from flysurgery.ops.cuda.registered import Operator
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _THREADS = 256
@@ -33,7 +34,7 @@ def run_gated(
 ) -> Tensor:  # shape: (rows, features)
     """``activation(gate) * value``, in float32, rounded once; on the current stream. Both are read once."""
     device_index = gate.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_gated(gate, value, activation)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -61,7 +62,4 @@ def _fake_gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("gated(Tensor gate, Tensor value, str activation) -> Tensor")
-_library.impl("gated", run_gated, "CUDA")
-torch.library.register_fake("flysurgery::gated", _fake_gated, lib=_library)
+gated_operator = Operator("gated(Tensor gate, Tensor value, str activation) -> Tensor", run_gated, _fake_gated)

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear, fused_reason
 from flysurgery.ops.cuda.kept import kept
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.norm_linear import fold, with_sums
 from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
 from flysurgery.patterns import Architecture
 
@@ -77,7 +79,7 @@ def run_gated_linear(
         BackendError: no kernel runs these factors; ``gated_linear_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_gated_linear(x, weight, bias, eps, factors, offset, gate, activation, mode)
     found = _gated_linear(tuple(factor.shape for factor in factors), mode, eps is not None, device_index, rows_bucket(x.shape[0]))
@@ -113,10 +115,9 @@ def _fake_gated_linear(
     return x.new_empty((x.shape[0], a * b * d // 2))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
+gated_linear_operator = Operator(
     "gated_linear(Tensor x, Tensor? weight, Tensor? bias, float? eps, Tensor[] factors, Tensor? offset, int gate, str activation, "
-    "str mode) -> Tensor"
+    "str mode) -> Tensor",
+    run_gated_linear,
+    _fake_gated_linear,
 )
-_library.impl("gated_linear", run_gated_linear, "CUDA")
-torch.library.register_fake("flysurgery::gated_linear", _fake_gated_linear, lib=_library)

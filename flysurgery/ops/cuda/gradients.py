@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.exact_gradient import exact_gradients
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.table import rows_bucket
@@ -46,7 +47,7 @@ def all_gradients(
 ) -> list[Tensor]:
     """Gradients of all factors and biases, and that of x if asked for, as ``Chain.run`` gives them and ``hand_out`` takes them."""
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
     if mode == "exact":

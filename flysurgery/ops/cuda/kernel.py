@@ -20,6 +20,8 @@ from flysurgery.ops.cuda.bindings import cuda_module
 from flysurgery.ops.cuda.cubins import find_cubin
 
 Argument = Tensor | int | None
+Sizes = tuple[tuple[int, int, int], tuple[int, int, int], int]
+"""Blocks, threads of a block, and bytes of its dynamic shared memory."""
 
 _FREE_SHARED_BYTES = 48 * 1024
 _loaded: dict[tuple[object, ...], Kernel] = {}
@@ -100,6 +102,7 @@ class Kernel:
         self._sizes = [size for _, size in kernel.arguments_info]
         self._parameters = Parameters(self._sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
+        self._early: dict[tuple[int, ...], Any] = {}
         self._lock = threading.Lock()
 
     def launch(
@@ -124,9 +127,16 @@ class Kernel:
             BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
         """
         self.allow_shared(shared_bytes)
+        sizes = (*grid, *block, shared_bytes)
         with self._lock:  # the driver copies the parameters before it returns
-            queue = self.queue_early if early else self.queue
-            queue((*grid, *block, shared_bytes), stream, self._parameters.fill(arguments, self.name))
+            address = self._parameters.fill(arguments, self.name)
+            if early:
+                config = self._early.get(sizes)
+                if config is None:
+                    config = self._early[sizes] = early_launch(sizes)
+                self.queue_as(config, sizes, stream, address)
+            else:
+                self.queue(sizes, stream, address)
 
     def prepare(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int) -> Prepared:
         """The launch of a kernel whose last parameters are ``numbers``, for many calls."""
@@ -136,10 +146,6 @@ class Kernel:
     def queue(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """Launch with the parameters whose addresses lie at ``address``; ``sizes`` are grid, block and shared bytes."""
         self._queue(lambda: self.driver_launch(self.function, *sizes, stream, address, 0)[0], sizes)
-
-    def queue_early(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
-        """The same, to begin while the kernel before still runs."""
-        self.queue_as(early_launch(sizes), sizes, stream, address)
 
     def queue_as(self, config: Any, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """The same as an ``early_launch`` says."""
@@ -211,7 +217,7 @@ class Parameters:
 
     def fill(self, arguments: Sequence[Argument], name: str) -> int:
         """Write the arguments, and give the address of the parameters' addresses."""
-        words = [*map(address_of, arguments)]
+        words = [0 if word is None else word if isinstance(word, int) else word.data_ptr() for word in arguments]
         if len(words) != self.count:
             raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
         self._pack(self.words, 0, *words)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.fused import readable
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.derived import derived
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -48,7 +49,7 @@ def run_layer_norm(
     Reads x and writes the result once; the weights may be of any dtype.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_layer_norm(x, weight, bias, eps)
     rows, features = x.shape
@@ -89,7 +90,4 @@ def _fake_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     return x.new_empty(x.shape)
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor")
-_library.impl("layer_norm", run_layer_norm, "CUDA")
-torch.library.register_fake("flysurgery::layer_norm", _fake_layer_norm, lib=_library)
+layer_norm_operator = Operator("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", run_layer_norm, _fake_layer_norm)

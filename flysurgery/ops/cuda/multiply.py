@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.kept import kept
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.product import Product, product_of
 from flysurgery.ops.cuda.table import rows_bucket
@@ -33,7 +34,7 @@ def multiply(
     """
     factors, biases = tuple(factors), tuple(biases)
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return multiply(x, factors, biases, linears, mode, transposed=transposed)
     rows = x.numel() // x.shape[-1]

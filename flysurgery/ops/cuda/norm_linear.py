@@ -11,9 +11,11 @@ from torch import Tensor
 from flysurgery.factors import architecture_of, ks_einsum
 from flysurgery.ops.cuda.fused import FusedLinear, fused_reason
 from flysurgery.ops.cuda.kept import kept
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
 from flysurgery.patterns import Architecture
 
@@ -51,7 +53,7 @@ def forget_norm_linears() -> None:
 
 
 def run_norm_linear(
-    x: Tensor,  # shape: (rows, in_features)
+    x: Tensor,  # shape: (*batch, in_features)
     weight: Tensor | None,  # shape: (in_features,)
     bias: Tensor | None,  # shape: (in_features,)
     eps: float,
@@ -60,7 +62,7 @@ def run_norm_linear(
     linears: int,
     activation: str,
     mode: str,
-) -> Tensor:  # shape: (rows, linears * out_features)
+) -> Tensor:  # shape: (*batch, linears * out_features)
     """The linears' activated outputs for the normalized rows, side by side, in one launch on the current stream.
 
     The norm's weight is multiplied into the right factors and its bias sent through the factors into the biases, both before they
@@ -70,12 +72,13 @@ def run_norm_linear(
         BackendError: no kernel runs these factors; ``norm_linear_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_norm_linear(x, weight, bias, eps, factors, biases, linears, activation, mode)
-    found = _norm_linears(tuple(factor.shape for factor in factors[:2]), mode, linears, device_index, rows_bucket(x.shape[0]))
+    shapes, rows = (factors[0].shape, factors[1].shape), x.numel() // x.shape[-1]
+    found = _norm_linears(shapes, mode, linears, device_index, rows_bucket(rows))
     meet(found, x)
-    sources = (*factors, *biases, *(part for part in (weight, bias) if part is not None))
+    sources = (*factors, *biases, *[part for part in (weight, bias) if part is not None])
 
     def make() -> tuple[Tensor, ...]:
         pairs, offset = fold([(factors[2 * n], factors[2 * n + 1]) for n in range(linears)], biases, weight, bias)
@@ -129,13 +132,12 @@ def _fake_norm_linear(
     activation: str,
     mode: str,
 ) -> Tensor:
-    return x.new_empty((x.shape[0], linears * architecture_of(factors[:2]).out_features))
+    return x.new_empty((*x.shape[:-1], linears * architecture_of(factors[:2]).out_features))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
+norm_linear_operator = Operator(
     "norm_linear(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor[] factors, Tensor[] biases, int linears, str activation, "
-    "str mode) -> Tensor"
+    "str mode) -> Tensor",
+    run_norm_linear,
+    _fake_norm_linear,
 )
-_library.impl("norm_linear", run_norm_linear, "CUDA")
-torch.library.register_fake("flysurgery::norm_linear", _fake_norm_linear, lib=_library)

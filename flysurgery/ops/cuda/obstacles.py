@@ -21,6 +21,12 @@ def shared_limit_of(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
 
 
+@lru_cache(maxsize=64)
+def multiprocessors_of(device_index: int) -> int:
+    """How many multiprocessors there are, which PyTorch takes longer to tell than a launch."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 @lru_cache(maxsize=_REMEMBERED)
 def fused_obstacle(architecture: Architecture, mode: str, linears: int, shared_limit: int) -> str | None:
     """Why so many linears of an architecture cannot run in one launch."""

@@ -12,7 +12,8 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
 from flysurgery.ops.cuda.kernel import Kernel, device_arch, load_kernel
 from flysurgery.ops.cuda.modes import HALF_MODES
-from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 
 _MODES = {"fp16": 0, "bf16": 1}
 _HEADS = (32, 64)
@@ -82,7 +83,7 @@ class WarpgroupAttention:
 
     def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
         """The number of blocks for the heads of all images, and what the kernel must know of these."""
-        return min(heads, torch.cuda.get_device_properties(device_index).multi_processor_count), (heads,)
+        return min(heads, multiprocessors_of(device_index)), (heads,)
 
     def defines(self, mode: str) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
@@ -159,7 +160,6 @@ def _fake_short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     return tokens_before_heads(q)
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("short_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
-_library.impl("short_attention", run_short_attention, "CUDA")
-torch.library.register_fake("flysurgery::short_attention", _fake_short_attention, lib=_library)
+short_attention_operator = Operator(
+    "short_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", run_short_attention, _fake_short_attention
+)

@@ -14,7 +14,9 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
 from flysurgery.ops.cuda.ffn_operator import FFN_SCHEMA, fake_ffn
 from flysurgery.ops.cuda.fused import readable
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
 
@@ -80,7 +82,7 @@ def run_wide_ffn(
         BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
     first, second, third, last = _products(architecture_of(up), architecture_of(down), x.dtype, activation, device_index)
@@ -108,7 +110,4 @@ def _wide_ffn(
     return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("wide_ffn" + FFN_SCHEMA)
-_library.impl("wide_ffn", _wide_ffn, "CUDA")
-torch.library.register_fake("flysurgery::wide_ffn", fake_ffn, lib=_library)
+wide_ffn_operator = Operator("wide_ffn" + FFN_SCHEMA, _wide_ffn, fake_ffn)

@@ -13,7 +13,9 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
 from flysurgery.ops.cuda.fused import readable
+from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
 
@@ -71,7 +73,7 @@ def run_wide_group(
         BackendError: the kernel cannot run this; ``wide_group_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != torch.cuda.current_device():
+    if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_wide_group(x, norm, factors, biases, linears)
     first, second = _products(architecture_of(factors[:2]), linears, x.dtype, device_index)
@@ -103,9 +105,8 @@ def _fake_wide_group(
     return x.new_empty((x.shape[0], linears * architecture_of(factors[:2]).out_features))
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define(
-    "wide_group(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] factors, Tensor[] biases, int linears) -> Tensor"
+wide_group_operator = Operator(
+    "wide_group(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] factors, Tensor[] biases, int linears) -> Tensor",
+    _wide_group,
+    _fake_wide_group,
 )
-_library.impl("wide_group", _wide_group, "CUDA")
-torch.library.register_fake("flysurgery::wide_group", _fake_wide_group, lib=_library)

@@ -51,6 +51,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(chain, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(multiplication, "_products", {})
     monkeypatch.setattr(gradients, "_chains", {})
     EmulatedProduct.packs = 0

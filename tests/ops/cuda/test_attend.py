@@ -29,6 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library = torch.library.Library("flysurgery", "IMPL")
     for name in ("few_attention", "short_attention"):
         library.impl(name, kernel(name), "CPU")
+        monkeypatch.setattr(getattr(attend, f"{name}_operator"), "run", kernel(name))
     monkeypatch.setattr(decisions, "_decided", {})
     monkeypatch.setattr(attend, "common_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "device_obstacle", lambda _: None)

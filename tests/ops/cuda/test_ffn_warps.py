@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flysurgery.ops import FusedFactors, Norm, ffn, ffn_launches
+from flysurgery.ops import decided as decisions
 from flysurgery.ops.cuda import ffn as kernels
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import low_rank
@@ -33,6 +34,7 @@ Pair = tuple[Architecture, Architecture]
 def without_wgmma(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A device of another generation, as far as the choice of the kernel goes, and few rows, too, by the kernel of whole blocks."""
     monkeypatch.setattr(kernels, "_has_wgmma", lambda index: False)
+    monkeypatch.setattr(decisions, "_decided", {})
     monkeypatch.setattr("flysurgery.ops.feed_forward.takes_few_rows", lambda *_: False)
     kernels._fused_ffn.cache_clear()
     yield
