@@ -107,7 +107,7 @@ def norm_place(model: nn.Module, found: Findings, group: LoneNorm, candidate: Ca
         return Reason("open-norm", "its module is called more than once, or does something else as well")
     original = model.get_submodule(fqn)
     condition = Condition([original])
-    return Place((candidate,), condition, lambda: {fqn: Stepped(original, candidate.step, condition)})
+    return Place((candidate,), condition, lambda new: {fqn: Stepped(original, candidate.step, condition)})
 
 
 def patches_place(model: nn.Module, candidate: Candidate) -> Place:
