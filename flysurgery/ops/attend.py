@@ -12,7 +12,7 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attention import attention_obstacle, attention_operator
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.few_attention import few_attention_obstacle, few_attention_operator
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.short_attention import short_attention_obstacle, short_attention_operator
 from flysurgery.ops.decided import decided
@@ -69,7 +69,7 @@ def _stages(q: Tensor, k: Tensor, v: Tensor) -> tuple[Stage, ...] | str:
     if k.shape[2] == 0:
         return "there are no keys"
     if q.dtype == torch.float32:
-        mode = str(mode_of(q.dtype, allow_tf32=tf32_allowed()))
+        mode = str(present_mode(q.dtype))
         return _attention_obstacle(q.shape[-1], mode, q.device.index) or (Stage((), partial(_floats, mode=mode)),)
     obstacle = _device_obstacle(q.device.index)
     if obstacle is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.dense import dense_linear_operator, dense_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.epilogue import epilogue_obstacle, ks_linear_epilogue_operator
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.parts import Dense, Linear
 from flysurgery.ops.problem import is_exporting, is_tracing
 from flysurgery.patterns import Architecture
@@ -24,7 +24,7 @@ def linear_epilogue(
     scale: Tensor | None = None,  # shape: (out_features,)
 ) -> Tensor:  # shape: (*batch, out_features)
     """``residual + activation(scale * linear(x))`` where ``epilogue_reason`` has none against it."""
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(-1, residual.shape[-1])
     if isinstance(linear, Dense):
@@ -36,7 +36,7 @@ def linear_epilogue(
 
 def epilogue_reason(linear: Linear, dtype: torch.dtype, device: torch.device, activation: str = "none") -> str | None:
     """Why no kernel runs a linear with this epilogue; None where one does. Whether sizes fit each other is not asked here."""
-    mode = mode_of(dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(dtype)
     if mode is None:
         return f"the fused operators take float32, float16 and bfloat16, not {dtype}"
     if isinstance(linear, Dense):

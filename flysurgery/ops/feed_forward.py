@@ -14,7 +14,7 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense import dense_advice
 from flysurgery.ops.cuda.ffn import ffn_obstacle
 from flysurgery.ops.cuda.ffn_operator import ffn_operator
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
@@ -209,7 +209,7 @@ def _added_in_one_launch(x: Tensor, down: Linear) -> bool:
     """Whether a kernel multiplies and adds to the residual, and is the fastest."""
     if epilogue_reason(down, x.dtype, x.device) is not None:
         return False
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     return not isinstance(down, Dense) or _dense_advice(*down.sizes, mode or "", x.device.index) is None
 
 
@@ -245,7 +245,7 @@ def _whole_obstacle(
         return "the kernel of a whole block has no norm between its layers"
     if isinstance(up, Dense) or isinstance(down, Dense):
         return "the kernel of a whole block multiplies factors, and one of its layers is dense"
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     return _ffn_obstacle(up.shapes, down.shapes, mode, norm is not None, activation, residual, x.device.index)
 
 

@@ -10,7 +10,7 @@ from flysurgery.ops.cuda.dense import dense_advice, dense_gated_operator, dense_
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.gated import gated_obstacle, gated_operator
 from flysurgery.ops.cuda.gated_linear import gated_linear_obstacle, gated_linear_operator
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.normed import normed
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
@@ -48,14 +48,14 @@ def _fused(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Tensor:
     (both,) = up.members
     assert isinstance(both, FusedFactors), "the stages say so"
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
-    rows, mode = x.reshape(-1, x.shape[-1]), mode_of(x.dtype, allow_tf32=tf32_allowed())
+    rows, mode = x.reshape(-1, x.shape[-1]), present_mode(x.dtype)
     y = gated_linear_operator(rows, *parts, list(both.factors), both.bias, up.gate, activation, mode)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _dense(x: Tensor, up: Gated, activation: str) -> Tensor:
     weights, rows = [member.weight for member in up.members if isinstance(member, Dense)], x.reshape(-1, x.shape[-1])
-    y = dense_gated_operator(rows, weights, _biases(up), up.gate, activation, mode_of(x.dtype, allow_tf32=tf32_allowed()))
+    y = dense_gated_operator(rows, weights, _biases(up), up.gate, activation, present_mode(x.dtype))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -68,13 +68,13 @@ def _apart(x: Tensor, up: Gated, activation: str) -> Tensor:
 
 def _in_one_launch(x: Tensor, norm: bool, both: FusedFactors, activation: str) -> bool:
     """Whether the fused kernel takes a layer whose outputs are gate and value, and the norm before it where there is one."""
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     return mode is not None and _gated_linear_obstacle(both.shapes, mode, activation, norm, x.device.index) is None
 
 
 def _dense_in_one_launch(x: Tensor, up: Gated, activation: str) -> bool:
     """Whether the dense kernel takes the layers, and is the fastest: dense ones, with a bias each or none."""
-    mode, dense = mode_of(x.dtype, allow_tf32=tf32_allowed()), all(isinstance(member, Dense) for member in up.members)
+    mode, dense = present_mode(x.dtype), all(isinstance(member, Dense) for member in up.members)
     if not dense or mode is None or len(_biases(up)) not in (0, len(up.members)):
         return False
     return _dense_gated_obstacle(up.sizes[0], 2 * up.sizes[1], mode, activation, x.device.index) is None

@@ -11,7 +11,7 @@ from torch.nn.functional import linear as torch_linear
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode, tf32_allowed
 from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle, norm_linear_operator
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size
@@ -109,7 +109,7 @@ def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:
 
 def in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
     """Whether the fused kernel takes the linears with their norm."""
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     return _alike(group) and mode is not None and _norm_linear_obstacle(group[0].shapes, mode, len(group), x.device.index) is None
 
 
@@ -123,7 +123,7 @@ def _alike(group: Sequence[FusedFactors]) -> bool:
 
 def fused_norm_linear(x: Tensor, norm: Norm, group: Sequence[FusedFactors], activation: str) -> Tensor:
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     return norm_linear_operator(x, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense import dense_patches_operator, patches_obstacle
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle
 from flysurgery.ops.stage import Stage, Way
@@ -65,7 +65,7 @@ def _stages(images: Tensor, patches: Patches) -> tuple[Stage, ...] | str:
     obstacle = _obstacle(images, patches)
     if obstacle is not None:
         return obstacle
-    mode = mode_of(images.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(images.dtype)
     alone = position is None and prefix is None
     if alone and mode is not None:
         features, channels, high, wide = map(index, weight.shape)

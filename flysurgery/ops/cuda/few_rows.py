@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.factors import architecture_of, factors_to_dense
+from flysurgery.factors import factors_to_dense
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, float_bits, load_kernel
@@ -194,9 +194,13 @@ def _linears(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[tuple[Te
 
 
 def _sizes(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[int]:
-    """Outputs of each linear."""
-    linears = zip(_linears(weights, lengths), lengths, strict=True)
-    return [architecture_of(linear).out_features if length else linear[0].shape[0] for linear, length in linears]
+    """Outputs of each linear, which its first weight tells."""
+    sizes, place = [], 0
+    for length in lengths:
+        shape = weights[place].shape
+        sizes.append(shape[0] * shape[1] * shape[3] if length else shape[0])
+        place += length or 1
+    return sizes
 
 
 def pack_weights(weights: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:  # shape: (out_features, in_features)

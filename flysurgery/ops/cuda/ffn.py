@@ -18,7 +18,7 @@ from flysurgery.ops.cuda.ffn_warp_tiling import warp_ffn_tiling
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, device_arch, float_bits, load_kernel
-from flysurgery.ops.cuda.modes import HALVES, mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import HALVES, present_mode
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.tiling import MODES
 from flysurgery.patterns import Architecture
@@ -142,7 +142,7 @@ def run_ffn(
         with torch.cuda.device(device_index):
             return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual, wgmma)
     shapes = tuple([factor.shape for factor in up]), tuple([factor.shape for factor in down])
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     kernel = _fused_ffn(*shapes, mode or "", activation, norm is not None, scale is not None, residual, device_index, wgmma)
     parts = (*up, *down, up_bias, down_bias, *(norm or (None, None)), scale)
     sources = tuple([part for part in parts if part is not None])

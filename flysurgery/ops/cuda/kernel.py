@@ -98,7 +98,7 @@ class Kernel:
         self._code = code
         self._kernel = driver.CUkernel(int(kernel.handle))
         self.function = driver.CUfunction(int(kernel.handle))
-        self.driver_launch = driver.cuLaunchKernel
+        self.driver_launch, self._driver_launch_as = driver.cuLaunchKernel, driver.cuLaunchKernelEx
         self._sizes = [size for _, size in kernel.arguments_info]
         self._parameters = Parameters(self._sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
@@ -126,7 +126,8 @@ class Kernel:
         Raises:
             BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
         """
-        self.allow_shared(shared_bytes)
+        if shared_bytes > self._shared_bytes:
+            self.allow_shared(shared_bytes)
         sizes = (*grid, *block, shared_bytes)
         with self._lock:  # the driver copies the parameters before it returns
             address = self._parameters.fill(arguments, self.name)
@@ -145,15 +146,16 @@ class Kernel:
 
     def queue(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """Launch with the parameters whose addresses lie at ``address``; ``sizes`` are grid, block and shared bytes."""
-        self._queue(lambda: self.driver_launch(self.function, *sizes, stream, address, 0)[0], sizes)
+        if self.driver_launch(self.function, *sizes, stream, address, 0)[0] != 0:
+            self._queue_again(lambda: self.driver_launch(self.function, *sizes, stream, address, 0)[0], sizes)
 
     def queue_as(self, config: Any, sizes: tuple[int, ...], stream: int, address: int) -> None:
         """The same as an ``early_launch`` says."""
         config.hStream = stream
-        launch = cuda_module("bindings.driver").cuLaunchKernelEx
-        self._queue(lambda: launch(config, self.function, address, 0)[0], sizes)
+        if self._driver_launch_as(config, self.function, address, 0)[0] != 0:
+            self._queue_again(lambda: self._driver_launch_as(config, self.function, address, 0)[0], sizes)
 
-    def _queue(self, launch: Callable[[], Any], sizes: tuple[int, ...]) -> None:
+    def _queue_again(self, launch: Callable[[], Any], sizes: tuple[int, ...]) -> None:
         result = launch()
         if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)

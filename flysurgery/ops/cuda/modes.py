@@ -25,6 +25,11 @@ def mode_of(dtype: torch.dtype, *, allow_tf32: bool, exact: bool = False) -> str
     return HALF_MODES.get(dtype)
 
 
+def present_mode(dtype: torch.dtype) -> str | None:
+    """``mode_of`` a dtype under PyTorch's present settings."""
+    return mode_of(dtype, allow_tf32=dtype == torch.float32 and tf32_allowed())
+
+
 def dtype_of(mode: str) -> torch.dtype:
     """The dtype of x that a mode takes.
 

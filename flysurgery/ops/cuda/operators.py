@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
-from flysurgery.ops.cuda.modes import dtype_of, mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import dtype_of, present_mode
 from flysurgery.ops.cuda.multiply import multiply
 
 
@@ -86,7 +86,7 @@ torch.library.register_fake("flysurgery::ks_linear_gradients", _fake_gradients, 
 def _autocast(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
     """Round x as autocast rounds the input of a linear layer. Factors stay wide: packing rounds them."""
     dtype = torch.get_autocast_dtype("cuda")
-    narrow = mode_of(dtype, allow_tf32=tf32_allowed())
+    narrow = present_mode(dtype)
     with torch.autocast("cuda", enabled=False):
         if x.dtype == torch.float32 and narrow is not None:
             x, mode = x.to(dtype), narrow
