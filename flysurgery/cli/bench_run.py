@@ -33,6 +33,8 @@ class BenchRun:
         self._sheet = Sheet(out, device, kind, fresh=fresh)
         if self._sheet.dropped:
             typer.echo(f"{out}: {self._sheet.dropped} rows of another device or version are measured anew", err=True)
+        if self._sheet.records:
+            typer.echo(f"{out}: {len(self._sheet.records)} rows are there already and stay; --fresh measures them again", err=True)
         self._stack = ExitStack()
         self._groups = 0
 

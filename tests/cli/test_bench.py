@@ -100,7 +100,9 @@ def test_model_measures_each_architecture_once(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert main([*command, "--arch", "gonon"]) == 0
     assert out.read_text() == both
-    assert "the converted model takes" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "the converted model takes" in printed.out
+    assert printed.err == f"{out}: {len(rows)} rows are there already and stay; --fresh measures them again\n"
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
