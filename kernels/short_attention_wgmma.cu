@@ -7,14 +7,18 @@
 // other is multiplied; more keys come in CHUNKS of them with a running maximum and sum. Accumulators of q kᵀ, through the exponential, are
 // the operand of the product with v. The rows of y take the place of the queries, so that stores are whole rows of a head.
 //
+// Up to 8 queries in the last tile, as of 197, are multiplied by mma.sync: the warps of a warpgroup share the keys among them, then the features,
+// and meet twice in between. This passes the turn on at once, and fits between the turns of the others.
+//
 //     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
 //     the last tile may read beyond its slot: what it finds there reaches no row of y
 //
-// Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 34 us, where the bytes take 18 at full bandwidth,
+// Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 33 us, where the bytes take 18 at full bandwidth,
 // and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other.
 // Times beside PyTorch's, with the floor's share: recipes/results/attention_h200.csv.
 //
-// Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more).
+// Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more),
+// LAST (1: the last of three tiles or more has up to 8 queries, multiplied apart).
 // Limits: sm_90a; keys up to CHUNK*CHUNKS, which is up to ROWS, and less than 16*CHUNKS fewer; queries up to ROWS; scale > 0; features adjacent,
 // rows at multiples of 16 bytes.
 #include "instructions.cuh"
@@ -23,11 +27,12 @@
 typedef long long i64;
 
 constexpr int kHead = 64, kRow = 2 * kHead, kSlot = ROWS * kRow, kTiles = kHead / 8, kChunkTiles = CHUNK / 8;
-constexpr int kSpare = TILES * 64 > ROWS ? (TILES * 64 - ROWS) * kRow : 0;
+constexpr int kSpare = !LAST && TILES * 64 > ROWS ? (TILES * 64 - ROWS) * kRow : 0;
 constexpr int kWarpgroups = 3;
 constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
 constexpr int kAhead = SLOTS < 6 ? SLOTS - 3 : 3;  // slots on their way; a head's others must arrive while its first is held
 constexpr int kEarly = kChunkTiles >= 4 * CHUNKS ? kChunkTiles / 2 : 0;  // tiles whose keys are all there, and that are looked at early
+constexpr int kKeys = CHUNK * CHUNKS, kPitch = 2 * kKeys + 16;  // bytes of a last query's exponentials: 16 more, against bank conflicts
 constexpr float kLog2E = 1.44269504088896341f;
 
 struct Strides {
@@ -62,6 +67,82 @@ __device__ __forceinline__ void bring(u32 slot, const u16* from, i64 token, int 
         from += 16 * token;
     }
     commit_copies();
+}
+
+// A warpgroup multiplies the last queries of a head, 8 rows of tiles of 16 whose others are zeros: a warp has every fourth 8 keys, then 16 features.
+// Exponentials, maxima and sums meet in shared memory from `met` on. The same bytes served the head before: its last queries are done, as the
+// warpgroup that multiplied them has taken another tile since, or is this one, and turns follow each other.
+__device__ __forceinline__ void attend_last(const Ring& ring, int of_keys, u32 met, int barrier, u16* y_rows, i64 y_token, int queries, int keys,
+                                            float scale) {
+    constexpr int kOwn = (kKeys / 8 + 3) / 4;  // tiles of 8 keys of a warp
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, of_queries = of_keys + 1, of_values = of_keys + 2;
+    const u32 query_rows = ring.slot(of_queries) + (TILES - 1) * 64 * kRow, key_rows = ring.slot(of_keys), value_rows = ring.slot(of_values);
+    const u32 maxima = met + 8 * kPitch, sums = maxima + 4 * 32;
+    u32 own[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) load_matrices(own[h], query_rows + place(lane & 7, 4 * h + (lane >> 3)));
+    float scores[kOwn][4] = {}, highest = -infinity();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        const int first = (4 * i + warp) * 8;
+        if (first >= kKeys) continue;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            u32 b[4];
+            load_matrices(b, key_rows + place(first + (lane & 7), 4 * h + (lane >> 3)));
+            mma(scores[i], {own[h][0], 0, own[h][1], 0}, b[0], b[1]);
+            mma(scores[i], {own[h][2], 0, own[h][3], 0}, b[2], b[3]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if ((4 * i + warp) * 8 + 2 * t + e >= keys) scores[i][e] = -infinity();
+            highest = fmaxf(highest, scores[i][e]);
+        }
+    ring.free(of_queries);
+    ring.free(of_keys);
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    if (t == 0) store_shared(maxima + 32 * warp + 4 * g, __float_as_uint(highest));
+    named_barrier_wait(barrier, 128);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) highest = fmaxf(highest, __uint_as_float(load_shared_one(maxima + 32 * w + 4 * g)));
+    const float shift = -highest * scale;
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        const int first = (4 * i + warp) * 8;
+        if (first >= kKeys) continue;
+        const float one = exp2_fast(fmaf(scores[i][0], scale, shift)), two = exp2_fast(fmaf(scores[i][1], scale, shift));
+        total += one + two;
+        store_shared(met + g * kPitch + 2 * first + 4 * t, round2(one, two));
+    }
+    total = over_quad_sum(total);
+    if (t == 0) store_shared(sums + 32 * warp + 4 * g, __float_as_uint(total));
+    ring.wait_arrived(of_values);
+    named_barrier_wait(barrier, 128);
+
+    float out[2][2][4] = {};  // of every second step; of 8 features
+#pragma unroll
+    for (int s = 0; s < kKeys / 16; ++s) {
+        u32 a[4], b[4];
+        load_two_matrices(a, met + (lane & 7) * kPitch + 32 * s + (lane >> 3 & 1) * 16);
+        load_transposed(b, value_rows + place(16 * s + (lane & 15), 2 * warp + (lane >> 4)));
+        mma(out[s % 2][0], {a[0], 0, a[1], 0}, b[0], b[1]);
+        mma(out[s % 2][1], {a[0], 0, a[1], 0}, b[2], b[3]);
+    }
+    ring.free(of_values);
+    total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) total += __uint_as_float(load_shared_one(sums + 32 * w + 4 * g));
+    const float by = 1.0f / total;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+        if (g < queries)
+            *reinterpret_cast<u32*>(y_rows + g * y_token + warp * 16 + n * 8 + 2 * t) =
+                round2((out[0][n][0] + out[1][n][0]) * by, (out[0][n][1] + out[1][n][1]) * by);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
@@ -112,6 +193,12 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         ring.wait_arrived(of_keys);
         ring.wait_arrived(of_queries);
         named_barrier_wait(turn_of(unit), 256);
+        if (LAST && tile == TILES - 1) {
+            named_barrier_arrive(turn_of(unit + 1), 256);
+            u16* const y_rows = y + ((at / (int)heads * queries + tile * 64) * heads + at % (int)heads) * kHead;
+            attend_last(ring, of_keys, ring.freed + 8 * SLOTS, 1 + warpgroup, y_rows, heads * kHead, (int)queries - tile * 64, (int)keys, scale);
+            continue;
+        }
 
         float out[kTiles][4], most[2] = {-infinity(), -infinity()}, total[2] = {};
 #pragma unroll 1

@@ -61,6 +61,7 @@ class WarpgroupAttention:
         rows: of a slot, which holds the queries, the keys or the values of a head.
         tiles: of 64 queries.
         slots: of the ring.
+        last: whether the last tile has so few queries that they are multiplied apart.
     """
 
     chunk: int
@@ -68,6 +69,7 @@ class WarpgroupAttention:
     rows: int
     tiles: int
     slots: int
+    last: bool
 
     source = "short_attention_wgmma.cu"
     warps = 16
@@ -75,11 +77,17 @@ class WarpgroupAttention:
     most_chunk = 208
     """More scores leave too few registers."""
     slot_counts = range(24, 4, -1)
+    most_last = 8
+    fewest_tiles = 3
+    """With last queries apart: a warpgroup that has multiplied such a tile takes another before the next of them."""
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the ring, what the last tile reads beyond it, and two barriers a slot."""
-        return self.slots * (self.rows * _ROW_BYTES + 16) + max(64 * self.tiles - self.rows, 0) * _ROW_BYTES
+        """Dynamic shared memory of a block: the ring, two barriers a slot, and what the last tile reads beyond it or its warps exchange."""
+        ring = self.slots * (self.rows * _ROW_BYTES + 16)
+        if self.last:
+            return ring + self.most_last * (2 * self.chunk * self.chunks + 16) + 2 * 4 * 4 * self.most_last
+        return ring + max(64 * self.tiles - self.rows, 0) * _ROW_BYTES
 
     def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
         """The number of blocks for the heads of all images, and what the kernel must know of these."""
@@ -88,7 +96,7 @@ class WarpgroupAttention:
     def defines(self, mode: str) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
         sizes = {"CHUNK": self.chunk, "CHUNKS": self.chunks, "ROWS": self.rows, "TILES": self.tiles, "SLOTS": self.slots}
-        return {"MODE": _MODES[mode], **sizes}
+        return {"MODE": _MODES[mode], **sizes, "LAST": int(self.last)}
 
 
 def short_attention(head: int, queries: int, keys: int, shared_limit: int, *, wgmma: bool) -> WarpAttention | WarpgroupAttention:
@@ -96,7 +104,9 @@ def short_attention(head: int, queries: int, keys: int, shared_limit: int, *, wg
     chunks = -(-keys // WarpgroupAttention.most_chunk)
     chunk = _up(-(-keys // chunks), 16)
     rows = max(chunk * chunks, _up(queries, 16))
-    by_slots = (WarpgroupAttention(chunk, chunks, rows, -(-queries // 64), slots) for slots in WarpgroupAttention.slot_counts)
+    tiles = -(-queries // 64)
+    last = tiles >= WarpgroupAttention.fewest_tiles and queries - 64 * (tiles - 1) <= WarpgroupAttention.most_last
+    by_slots = (WarpgroupAttention(chunk, chunks, rows, tiles, slots, last) for slots in WarpgroupAttention.slot_counts)
     fitting = (sizes for sizes in by_slots if wgmma and head == WarpgroupAttention.head and sizes.shared_bytes <= shared_limit)
     turns = -(-queries // (16 * WarpAttention.most_warps))
     return next(fitting, WarpAttention(head, _up(keys, 16), -(-queries // (16 * turns))))

@@ -32,7 +32,7 @@ def test_short_attention_compiles_without_spills(arch: str, mode: str, head: int
     assert sizes.shared_bytes + compiled.shared_bytes <= SHARED_BYTES[arch]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 17, 50, 65, 197, 208, 209, 257, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 17, 50, 65, 129, 193, 197, 200, 201, 208, 209, 257, 300])
 def test_tiles_of_warpgroups_hold_all_queries_and_keys(tokens: int) -> None:
     sizes = short_attention(64, tokens, tokens, SHARED_BYTES["sm_90a"], wgmma=True)
     assert isinstance(sizes, WarpgroupAttention)
@@ -40,6 +40,7 @@ def test_tiles_of_warpgroups_hold_all_queries_and_keys(tokens: int) -> None:
     assert tokens <= min(padded, sizes.rows, 64 * sizes.tiles) and padded <= sizes.rows and 64 * (sizes.tiles - 1) < tokens
     assert padded - tokens < 16 * sizes.chunks, "the kernel leaves out no key before these"
     assert sizes.rows % 8 == 0 and sizes.slots >= 5
+    assert sizes.last == (tokens in (129, 193, 197, 200, 257))
 
 
 def test_what_warpgroups_cannot_hold_is_for_warps_or_for_pytorch() -> None:

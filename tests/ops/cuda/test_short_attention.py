@@ -52,19 +52,20 @@ def check(wgmma: bool, halves: Arithmetic, parts: Operands, scale: float | None 
 
 
 @pytest.mark.parametrize("head", [64, 32])
-@pytest.mark.parametrize("tokens", [1, 5, 17, 50, 197, 200, 208, 257])
+@pytest.mark.parametrize("tokens", [1, 5, 17, 50, 129, 192, 193, 197, 200, 201, 208, 257])
 def test_as_accurate_as_pytorch(wgmma: bool, halves: Arithmetic, head: int, tokens: int) -> None:
     check(wgmma, halves, operands(1 + 50 // tokens, 3, tokens, head, tokens, halves.dtype))
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(196, 77), (80, 5), (5, 130), (300, 64)])
+@pytest.mark.parametrize(("tokens", "keys"), [(196, 77), (80, 5), (5, 130), (300, 64), (197, 5), (136, 208), (257, 300)])
 def test_as_many_keys_as_one_likes(wgmma: bool, halves: Arithmetic, tokens: int, keys: int) -> None:
     check(wgmma, halves, operands(5, 3, tokens, 64, keys, halves.dtype))
 
 
 @pytest.mark.parametrize("images", [1, 50])
-def test_more_heads_than_multiprocessors(wgmma: bool, halves: Arithmetic, images: int) -> None:
-    check(wgmma, halves, operands(images, 12, 197, 64, 197, halves.dtype))
+@pytest.mark.parametrize("tokens", [130, 197, 257])
+def test_more_heads_than_multiprocessors(wgmma: bool, halves: Arithmetic, tokens: int, images: int) -> None:
+    check(wgmma, halves, operands(images, 12, tokens, 64, tokens, halves.dtype))
 
 
 @pytest.mark.parametrize("scale", [0.5, 1e-4, -0.125, 0.0])
@@ -74,7 +75,7 @@ def test_views_of_one_projection_and_other_scales(wgmma: bool, halves: Arithmeti
     assert_equal(attend(wgmma, q, k, v, scale), attend(wgmma, q.contiguous(), k.contiguous(), v.contiguous(), scale))
 
 
-@pytest.mark.parametrize("tokens", [100, 257])
+@pytest.mark.parametrize("tokens", [100, 197, 257])
 def test_a_softmax_that_takes_one_key(wgmma: bool, halves: Arithmetic, tokens: int) -> None:
     q, k, v = operands(1, 2, tokens, 64, tokens, halves.dtype)
     chosen = (q.double() @ k.double().mT).argmax(-1, keepdim=True).expand_as(v)
@@ -90,13 +91,14 @@ def test_scores_far_below_zero(wgmma: bool, halves: Arithmetic, below: float) ->
     check(wgmma, halves, (q, k, v), 1.0)
 
 
-def test_one_row_has_no_influence_on_another(wgmma: bool, halves: Arithmetic) -> None:
-    q, k, v = operands(1, 2, 150, 64, 150, halves.dtype)
+@pytest.mark.parametrize(("tokens", "wrong"), [(150, 3), (150, 149), (197, 3), (197, 193)])
+def test_one_row_has_no_influence_on_another(wgmma: bool, halves: Arithmetic, tokens: int, wrong: int) -> None:
+    q, k, v = operands(1, 2, tokens, 64, tokens, halves.dtype)
     out = attend(wgmma, q, k, v)
-    q[:, 0, 3] = torch.nan
+    q[:, 0, wrong] = torch.nan
     changed = attend(wgmma, q, k, v)
-    assert bool(changed[:, 0, 3].isnan().all())
-    others = [row for row in range(150) if row != 3]
+    assert bool(changed[:, 0, wrong].isnan().all())
+    others = [row for row in range(tokens) if row != wrong]
     assert_equal(changed[:, :, others], out[:, :, others])
     assert_equal(changed[:, 1], out[:, 1])
     assert attend(wgmma, q[:, :, :0], k, v).shape == (1, 2, 0, 64)
