@@ -163,6 +163,8 @@ def run_attention_layer(mode: str) -> None:
     for tokens in ROWS:
         q, k, v = torch.randn((2, tokens, 3, 2, 32), device="cuda").permute(2, 0, 3, 1, 4)
         run_attention(q, k, v, 0.125, mode)
+    q, k, v = torch.randn((2, 197, 3, blocks_at_once() // 2 + 1, 64), device="cuda").permute(2, 0, 3, 1, 4)
+    run_attention(q, k, v, 0.125, mode)  # whole heads
     print(f"attention {mode}")
 
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery.ops import attention, attention_reason, composed
+from flysurgery.ops.cuda.attention import head_attention, launch_attention
+from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.obstacles import shared_limit_of
 from tests.support.problems import keep_bits
 from tests.support.tolerance import BF16, FP16, FP32_BY_FP16_PAIRS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
 
@@ -110,6 +113,84 @@ def test_reasons() -> None:
     assert "got 80" in str(attention_reason(*operands(1, 1, 8, 80)))
     assert "fit each other" in str(attention_reason(q, k[:, :1], v))
     assert "no gradients" in str(attention_reason(q.requires_grad_(), k, v))
+
+
+def by_heads(mode: Arithmetic, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.125) -> Tensor:
+    """By the kernel whose blocks take whole heads, however few there are."""
+    if device_arch(0) != "sm_90a":
+        pytest.skip("warpgroups multiply on sm_90a only")
+    sizes = head_attention("tf32" if mode is TF32 else "fp32", max(q.shape[2], 1), k.shape[2], shared_limit_of(0))
+    assert sizes is not None
+    return launch_attention(sizes, q, k, v, scale)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys"), [(1, 1), (5, 130), (50, 50), (80, 5), (129, 129), (196, 77), (197, 197), (197, 64), (200, 208), (257, 257)]
+)
+def test_whole_heads_as_accurate_as_pytorch(mode: Arithmetic, tokens: int, keys: int) -> None:
+    q, k, v = operands(1 + 500 // tokens, 3, tokens, 64, keys)
+    truth = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    out = by_heads(mode, q, k, v)
+    assert_epilogue_comparable(out, yardstick(q, k, v, 0.125, mode), truth, mode)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("scale", [0.5, 1e-4, -0.125, 0.0])
+def test_whole_heads_of_views_and_by_other_scales(mode: Arithmetic, scale: float) -> None:
+    q, k, v = torch.randn(60, 197, 3, 4, 64, device="cuda").permute(2, 0, 3, 1, 4).unbind(0)
+    out = by_heads(mode, q, k, v, scale)
+    assert_equal(out, by_heads(mode, q.contiguous(), k.contiguous(), v.contiguous(), scale))
+    truth = composed.attention(q.double(), k.double(), v.double(), scale)
+    assert_epilogue_comparable(out, yardstick(q, k, v, scale, mode), truth, mode)
+
+
+@pytest.mark.parametrize("power", [-100, -20, 0, 20, 60])
+def test_whole_heads_in_the_range_of_float32(mode: Arithmetic, power: int) -> None:
+    q, k, v = operands(1, 2, 197, 64)
+    out = by_heads(mode, q * 2.0**-power, k * 2.0**power, v * 2.0**power)
+    assert_equal(out * 2.0**-power, by_heads(mode, q, k, v))
+
+
+@pytest.mark.parametrize("below", [1e2, 1e4])
+def test_whole_heads_with_scores_far_below_zero(mode: Arithmetic, below: float) -> None:
+    """Keys that are not there would outweigh all others."""
+    q, k, v = operands(1, 2, 197, 64)
+    q[..., 0], k[..., 0] = -(below**0.5), below**0.5
+    truth = scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=1.0)
+    assert_epilogue_comparable(by_heads(mode, q, k, v, 1.0), yardstick(q, k, v, 1.0, mode), truth, mode)
+
+
+@pytest.mark.parametrize("wrong", [3, 196])
+def test_one_row_has_no_influence_on_another_of_its_head(mode: Arithmetic, wrong: int) -> None:
+    q, k, v = operands(1, 2, 197, 64)
+    out = by_heads(mode, q, k, v)
+    q[:, 0, wrong] = torch.nan
+    changed = by_heads(mode, q, k, v)
+    assert bool(changed[:, 0, wrong].isnan().all())
+    others = [row for row in range(197) if row != wrong]
+    assert_equal(changed[:, :, others], out[:, :, others])
+    assert_equal(changed[:, 1], out[:, 1])
+    assert by_heads(mode, q[:, :, :0], k, v).shape == (1, 2, 0, 64)
+
+
+def test_a_softmax_of_a_whole_head_that_takes_one_key() -> None:
+    q, k, v = operands(1, 2, 197, 64)
+    v = v.half().float()  # which fp16 holds
+    chosen = (q.double() @ k.double().mT).argmax(-1, keepdim=True).expand_as(v)
+    assert_equal(by_heads(FP32_BY_FP16_PAIRS, q * 2.0**30, k, v), v.gather(2, chosen))
+
+
+def test_many_heads_are_taken_whole(mode: Arithmetic) -> None:
+    q, k, v = operands(50, 3, 197, 64)
+    same = by_heads(mode, q, k, v)
+    assert_equal(attention(q, k, v), same)
+    torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, "tf32" if mode is TF32 else "fp32"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_equal(out, same)
 
 
 @pytest.fixture(params=[FP16, BF16], ids=["fp16", "bf16"])

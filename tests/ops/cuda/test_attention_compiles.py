@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flysurgery.ops.cuda.attention import block_attention, head_attention
 from flysurgery.ops.cuda.compile import compile_cubin
 from flysurgery.ops.cuda.short_attention import WarpAttention, WarpgroupAttention, short_attention, short_attention_obstacle
 
@@ -19,6 +20,24 @@ SPILL_BYTES = {"sm_100": 64}
 def test_compiles_without_spills(arch: str, head: int, mode: int, warps: int) -> None:
     compiled = compile_cubin("attention.cu", {"HEAD": head, "KEYS": 48, "MODE": mode, "WARPS": warps}, arch=arch, name="attention")
     assert compiled.spill_bytes <= SPILL_BYTES.get(arch, 0)
+
+
+@pytest.mark.parametrize("mode", ["tf32", "fp32"])
+@pytest.mark.parametrize("tokens", [1, 5, 50, 129, 197, 208, 257])
+def test_whole_heads_fit_and_compile(mode: str, tokens: int) -> None:
+    sizes = head_attention(mode, tokens, tokens, SHARED_BYTES["sm_90a"])
+    assert sizes is not None
+    padded = sizes.chunk * sizes.chunks
+    assert tokens <= padded <= sizes.rows and padded - tokens < 16 * sizes.chunks
+    assert sizes.shared_bytes <= SHARED_BYTES["sm_90a"] and sizes.slots >= 3
+    compiled = compile_cubin(sizes.source, sizes.defines(), arch="sm_90a", name="attention")
+    assert compiled.spill_bytes <= 24 and not compiled.serialized
+    assert 0 < compiled.registers * 32 * sizes.warps <= 65536
+
+
+def test_whole_heads_that_do_not_fit_are_for_blocks_of_queries() -> None:
+    assert head_attention("fp32", 577, 577, SHARED_BYTES["sm_90a"]) is None
+    assert block_attention("fp32", 64, 577).warps == 8 and block_attention("tf32", 64, 50).warps == 4
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
