@@ -146,17 +146,17 @@ def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: to
     print(f"feed-forward {dtype} {architectures[0]} {architectures[1]}, rows {all_rows}")
 
 
-def run_float_feed_forward(architectures: tuple[Architecture, Architecture], mode: str) -> None:
+def run_float_feed_forward(architectures: tuple[Architecture, Architecture], mode: str, all_rows: Sequence[int] = ROWS) -> None:
     if device_arch(0) != "sm_90a":
         return
     torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
     up, down = (factors_of(architecture, torch.float32) for architecture in architectures)
     bias = torch.randn(architectures[1].out_features, device="cuda")
-    for rows in ROWS:
+    for rows in all_rows:
         x = torch.randn((rows, len(bias)), device="cuda")
         run_ffn(x, (bias, bias), 1e-6, up, None, down, bias, "gelu", bias, True)
         run_ffn(x, (None, None), 1e-6, up, None, down, None, "gelu_tanh", None, False)
-    print(f"feed-forward {mode} {architectures[0]} {architectures[1]}")
+    print(f"feed-forward {mode} {architectures[0]} {architectures[1]}, rows {all_rows}")
 
 
 def run_attention_layer(mode: str) -> None:
@@ -244,6 +244,7 @@ def cases() -> list[Callable[[], None]]:
     found += [partial(run_attention_layer, mode) for mode in ("tf32", "fp32")]
     for mode in ("tf32", "fp32"):
         found += [partial(run_float_feed_forward, (named(768, 192), named(192, 768)), mode) for named in (gonon, monarch)]
+        found += [partial(run_float_feed_forward, (gonon(768, 192), gonon(192, 768)), mode, (128 * blocks_at_once() + 75,))]
     found += [partial(run_single, ODD, "exact")]
     for mode in ("fp16", "bf16"):
         dtype = dtype_of(mode)

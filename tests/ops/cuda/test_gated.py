@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from flysurgery.ops import Dense, FusedFactors, Gated, Linear, Norm, composed, ffn, ffn_reason
+from flysurgery.ops.cuda.gated import run_gated
 from flysurgery.patterns import gonon, monarch
 from tests.ops.cuda.test_inference_ops import DTYPES, comparable, dense, layer, normal, wide
 
@@ -158,3 +160,20 @@ def test_the_product_with_a_gate_takes_halves_and_odd_places() -> None:
         truth = torch.nn.functional.silu(gate.double()) * value.double()
         comparable(hidden_of(gate, value), torch.nn.functional.silu(gate) * value, truth)
     torch.library.opcheck(torch.ops.flysurgery.gated.default, (holder[:, :520], holder[:, 520:1040], "silu"))
+
+
+def test_gelu_of_float32_is_as_exact_as_torchs() -> None:
+    gate = torch.cat([torch.linspace(-12, 12, 1 << 16), torch.randn(1 << 16)]).cuda().view(-1, 512)
+    truth = gelu(gate.double())
+
+    def error(y: Tensor) -> float:
+        return float((y.double() - truth).norm())
+
+    assert error(run_gated(gate, torch.ones_like(gate), "gelu")) <= 1.05 * error(gelu(gate))
+
+
+def test_gelu_of_what_is_not_finite() -> None:
+    gate = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 0.0, -1e-30, 7.0]], device="cuda")
+    y = run_gated(gate, torch.ones_like(gate), "gelu")[0]
+    assert not bool(y[:3].isfinite().any())
+    assert torch.equal(y[3:], gelu(gate.double())[0, 3:].float())
