@@ -85,6 +85,31 @@ struct Held {
             store_shared(lane_at + tile * 1024 + h * 128, kPairs ? lo : hi);
         }
     }
+    // All tiles of two rows in memory, some on their way together.
+    template <int FIRST>
+    __device__ __forceinline__ void take(const char* const (&rows)[2], float fit) {
+        constexpr int kTogether = 8;
+        if constexpr (FIRST < kTilesOfV) {
+            Vector<8> pairs[kTogether][2];
+            load_tiles<FIRST, 0>(pairs, rows);
+#pragma unroll
+            for (int n = 0; n < kTogether && FIRST + n < kTilesOfV; ++n) {
+                float sums[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[e] = __uint_as_float(pairs[n][e / 2].w[e % 2]);
+                put(FIRST + n, sums, fit);
+            }
+            take<FIRST + kTogether>(rows, fit);
+        }
+    }
+    template <int FIRST, int N, int TOGETHER>
+    static __device__ __forceinline__ void load_tiles(Vector<8> (&pairs)[TOGETHER][2], const char* const (&rows)[2]) {
+        if constexpr (N < TOGETHER && FIRST + N < kTilesOfV) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) load_now<(FIRST + N) * 32>(pairs[N][h], rows[h]);
+            load_tiles<FIRST, N + 1>(pairs, rows);
+        }
+    }
     // The operand of a step, from registers or from shared memory; the second tile is empty where it is negative.
     __device__ __forceinline__ void in_registers(u32 (&a)[4], const int (&tiles)[2]) const {
 #pragma unroll
@@ -124,18 +149,17 @@ __device__ __forceinline__ void multiply_held(float (&acc)[TILES][4], const Held
     wgmma_commit();
 }
 
-// A lane's values of STEPS * 16 columns of its rows g and g + 8, four neighbours a step; zeros where rows are not inside.
+// A lane's values of STEPS * 16 columns of its two rows, four neighbours a step.
 template <int STEPS>
 struct Rows {
     Vector<16> w[STEPS][2];
-    __device__ __forceinline__ void load(const char* row, long long stride, int left) {
+    template <int S = 0>
+    __device__ __forceinline__ void load(const char* const (&rows)[2], int byte) {
+        if constexpr (S < STEPS) {
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                w[s][h] = {};
-                if (left > h * 8) load_now(w[s][h], row + h * 8 * stride + s * 64);
-            }
+            for (int h = 0; h < 2; ++h) load_now<S * 64>(w[S][h], rows[h] + byte);
+            load<S + 1>(rows, byte);
+        }
     }
     __device__ __forceinline__ float at(int h, int e) const { return __uint_as_float(w[e / 4][h].w[e % 4]); }
 };
@@ -146,12 +170,12 @@ struct Moments {
     static constexpr int kSteps = kIn / 16 % 12 == 0 ? 12 : kIn / 16 % 4 == 0 ? 4 : 1;  // whose values are on their way together
     float mean[2], factor[2];
 
-    __device__ __forceinline__ void take(const char* row, long long stride, int left, float eps) {
+    __device__ __forceinline__ void take(const char* const (&rows)[2], float eps) {
         float shift[2], sum[2] = {}, squares[2] = {};
-#pragma unroll
+#pragma unroll 1
         for (int s = 0; s < kIn / 16; s += kSteps) {
             Rows<kSteps> part;
-            part.load(row + s * 64, stride, left);
+            part.load(rows, s * 64);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 if (s == 0) {
@@ -201,6 +225,10 @@ struct Place {
         row = unit * 64 + (thread >> 5 & 3) * 16 + (thread >> 2 & 7);
         left = (int)(rows - row < 16 ? rows - row : 16);
     }
+    // The lane's byte of a row, or of the last row where that is not inside: loads need no condition then.
+    __device__ __forceinline__ const char* in_row(const char* matrix, long long stride, int h, int byte) const {
+        return matrix + (row + (left > h * 8 ? h * 8 : left - 1)) * stride + byte;
+    }
 };
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) { named_barrier_wait(warpgroup + 1, 128); }
@@ -245,12 +273,12 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         // ---- u = K1 norm(x)
         {
             const Place at(unit, rows);
-            const char* const x_lane = x + at.row * x_stride + at.t * 16;
+            const char* const x_lane[2] = {at.in_row(x, x_stride, 0, at.t * 16), at.in_row(x, x_stride, 1, at.t * 16)};
             const float u_fit = fits[0];
             Moments moments;
-            moments.take(x_lane, x_stride, at.left, __int_as_float(eps_bits));
+            moments.take(x_lane, __int_as_float(eps_bits));
             Rows<kSteps1> part;
-            part.load(x_lane, x_stride, at.left);
+            part.load(x_lane, 0);
 #pragma unroll
             for (int block = 0; block < A1; ++block) {
                 float acc[kTiles1][4] = {};
@@ -266,7 +294,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                             for (int e = 0; e < 2; ++e) pair[e] = (part.at(k % 2, s * 4 + k / 2 * 2 + e) - moments.mean[k % 2]) * moments.factor[k % 2];
                             split2(pair[0], pair[1], hi[s][k], lo[s][k]);
                         }
-                    if (nth + 1 < A1 * PARTS1) part.load(x_lane + (nth + 1) * kSteps1 * 64, x_stride, at.left);  // meanwhile
+                    if (nth + 1 < A1 * PARTS1) part.load(x_lane, (nth + 1) * kSteps1 * 64);  // meanwhile
                     multiply_operands<kImage1, kSteps1>(acc, hi, lo, ring.next());
                     wgmma_wait<0>();
                     ring.leave();
@@ -346,18 +374,8 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         const Place at(unit, rows);
         const char* const x_row = x + at.row * x_stride;
         char* const y_row = y + at.row * kRowOfY;
-#pragma unroll
-        for (int n = 0; n < kTilesOfV; ++n) {
-            float sums[4];
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                Vector<8> pair = {};
-                if (at.left > k * 8) load_now(pair, y_row + at.t * 8 + k * 8 * kRowOfY + n * 32);
-#pragma unroll
-                for (int e = 0; e < 2; ++e) sums[2 * k + e] = __uint_as_float(pair.w[e]);
-            }
-            held.put(n, sums, v_fit);
-        }
+        const char* const v_lane[2] = {at.in_row(y, kRowOfY, 0, at.t * 8), at.in_row(y, kRowOfY, 1, at.t * 8)};
+        held.template take<0>(v_lane, v_fit);
         fence_copies();
         meet_warpgroup(warpgroup);  // v is there, and outputs may take the place of what other lanes have read
 

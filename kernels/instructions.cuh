@@ -35,12 +35,15 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-// Loads that stay where they stand: the compiler would rather have few registers than many loads on their way.
+// Loads that stay where they stand: the compiler would rather have few registers than many loads on their way. BYTE counts from `from` on; a
+// sum there would be calculated for each load.
+template <int BYTE = 0>
 __device__ __forceinline__ void load_now(Vector<16>& to, const char* from) {
-    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(to.w[0]), "=r"(to.w[1]), "=r"(to.w[2]), "=r"(to.w[3]) : "l"(from) : "memory");
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4+%5];" : "=r"(to.w[0]), "=r"(to.w[1]), "=r"(to.w[2]), "=r"(to.w[3]) : "l"(from), "n"(BYTE) : "memory");
 }
+template <int BYTE = 0>
 __device__ __forceinline__ void load_now(Vector<8>& to, const char* from) {
-    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(to.w[0]), "=r"(to.w[1]) : "l"(from) : "memory");
+    asm volatile("ld.global.v2.b32 {%0,%1}, [%2+%3];" : "=r"(to.w[0]), "=r"(to.w[1]) : "l"(from), "n"(BYTE) : "memory");
 }
 
 // Two floats to two halves of the mode, the first in the low half.
