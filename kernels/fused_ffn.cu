@@ -45,6 +45,7 @@ constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = H
 constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
 constexpr int kSteps4 = STEPS4 / PARTS4;
 constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel, behind which floats stand
+constexpr int kOfBlock3 = kAllPieces * (PARTS2 + PARTS3);              // panels
 constexpr int kTurns = PARTS2 + PARTS3 - 1;                           // in which a piece is activated
 constexpr int kTilesOfV = A3 * kTiles3;
 constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
@@ -76,8 +77,12 @@ struct Panels {
 };
 static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= 2 + PARTS3 && SLOTS >= 2 * PARTS4, "the panels that are in use together fit in the ring");
 
+// Where a round and a block of factor 3 take whole turns of the ring, the block's pieces are written out: slots and tiles are constants then, which
+// spares a third of the instructions beside the products.
+constexpr bool kWrittenOut = kOfBlock3 % SLOTS == 0 && Panels::kPanels % SLOTS == 0 && kAllPieces <= 4;
+
 // Tiles of u that a class of factor 2 reads, two a k16 step: first tile * 64 + (second - first) * 64 * 65536, as descriptors want them.
-__constant__ u32 kTilesOfClass2[D2][STEPS2] = U_TABLE;
+__constant__ constexpr u32 kTilesOfClass2[D2][STEPS2] = U_TABLE;
 
 constexpr u32 kNoTile = 0xffffffffu;
 
@@ -88,10 +93,10 @@ __device__ __forceinline__ void multiply(float (&acc)[TILES][4], const u32 (&a)[
     if constexpr (O + kPiece / 8 < TILES) multiply<TILES, O + kPiece / 8>(acc, a, panel, accumulate);
 }
 
-// The descriptor of a panel of weights; `bytes` further on it is greater by bytes / 16.
+// The descriptor of a panel of weights from its address / 16; `bytes` further on it is greater by bytes / 16.
 template <int COLUMNS>
-__device__ __forceinline__ u64 describe(u32 panel) {
-    return (u64)(128 >> 4) << 32 | (u32)(COLUMNS << 16) + (panel >> 4);
+__device__ __forceinline__ u64 describe(u32 sixteenths) {
+    return (u64)(128 >> 4) << 32 | (u32)(COLUMNS << 16) + sixteenths;
 }
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
@@ -165,7 +170,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
         const u32 buffer = buffers + warpgroup * kBuffer;
         const u32 u_lane = buffer + ((warp & 3) * 16 + g) * 16 + t * 4;
-        const u32 u_descriptor = __shfl_sync(0xffffffffu, buffer >> 4, 0);
+        const u32 u_at = __shfl_sync(0xffffffffu, buffer >> 4, 0);
         Ring ring(ring_at);
 
         for (int round = 0; round < rounds; ++round) {
@@ -204,7 +209,11 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 for (int product = 0; product < A1 * kProducts1; ++product) {  // one runs while the results of the one before are stored
                     if (product % kProducts1 == 0)
 #pragma unroll
-                        for (int part = 0; part < PARTS1; ++part) weights[part] = describe<kTiles1 * 8>(ring.wait(product > 0 ? PARTS1 + part : part));
+                        for (int part = 0; part < PARTS1; ++part) {
+                            const int ahead = product > 0 ? PARTS1 + part : part;
+                            ring.wait(ahead);
+                            weights[part] = describe<kTiles1 * 8>(ring.sixteenths(ahead));
+                        }
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < kSteps1 * PARTS1; ++s) {
@@ -227,6 +236,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 
             // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
             char* const y_unit = y + unit_of(round, warpgroup) * (64 * kOut * 2);
+            u32 u_descriptor = u_at;
             float h[kTiles2][4];
             u32 a[HIDDEN / 16][4];
             auto round_part = [&](int part) {  // what the third factor's part will read
@@ -246,16 +256,15 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             };
             // h = bias + K2 u for a class; meanwhile the piece before is activated.
             auto multiply_piece = [&](int cls, bool activate) {
-                const u32* const tiles = kTilesOfClass2[cls];
 #pragma unroll
                 for (int part = 0; part < PARTS2; ++part) {
                     const u32 panel = ring.wait(part > 0);
                     if (part == 0) broadcast(h, panel + kWeights2, t);
-                    const u64 weights = describe<HIDDEN>(panel);
+                    const u64 weights = describe<HIDDEN>(ring.sixteenths(part > 0));
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < kSteps2; ++s)
-                        WgmmaShared<HIDDEN>::run(h, (u64)(128 >> 4) << 32 | (u_descriptor + tiles[part * kSteps2 + s]), weights + s * kTiles2 * 16);
+                        WgmmaShared<HIDDEN>::run(h, (u64)(128 >> 4) << 32 | (u_descriptor + kTilesOfClass2[cls][part * kSteps2 + s]), weights + s * kTiles2 * 16);
                     wgmma_commit();
                     if (activate) activate_part(part);
                     if (part > 0) {
@@ -281,19 +290,11 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll 1
             for (int i = 0; i < A3; ++i) {
                 float sums[kTiles3][4] = {};
-#pragma unroll 1
-                for (int piece = 0; piece < kAllPieces; ++piece) {
-                    const bool more = piece + 1 < kAllPieces || i + 1 < A3;
-                    if (more) {
-                        multiply_piece((piece + 1) % kAllPieces / kPieces, true);
-                    } else {
-                        begin_return();
-#pragma unroll
-                        for (int part = 0; part < PARTS2; ++part) activate_part(part);
-                    }
+                auto multiply_activated = [&](bool more) {  // and round `more` of h, if there is
 #pragma unroll
                     for (int part = 0; part < PARTS3; ++part) {
-                        const u64 weights = describe<kTiles3 * 8>(ring.wait(more + part));
+                        ring.wait(more + part);
+                        const u64 weights = describe<kTiles3 * 8>(ring.sixteenths(more + part));
                         wgmma_fence();
 #pragma unroll
                         for (int s = 0; s < kSteps3; ++s) multiply(sums, a[part * kSteps3 + s], weights + s * kTiles3 * 16, 1);
@@ -314,6 +315,23 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     wgmma_wait<0>();
                     ring.leave();
                     if (more) round_part(PARTS3 - 1);
+                };
+#pragma unroll kWrittenOut ? kAllPieces : 1
+                for (int piece = 0; piece < kAllPieces; ++piece) {
+                    if (kWrittenOut) {  // where the ring stands; 0 that the compiler does not know keeps it from holding the addresses of all panels and tiles
+                        const u32 nothing = (i + piece * 3) * (u32)(rows >> 40);  // with other sums some kernels have no registers for products
+                        ring.stand_at(ring_at + nothing, (Panels::kFirst + PARTS2 + piece * (PARTS2 + PARTS3)) % SLOTS);
+                        u_descriptor = u_at + nothing;
+                    }
+                    if (piece + 1 < kAllPieces || i + 1 < A3) {
+                        multiply_piece((piece + 1) % kAllPieces / kPieces, true);
+                        multiply_activated(true);
+                    } else {
+                        begin_return();
+#pragma unroll
+                        for (int part = 0; part < PARTS2; ++part) activate_part(part);
+                        multiply_activated(false);
+                    }
                 }
                 if (i < A3 - 1) {
                     char* const v_lane = y_unit + i * (kTiles3 * 1024) + (u_lane - buffer);
@@ -344,16 +362,18 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                 float acc[D4][kTiles4][4];
                 Vector<16> residual[2][kVectors4];
                 const int byte = column * (kRuns * kRun * 8);
-                auto load_residual = [&](int run) {
+                auto load_residual = [&](int run, int h) {
 #pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int n = 0; n < kVectors4; ++n) {
-                            residual[h][n] = {};
-                            if (at.left > h * 4)
-                                residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 4 * x_stride + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16);
-                        }
+                    for (int n = 0; n < kVectors4; ++n) {
+                        residual[h][n] = {};
+                        if (at.left > h * 4)
+                            residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 4 * x_stride + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16);
+                    }
                 };
+                if (RESIDUAL) {  // on their way during the products
+                    load_residual(0, 0);
+                    load_residual(0, 1);
+                }
                 u32 floats[D4];
                 auto finish = [&](int j) {
                     if (SCALED) multiply_columns(acc[j], floats[j] + COLUMNS4 * 4, t);
@@ -366,7 +386,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                     for (int part = 0; part < PARTS4; ++part) {
                         const u32 panel = ring.wait(ahead + part);
-                        weights[part] = describe<COLUMNS4>(panel);
+                        weights[part] = describe<COLUMNS4>(ring.sixteenths(ahead + part));
                         if (part == 0) {
                             floats[j] = panel + kWeights4;
                             broadcast(acc[j], floats[j], t);
@@ -385,7 +405,6 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         finish(j - 1);
                     }
                 }
-                if (RESIDUAL) load_residual(0);
                 wgmma_wait<0>();
                 finish(D4 - 1);
                 if (column == kPanels4 - 1) barrier_arrive(freed + 8 * warpgroup);
@@ -413,7 +432,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                             for (int k = 0; k < 4; ++k)
                                 if (RESIDUAL) out[n].w[k] = fma2(out[n].w[k], SCALED ? kOnes : kOutUnits, residual[h][n].w[k]);
-                        if (RESIDUAL && h == 1 && run + 1 < kRuns) load_residual(run + 1);
+                        if (RESIDUAL && run + 1 < kRuns) load_residual(run + 1, h);
 #pragma unroll
                         for (int n = 0; n < kVectors4; ++n)
                             if (at.left > h * 4)

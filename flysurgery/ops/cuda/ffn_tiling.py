@@ -138,6 +138,12 @@ class FfnTiling:
         return max(2 * self.parts[0], 2 + self.parts[2], 2 * self.parts[3])
 
     @property
+    def whole_turns(self) -> bool:
+        """Whether a round's panels, and those of a block of the third factor, fill the ring some whole times: slots are constants then."""
+        first, middle, last = self.panel_counts
+        return (first + middle + last) % self.slots == 0 and middle // self.factors[2].a % self.slots == 0
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: ring, barriers, the rows of each warpgroup."""
         first, _, third, _ = self.factors
@@ -257,9 +263,9 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTilin
         for columns in (n for n in (64, 48, 32, 24, 16) if last.b % n == 0 and n % unit == 0):
             tile = cut(replace(base, hidden=hidden, columns=columns), _PANEL_BYTES)
             choices = range(tile.least_slots, min(max(_MAX_SLOTS, tile.least_slots), sum(tile.panel_counts) - 1) + 1)
-            slots = [n for n in choices if replace(tile, slots=n).shared_bytes <= shared_limit]
-            if tile.registers <= _REGISTERS and slots:
-                found.append(replace(tile, slots=slots[-1]))
+            sizes = [size for n in choices if (size := replace(tile, slots=n)).shared_bytes <= shared_limit]
+            if tile.registers <= _REGISTERS and sizes:
+                found.append(max(sizes[-2:], key=lambda size: (size.whole_turns, size.slots)))  # whole turns are worth a slot
     return found
 
 
