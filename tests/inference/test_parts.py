@@ -252,7 +252,11 @@ def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> 
     model, x = ready(Crossing(), convert=False), tokens()
     before = model(x)
     report = flysurgery.optimize(model, x)
-    assert {row.group: row.reason and row.reason.code for row in report.rows} == {"qkv": "calls", "attn_out": "no-residual", "norm": "open-norm"}
+    assert {row.group: row.reason and row.reason.code for row in report.rows} == {
+        "qkv": "calls",
+        "attn_out": "no-residual",
+        "norm": "open-norm",
+    }
     assert_equal(model(x), before)
 
 
