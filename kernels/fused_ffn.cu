@@ -80,6 +80,7 @@ static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= 2 + PARTS3 && SLOTS >= 2 * PARTS4,
 // Where a round and a block of factor 3 take whole turns of the ring, the block's pieces are written out: slots and tiles are constants then, which
 // spares a third of the instructions beside the products.
 constexpr bool kWrittenOut = kOfBlock3 % SLOTS == 0 && Panels::kPanels % SLOTS == 0 && kAllPieces <= 4;
+constexpr int kUnrolled = kWrittenOut ? kAllPieces : 1;
 
 // Tiles of u that a class of factor 2 reads, two a k16 step: first tile * 64 + (second - first) * 64 * 65536, as descriptors want them.
 __constant__ constexpr u32 kTilesOfClass2[D2][STEPS2] = U_TABLE;
@@ -316,7 +317,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     ring.leave();
                     if (more) round_part(PARTS3 - 1);
                 };
-#pragma unroll kWrittenOut ? kAllPieces : 1
+#pragma unroll kUnrolled
                 for (int piece = 0; piece < kAllPieces; ++piece) {
                     if (kWrittenOut) {  // where the ring stands; 0 that the compiler does not know keeps it from holding the addresses of all panels and tiles
                         const u32 nothing = (i + piece * 3) * (u32)(rows >> 40);  // with other sums some kernels have no registers for products
