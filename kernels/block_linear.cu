@@ -11,8 +11,8 @@
 // stages ahead, and reads them by ldmatrix as operands of wgmma, a stage while the one before is multiplied; sums are float32. The next launch
 // begins while this one ends, and brings its weights. Where it goes through the rows the other way, it finds the last ones in the L2 cache.
 //
-// With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with the moments that layer_norm.cu
-// has left for each row; weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
+// With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with s = 1 / sqrt(variance + eps) and the
+// moments that layer_norm.cu has left for each row, or dense_stream.cu for each of NORM parts of a row: mean and sum of squared deviations. Weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
 // The activation takes half of its argument: weights and shift are halved.
 //
 // The image (flysurgery/ops/cuda/block_linear.py) is [tile][class][stage][k8][column][8 halves]. Columns are ordered so that a lane holds
@@ -22,8 +22,8 @@
 // in the rows of ViT-B/16.
 //
 // MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), LAST (k16 steps of the last of them), COLUMNS, RUN, WARPGROUPS, SLOTS,
-// ACTIVATION (activation.cuh), NORM, RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a; rows of x, y and the residual begin at
-// multiples of 16 bytes.
+// ACTIVATION (activation.cuh), NORM, FEATURES (columns of x), RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a; rows of x, y and the
+// residual begin at multiples of 16 bytes.
 #include "activation.cuh"
 #include "instructions.cuh"
 #include "wgmma_wide.cuh"
@@ -35,6 +35,7 @@ constexpr int kOut = COLUMNS * D;             // outputs of a tile
 constexpr int kAhead = 2;                     // turns of the epilogue, of 8 rows and a run, that residuals are loaded ahead
 constexpr int kTurned = kRun > 8 ? 8 * 4 * kRun * 2 : 0;  // bytes in which a warp turns 8 rows of a run, where a lane holds several vectors of it
 constexpr int kProducts = D * (4 * STEPS - 4 + LAST) * COLUMNS / 2;  // clock cycles of the products of 64 rows
+constexpr int kParts = NORM < 5 ? 1 : (NORM + 3) / 4;  // of a row's parts, those whose moments a lane loads
 constexpr bool kLines = ACTIVATION && kRun == 8 && kTiles / RUN % 2 == 0;  // stores fill lines of 128 bytes
 static_assert(kRun % 8 == 0 && kTiles % RUN == 0, "a lane holds whole vectors");
 static_assert(!ACTIVATION || !RESIDUAL, "nothing is added behind an activation");
@@ -50,6 +51,21 @@ __device__ __forceinline__ void exchange_rows(Vector<16>& first, Vector<16>& sec
         const u32 got = __shfl_xor_sync(0xffffffffu, odd ? first.w[k] : second.w[k], 4);
         (odd ? first.w[k] : second.w[k]) = got;
     }
+}
+
+// -mean * s and s of a row, whose four lanes have the moments of every fourth part each.
+__device__ __forceinline__ float2 scale_of(const Vector<8> (&parts)[kParts], int t, float eps) {
+    float mean = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) mean += __uint_as_float(parts[i].w[0]);
+    mean = over_quad_sum(mean) * (1.0f / NORM);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+        const float apart = __uint_as_float(parts[i].w[0]) - mean;
+        if (4 * i + t < NORM) squares += fmaf(apart * apart, (float)FEATURES / NORM, __uint_as_float(parts[i].w[1]));
+    }
+    const float s = rsqrtf(fmaf(over_quad_sum(squares), 1.0f / FEATURES, eps));
+    return make_float2(-mean * s, s);
 }
 
 // Rows of x on their way. In shared memory the 16-byte pieces of a row are turned by row against bank conflicts.
@@ -107,7 +123,7 @@ struct StagedRows {
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
 block_linear(const char* __restrict__ x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
              const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride,
-             long long residual_stride, int backwards) {
+             long long residual_stride, int backwards, int eps_bits) {
     extern __shared__ __align__(128) char memory[];
     // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights
     //   | bytes from a row's start to each piece | a barrier a panel: it is there
@@ -148,11 +164,13 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         const long long first = staged.unit(round);
         if (first >= rows) break;
         const long long row = first + warp % 4 * 16 + (lane >> 2);
-        Vector<8> norm[2] = {};  // -mean * s and s
+        Vector<8> parts[2][kParts] = {};  // mean and squared deviations of every fourth part of a row
         if (NORM)
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (row + h * 8 < rows) load_now(norm[h], moments + (row + h * 8) * 8);
+            for (int i = 0; i < kParts; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (row + h * 8 < rows && 4 * i + t < NORM) load_now(parts[h][i], moments + ((row + h * 8) * NORM + 4 * i + t) * 8);
         if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -189,6 +207,10 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
         if (RESIDUAL)
 #pragma unroll
             for (int turn = 0; turn < kAhead; ++turn) bring(turn);
+        float2 norm[2];  // -mean * s and s
+        if (NORM)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) norm[h] = scale_of(parts[h], t, __int_as_float(eps_bits));
         wgmma_wait<0>();
 
         const u32 turned = turned_at + warp * kTurned;
@@ -216,7 +238,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                     for (int e = 0; e < 8; ++e) {
                         const int p = v * 8 + e;
                         out[e] = acc[p % D][r * RUN + p / D / 2][2 * h + p / D % 2];
-                        if (NORM) out[e] = fmaf(out[e], __uint_as_float(norm[h].w[1]), fmaf(__uint_as_float(norm[h].w[0]), sum[p], shift[p]));
+                        if (NORM) out[e] = fmaf(out[e], norm[h].y, fmaf(norm[h].x, sum[p], shift[p]));
                         else out[e] += shift[p];
                         if (SCALED) out[e] *= factor[p];
                     }

@@ -5,19 +5,23 @@
 //      │64│  │       │    x    │64│  │       │  through a ring        │ column tile   │     │
 //      └──┴──┴── … ──┘         └──┴──┴── … ──┘                        └───────────────┴─ … ─┘
 //
-// A block takes tile after tile. Its last warpgroup brings 64 inputs of the rows and of the weights at a time, SLOTS of them ahead, across
-// tiles; three others multiply 64 rows each, straight from shared memory, and finish their outputs while the next tile's first inputs come.
+// A block takes tile after tile. A thread of its last warpgroup has the copy engine bring 64 inputs of the rows and of the weights at a time, SLOTS of
+// them ahead, across tiles; three other warpgroups multiply 64 rows each, straight from shared memory, and finish their outputs while the next tile's first inputs come.
 // Wide tiles of many rows read x and W the fewest times from the L2 cache; blocks that run together share rows.
+//
+// With MOMENTS it also leaves the mean and the squared deviations of a row's COLUMNS outputs in each tile, from sums about a lane's first output, which
+// cost at most a factor of COLUMNS / 4 of float32's precision; block_linear.cu reads them.
 //
 // A slot: 192 rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/ops/cuda/dense.py).
 //
-// Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 62 us of an H200,
-// 128 images in float16, where the bytes take 28 at the rate of a large copy (recipes/results/kernel_trials_h200.csv, run 5).
+// Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 60 us of an H200,
+// 128 images in float16, where the bytes take 28 at the rate of a large copy (recipes/results/kernel_trials_h200.csv, runs 5 and 20).
 //
-// Defines: IN, OUT, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, COLUMNS, SLOTS. Limits: sm_90a; IN a multiple of 64,
-// OUT one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
+// Defines: IN, OUT, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, SLOTS. Limits: sm_90a; IN a multiple
+// of 64, OUT one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
+#include "tensor_map.cuh"
 #include "wgmma_wide_shared.cuh"
 #include "wgmma_rows.cuh"
 
@@ -25,8 +29,8 @@ constexpr int kWarpgroups = 3, kRows = 64 * kWarpgroups, kThreads = 128 * (kWarp
 constexpr int kStages = IN / 64, kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
 constexpr int kRowBytes = kRows * 128, kPanel = COLUMNS * 128, kSlot = kRowBytes + kPanel;
 constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
-constexpr int kAhead = 2;                        // slots whose copies are on their way, and those of a lane's residuals
-static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && COLUMNS % 32 == 0 && SLOTS > kAhead + 1, "whole stages and tiles; a slot is freed when the next has arrived");
+constexpr int kAhead = 2;                        // vectors of a lane's residuals on their way
+static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && COLUMNS % 32 == 0 && SLOTS > 1, "whole stages and tiles; a slot is freed when the next has arrived");
 
 // The order of a block's stages, and the slots that they pass through.
 struct Ring {
@@ -42,8 +46,8 @@ struct Ring {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-dense_stream(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
-             char* __restrict__ y, long long rows, long long x_stride, long long residual_stride) {
+dense_stream(const __grid_constant__ TensorMap x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
+             char* __restrict__ y, float2* __restrict__ moments, long long rows, long long residual_stride) {
     extern __shared__ __align__(1024) char memory[];
     // slots | factors and shifts of all columns | barriers of each slot: it has arrived, it is free
     Ring ring;
@@ -52,7 +56,7 @@ dense_stream(const char* __restrict__ x, const char* __restrict__ image, const f
     ring.arrived = columns_at + OUT * 8, ring.freed = ring.arrived + 8 * SLOTS;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 129), barrier_init(ring.freed + 8 * s, 4 * kWarpgroups);
+        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 4 * kWarpgroups);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     for (int c = threadIdx.x; c < 2 * OUT; c += kThreads) store_shared(columns_at + 4 * c, __float_as_uint(columns[c]));
@@ -62,46 +66,20 @@ dense_stream(const char* __restrict__ x, const char* __restrict__ image, const f
 
     if (warp >= 4 * kWarpgroups) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
-        const int thread = threadIdx.x % 128, row = thread / 8, piece = thread % 8;
-        u32 pending[kAhead];
-        int n = 0;
-        const auto hand_over = [&](u32 arrived) {
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what this thread has copied
-            barrier_arrive(arrived);
-        };
+        if (threadIdx.x % 128) return;
 #pragma unroll 1
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const long long first = (long long)(tile / kColumnTiles) * kRows + row;
-            const int inside = (int)min(max(rows - first, 0ll), (long long)kRows);
-            const char* from = x + first * x_stride + piece * 16;
             const char* panel = image + (long long)(tile % kColumnTiles) * kStages * kPanel;
 #pragma unroll 1
-            for (int s = 0; s < kStages; ++s, from += 128, panel += kPanel) {
+            for (int s = 0; s < kStages; ++s, panel += kPanel) {
                 ring.wait_freed();
                 const u32 at = ring.at(), arrived = ring.arrived + 8 * ring.slot;
-                if (thread == 0) {
-                    barrier_expect(arrived, kPanel);
-                    copy_bulk(at + kRowBytes, panel, kPanel, arrived);
-                }
-#pragma unroll
-                for (int m = 0; m < kRows; m += 16)
-                    copy_async<16>(at + (row + m) * 128 + ((piece ^ row % 8) << 4), m < inside ? from + m * x_stride : x, m < inside ? 16 : 0);
-                commit_copies();
-                if (n >= kAhead) {
-                    wait_copies<kAhead>();
-                    hand_over(pending[0]);
-                }
-#pragma unroll
-                for (int i = 1; i < kAhead; ++i) pending[i - 1] = pending[i];
-                pending[kAhead - 1] = arrived;
+                barrier_expect(arrived, kSlot);
+                copy_box(at, x, s * 64, tile / kColumnTiles * kRows, arrived);
+                copy_bulk(at + kRowBytes, panel, kPanel, arrived);
                 ring.next();
-                ++n;
             }
         }
-        wait_copies<0>();
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-            if (n >= kAhead - i) hand_over(pending[i]);
         return;
     }
 
@@ -146,6 +124,7 @@ dense_stream(const char* __restrict__ x, const char* __restrict__ image, const f
         wgmma_wait<0>();
         if (lane == 0) barrier_arrive(last);
 
+        float first[2], total[2] = {}, squares[2] = {};  // of this lane's outputs in each of its rows
 #pragma unroll
         for (int r = 0; r < kTiles / 4; ++r) {
             float factor[8], shift[8];
@@ -168,8 +147,25 @@ dense_stream(const char* __restrict__ x, const char* __restrict__ image, const f
                     if (RESIDUAL) out[2 * k] += low_half(packed.w[k]), out[2 * k + 1] += high_half(packed.w[k]);
                     packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
                 }
+                if (MOMENTS) {
+                    if (r == 0) first[h] = low_half(packed.w[0]);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) {
+                        const float apart = (e % 2 ? high_half(packed.w[e / 2]) : low_half(packed.w[e / 2])) - first[h];
+                        total[h] += apart;
+                        squares[h] = fmaf(apart, apart, squares[h]);
+                    }
+                }
                 if (row + h * 8 < rows) *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT * 2) + (column + r * 32) * 2) = packed;
             }
         }
+        if (MOMENTS)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                constexpr float kOwn = COLUMNS / 4;
+                const float own = first[h] + total[h] / kOwn, mean = over_quad_sum(own) / 4.0f;
+                const float around = over_quad_sum(squares[h] - total[h] * total[h] / kOwn + kOwn * (own - mean) * (own - mean));
+                if (t == 0 && row + h * 8 < rows) moments[(row + h * 8) * kColumnTiles + tile % kColumnTiles] = make_float2(mean, around);
+            }
     }
 }

@@ -4,8 +4,8 @@
 // then the squares of what differs from it, so that rows whose mean is far larger than their deviations lose nothing. Weight and bias
 // are float32, from the L1 cache. Memory-bound.
 //
-// Defines: COLUMNS; MODE, the type of x and y: 0 float16, 1 bfloat16, 2 float32; MOMENTS 1 to write no more of a row than -mean * s and
-// s = 1 / sqrt(variance + eps), float32.
+// Defines: COLUMNS; MODE, the type of x and y: 0 float16, 1 bfloat16, 2 float32; MOMENTS 1 to write no more of a row than its mean and
+// the sum of the squares of what differs from it, float32.
 // Limits: sm_80 or newer; rows begin at multiples of 16 bytes and hold a multiple of 16 bytes, at most 4096 columns.
 #include "instructions.cuh"
 
@@ -63,11 +63,12 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) layer_norm(
                 values[step][k] -= mean;
                 squares = fmaf(values[step][k], values[step][k], squares);
             }
-    const float scale = rsqrtf(over_warp_sum(squares) * (1.0f / COLUMNS) + __int_as_float(eps_bits));
+    squares = over_warp_sum(squares);
     if (MOMENTS) {
-        if (lane == 0) reinterpret_cast<float2*>(y)[row] = make_float2(-mean * scale, scale);
+        if (lane == 0) reinterpret_cast<float2*>(y)[row] = make_float2(mean, squares);
         return;
     }
+    const float scale = rsqrtf(squares * (1.0f / COLUMNS) + __int_as_float(eps_bits));
 
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)

@@ -31,8 +31,11 @@ from flysurgery.ops.patches import patch_embedding_reason as patch_embedding_rea
 from flysurgery.ops.patches import patch_embedding_way as patch_embedding_way
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.registry import BACKENDS as BACKENDS
+from flysurgery.ops.residual import leaves_moments as leaves_moments
 from flysurgery.ops.residual import linear_residual as linear_residual
+from flysurgery.ops.residual import linear_residual_moments as linear_residual_moments
 from flysurgery.ops.residual import linear_residual_reason as linear_residual_reason
 from flysurgery.ops.residual import linear_residual_way as linear_residual_way
 from flysurgery.ops.stage import Stage as Stage
 from flysurgery.ops.stage import Way as Way
+from flysurgery.ops.wide import MOMENTS as MOMENTS

@@ -37,6 +37,7 @@ class Block(NamedTuple):
     scale: Tensor | None
     residual: bool
     inner: Norm | None
+    moments: Tensor | None
 
     def added_to(self, x: Tensor) -> Tensor | None:
         """What the last layer's outputs are added to."""
@@ -52,20 +53,21 @@ def ffn(
     scale: Tensor | None = None,  # shape: (out_features,)
     residual: bool = True,
     inner: Norm | None = None,
+    moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (*batch, out_features)
     """``x + scale * down(inner(activation(up(norm(x)))))``, without ``x +`` where ``residual`` is false.
 
     Where ``up`` is gated, ``activation(gate) * value`` takes the place of the activation. One launch where a kernel takes the whole
     block, two for few rows; else one for the norm and what stands behind it with the activation, or one for each, and one for the last
     layer with scale and residual, behind one for a norm before it; or, of wide layers, one for each factor and one for the
-    norm's moments.
+    norm's moments, unless ``moments`` has those of the rows of x, as ``linear_residual_moments`` leaves them.
     Intermediates are rounded to the dtype of x where they enter a product or are stored; norm, sums, activation and residual are
     float32. Weights may be wider than x; they are rounded when they are packed, once for each version.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``ffn_reason`` answers.
     """
-    way = ffn_way(x, norm, up, down, activation, scale, residual, inner)
+    way = ffn_way(x, norm, up, down, activation, scale, residual, inner, moments)
     if isinstance(way, str):
         raise BackendError(way)
     return way.run()
@@ -80,13 +82,21 @@ def ffn_way(
     scale: Tensor | None = None,
     residual: bool = True,
     inner: Norm | None = None,
+    moments: Tensor | None = None,
 ) -> Way | str:
     """How ``ffn`` computes this, or why no kernel takes the block. Looks at shapes, dtypes, devices and gradients only."""
     norms = [each for each in (norm, inner) if each is not None]
     vectors = [*[part for each in norms for part in each.tensors], *(() if scale is None else (scale,))]
     forms = None if norm is None else norm.form, up.form, down.form, scale is None, None if inner is None else inner.form
-    block = Block(norm, up, down, activation, scale, residual, inner)
-    stages = decided(lambda: _stages(x, *block), (x, *up.tensors, *down.tensors, *vectors), "ffn", *forms, activation, residual)
+    block = Block(norm, up, down, activation, scale, residual, inner, moments)
+    stages = decided(
+        lambda: _stages(x, norm, up, down, activation, scale, residual, inner),
+        (x, *up.tensors, *down.tensors, *vectors),
+        "ffn",
+        *forms,
+        activation,
+        residual,
+    )
     return stages if isinstance(stages, str) else Way(stages, x, block)
 
 
@@ -222,14 +232,14 @@ def _multiplied_and_added(hidden: Tensor, linear: Linear, residual: Tensor | Non
 
 
 def _by_factors(y: Tensor, x: Tensor, block: Block) -> Tensor:
-    norm, up, down, activation, scale, residual, _ = block
+    norm, up, down, activation, scale, residual, _, moments = block
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
-    return wide_ffn(x, norm, up, down, activation, scale, residual)
+    return wide_ffn(x, norm, up, down, activation, scale, residual, moments)
 
 
 def _whole(y: Tensor, x: Tensor, block: Block) -> Tensor:
     """The block in one launch."""
-    norm, up, down, activation, scale, residual, _ = block
+    norm, up, down, activation, scale, residual, *_ = block
     assert isinstance(up, FusedFactors) and isinstance(down, FusedFactors), "the stages say so"
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     rows = x.reshape(-1, x.shape[-1])

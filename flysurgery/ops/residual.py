@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.ops.cuda.dense import dense_moments_operator, streamed_for
+from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
-from flysurgery.ops.parts import Linear
+from flysurgery.ops.parts import Dense, Linear
 from flysurgery.ops.stage import Stage, Way
 
 
@@ -35,6 +38,30 @@ def linear_residual(
     if isinstance(way, str):
         raise BackendError(way)
     return way.run()
+
+
+def linear_residual_moments(
+    x: Tensor,  # shape: (*batch, in_features)
+    linear: Dense,
+    residual: Tensor,  # shape: (*batch, out_features)
+    scale: Tensor | None = None,  # shape: (out_features,)
+) -> tuple[Tensor, Tensor]:  # shapes: (*batch, out_features), (rows, parts, 2) float32
+    """``linear_residual`` where ``leaves_moments`` holds, and what a norm has to know of the rows of its result.
+
+    That is the mean of each of some parts of a row, of equal size, and the sum of the squares of what differs from it.
+    """
+    rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
+    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    y, moments = dense_moments_operator(rows, linear.weight, linear.bias, added, scale, mode)
+    return y.view(residual.shape), moments
+
+
+def leaves_moments(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether the kernel that computes ``linear_residual`` can leave the moments of its result's rows behind, at next to no cost."""
+    if not isinstance(linear, Dense) or linear_residual_reason(x, linear, residual, scale) is not None:
+        return False
+    mode, rows = mode_of(x.dtype, allow_tf32=tf32_allowed()), residual.numel() // max(1, residual.shape[-1])
+    return mode is not None and _streams(rows, *linear.sizes, mode, x.device.index)
 
 
 def linear_residual_way(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None = None) -> Way | str:
@@ -64,3 +91,8 @@ def _stages(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | None) -
         return (Stage((), lambda y, x, given: few_rows_linear(y, None, (given.linear,), "none", given.residual, given.scale)),)
     reason = epilogue_reason(linear, x.dtype, x.device)
     return reason or (Stage((), lambda y, x, given: linear_epilogue(y, given.linear, "none", given.residual, given.scale)),)
+
+
+@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
+def _streams(rows: int, inputs: int, outputs: int, mode: str, device_index: int) -> bool:
+    return streamed_for(rows, inputs, outputs, mode, device_index) is not None

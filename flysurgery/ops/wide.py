@@ -12,6 +12,9 @@ from flysurgery.ops.cuda.wide_group import wide_group_obstacle, wide_group_opera
 from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
 
+MOMENTS = "moments"
+"""The launch of a norm before factors that finds the mean and the deviation of each row."""
+
 NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
 """Features from which on a launch a factor is the faster way for feed-forward blocks, and for linears that share x.
 
@@ -28,17 +31,18 @@ def wide_ffn(
     activation: str,
     scale: Tensor | None,  # shape: (out_features,)
     residual: bool,
+    moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (*batch, out_features)
     """``x + scale * down(activation(up(norm(x))))`` where ``takes_ffn`` holds; without ``x +`` where ``residual`` is false."""
     parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
     layers = list(up.factors), up.bias, list(down.factors), down.bias
-    y = wide_ffn_operator(x.reshape(-1, x.shape[-1]), *parts, *layers, activation, scale, residual)
+    y = wide_ffn_operator(x.reshape(-1, x.shape[-1]), *parts, *layers, activation, scale, residual, moments)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def wide_ffn_launches(norm: Norm | None, scale: Tensor | None, residual: bool) -> tuple[str, ...]:
     """What the launches of ``wide_ffn`` compute, one after the other."""
-    first = ("first factor of up",) if norm is None else ("moments", "norm and first factor of up")
+    first = ("first factor of up",) if norm is None else (MOMENTS, "norm and first factor of up")
     last = ["second factor of down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
     return (*first, "second factor of up and activation", "first factor of down", " and ".join(last))
 
@@ -62,7 +66,7 @@ def wide_group(
 
 def wide_group_launches() -> tuple[str, ...]:
     """What the launches of ``wide_group`` compute, one after the other."""
-    return "moments", "norm and first factors", "second factors"
+    return MOMENTS, "norm and first factors", "second factors"
 
 
 def takes_group(x: Tensor, group: Sequence[FusedFactors]) -> bool:

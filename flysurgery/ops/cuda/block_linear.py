@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel, may_begin_early
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel, may_begin_early
 from flysurgery.ops.cuda.layer_norm import row_moments
 from flysurgery.ops.derived import derived
 from flysurgery.ops.parts import Norm
@@ -98,8 +98,8 @@ class BlockTiling:
         held = 2 * self.run * self.classes
         return self.classes * self.columns // 2 + 50 + 4 * self.classes + (held if held > _PIECE else 0)
 
-    def defines(self, mode: int, activation: int, *, norm: bool, residual: bool, scaled: bool = False) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
+    def defines(self, mode: int, activation: int, *, norm: int, residual: bool, scaled: bool = False) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``norm`` is the number of parts that a row's moments come in, 0 without a norm."""
         return {
             "MODE": mode,
             "TILES": self.tiles,
@@ -112,6 +112,7 @@ class BlockTiling:
             "SLOTS": self.slots,
             "ACTIVATION": activation,
             "NORM": int(norm),
+            "FEATURES": len(self.inputs),
             "RESIDUAL": int(residual),
             "SCALED": int(scaled),
         }
@@ -224,7 +225,7 @@ class BlockLinear:
         device = torch.device("cuda", device_index)
         self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
         self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
-        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[int, bool, bool], Kernel] = {}
 
     def multiply(
         self,
@@ -235,12 +236,14 @@ class BlockLinear:
         residual: Tensor | None = None,  # shape: (rows, outputs)
         *,
         norm: Norm | None = None,
+        moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
         dim: int = 0,
         backwards: bool = False,
     ) -> Tensor:  # shape: (rows, outputs)
         """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
 
-        A norm takes a launch of its own for the moments of the rows. ``backwards``: from the last rows to the first.
+        A norm takes a launch of its own for the moments of the rows, as ``row_moments`` has them, where they are not given, for each of
+        a row's parts of equal size. ``backwards``: from the last rows to the first.
         """
         tile, rows = self.tile, x.shape[0]
         y = x.new_empty((rows, len(tile.outputs)))
@@ -258,20 +261,34 @@ class BlockLinear:
 
         present = None if norm is None else (norm.weight is None, norm.bias is None)
         image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make)
-        moments = None if norm is None else row_moments(x, norm.eps)
+        if norm is not None and moments is None:
+            moments = row_moments(x)
+        parts = 0 if norm is None or moments is None else moments.shape[1]
         blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
         strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-        self._kernel(norm is not None, residual is not None, scale is not None).launch(
+        self._kernel(parts, residual is not None, scale is not None).launch(
             (blocks * tile.tiles, 1, 1),
             (128 * tile.warpgroups, 1, 1),
             tile.shared_bytes,
             current_stream(self.device_index),
-            *(x, image, self._pieces, columns, moments, residual, y, rows, *strides, int(backwards)),
+            *(
+                x,
+                image,
+                self._pieces,
+                columns,
+                moments,
+                residual,
+                y,
+                rows,
+                *strides,
+                int(backwards),
+                0 if norm is None else float_bits(norm.eps),
+            ),
             early=not changed and may_begin_early(self.device_index),  # the weights were there before the kernel queued last
         )
         return y
 
-    def _kernel(self, norm: bool, residual: bool, scaled: bool) -> Kernel:
+    def _kernel(self, norm: int, residual: bool, scaled: bool) -> Kernel:
         key = (norm, residual, scaled)
         if key not in self._kernels:
             defines = self.tile.defines(_MODES[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, DenseTiling, StreamTiling, dense_tiling, stream_tiling
+from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, STREAMED_ROWS, DenseTiling, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, device_arch, load_kernel
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.tensor_map import swizzled_boxes
 from flysurgery.ops.derived import derived
 
 _NARROW = 64
@@ -63,8 +64,35 @@ def run_dense(
         with torch.cuda.device(device_index):
             return run_dense(x, weight, bias, activation, residual, scale, mode)
     x, residual = readable(x), None if residual is None else readable(residual)
+    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
+    if streamed is not None:
+        return _launch_streamed(streamed, x, weight, bias, activation, residual, scale, None)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     return _launch(x, x.shape, weight, bias, activation, residual, scale, mode, (0, 0), (*strides, 0))
+
+
+def run_dense_moments(
+    x: Tensor,  # shape: (rows, in_features)
+    weight: Tensor,  # shape: (out_features, in_features)
+    bias: Tensor | None,  # shape: (out_features,)
+    residual: Tensor,  # shape: (rows, out_features)
+    scale: Tensor | None,  # shape: (out_features,)
+    mode: str,
+) -> tuple[Tensor, Tensor]:  # shapes: (rows, out_features), (rows, parts, 2) float32
+    """``residual + scale * (x @ weight.T + bias)``, and mean and squared deviations of each of some parts of equal size of its rows.
+
+    Raises:
+        BackendError: weights do not stream here, as ``streamed_for`` tells beforehand, or the kernel does not compile or launch.
+    """
+    device_index = x.device.index
+    if device_index != current_device():
+        with torch.cuda.device(device_index):
+            return run_dense_moments(x, weight, bias, residual, scale, mode)
+    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
+    if streamed is None:
+        raise BackendError(f"moments are left behind where weights stream, which they do not for {x.shape[0]} rows in mode '{mode}'")
+    moments = torch.empty((x.shape[0], streamed.column_tiles, 2), dtype=torch.float32, device=x.device)
+    return _launch_streamed(streamed, readable(x), weight, bias, "none", readable(residual), scale, moments), moments
 
 
 def run_dense_gated(
@@ -166,7 +194,6 @@ def _launch(
         return y
     device_index = x.device.index
     tile, kernel, sizes = _launcher(in_features, weight.shape[0], mode, activation, residual is not None, patch, rows, device_index)
-    strides = strides[:2] if isinstance(tile, StreamTiling) else strides
     sources = tuple([part for part in (weight, bias, scale) if part is not None])
     token = ("dense linear", tile, bias is None, scale is None)
     (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
@@ -182,12 +209,35 @@ def _launcher(
     tile = _tiling(in_features, out_features, mode, device_index, False)
     if isinstance(tile, str):
         raise BackendError(tile)
-    multiprocessors = multiprocessors_of(device_index)
-    streamed = _streamed(tile, device_index) if patch == (0, 0) else None
-    if streamed is not None and streamed.tiles(rows) >= multiprocessors:
-        tile = streamed
-    sizes = (tile.blocks(rows, multiprocessors), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
+    sizes = (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
     return tile, _kernel(tile, activation, residual, patch, device_index), sizes
+
+
+def _launch_streamed(
+    tile: StreamTiling,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    moments: Tensor | None,  # shape: (rows, parts, 2), to be filled
+) -> Tensor:
+    rows, device_index = x.shape[0], x.device.index
+    y = x.new_empty((rows, weight.shape[0]))
+    sources = tuple([part for part in (weight, bias, scale) if part is not None])
+    token = ("dense linear", tile, bias is None, scale is None)
+    (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    _streamed_kernel(tile, activation, residual is not None, moments is not None, device_index).launch(
+        (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
+        (32 * tile.warps, 1, 1),
+        tile.shared_bytes,
+        current_stream(device_index),
+        *swizzled_boxes(x, STREAMED_ROWS),
+        *(image, columns, residual, y, moments, rows, 0 if residual is None else residual.stride(0) * residual.element_size()),
+        early=early,
+    )
+    return y
 
 
 def pack_dense(
@@ -220,9 +270,18 @@ def _tiling(in_features: int, out_features: int, mode: str, device_index: int, g
     return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), device_arch(device_index) == "sm_90a", gated)
 
 
+@lru_cache(maxsize=1024)
+def streamed_for(rows: int, in_features: int, out_features: int, mode: str, device_index: int) -> StreamTiling | None:
+    """The tiling of weights that stream, where there is one, and enough rows to give all multiprocessors a tile."""
+    tile = _tiling(in_features, out_features, mode, device_index, False)
+    streamed = None if isinstance(tile, str) else stream_tiling(tile, shared_limit_of(device_index))
+    return None if streamed is None or streamed.tiles(rows) < multiprocessors_of(device_index) else streamed
+
+
 @lru_cache(maxsize=256)
-def _streamed(tile: DenseTiling, device_index: int) -> StreamTiling | None:
-    return stream_tiling(tile, shared_limit_of(device_index))
+def _streamed_kernel(tile: StreamTiling, activation: str, residual: bool, moments: bool, device_index: int) -> Kernel:
+    defines = tile.defines(activation, residual, moments=moments)
+    return load_kernel("dense_stream.cu", defines, name="dense_stream", device_index=device_index)
 
 
 @lru_cache(maxsize=256)
@@ -234,6 +293,14 @@ def _fake_dense(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, scale: Tensor | None, mode: str
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _fake_dense_moments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None, mode: str
+) -> tuple[Tensor, Tensor]:
+    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, x.device.index)
+    parts = 1 if streamed is None else streamed.column_tiles
+    return x.new_empty((x.shape[0], weight.shape[0])), x.new_empty((x.shape[0], parts, 2), dtype=torch.float32)
 
 
 def _fake_dense_gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], gate: int, activation: str, mode: str) -> Tensor:
@@ -249,6 +316,11 @@ dense_linear_operator = Operator(
     "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
     run_dense,
     _fake_dense,
+)
+dense_moments_operator = Operator(
+    "dense_moments(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? scale, str mode) -> (Tensor, Tensor)",
+    run_dense_moments,
+    _fake_dense_moments,
 )
 dense_gated_operator = Operator(
     "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",

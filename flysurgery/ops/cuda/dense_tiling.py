@@ -10,7 +10,7 @@ from flysurgery.ops.cuda.modes import dtype_of
 MODES = ("fp16", "bf16", "tf32", "fp32")
 BATCH_BYTES = 128
 _WIDEST = 128
-_STREAMED_ROWS, _STREAMED_SLOTS = 192, 4
+STREAMED_ROWS, _STREAMED_SLOTS = 192, 4
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,20 @@ class StreamTiling(DenseTiling):
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * ((_STREAMED_ROWS + self.columns) * BATCH_BYTES + 16) + self.out_features * 8
+        return self.stages * ((STREAMED_ROWS + self.columns) * BATCH_BYTES + 16) + self.out_features * 8
+
+    @property
+    def column_tiles(self) -> int:
+        return self.out_features // self.columns
 
     def tiles(self, rows: int) -> int:
         """How many tiles there are for all rows."""
-        return -(-rows // _STREAMED_ROWS) * (self.out_features // self.columns)
+        return -(-rows // STREAMED_ROWS) * self.column_tiles
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
         return min(self.tiles(rows), multiprocessors)
 
-    def defines(self, activation: str, residual: bool, patch: tuple[int, int] = (0, 0)) -> dict[str, int]:
+    def defines(self, activation: str, residual: bool, patch: tuple[int, int] = (0, 0), moments: bool = False) -> dict[str, int]:
         assert patch == (0, 0)  # which only the kernel whose weights stay reads
         return {
             "IN": self.in_features,
@@ -140,6 +144,7 @@ class StreamTiling(DenseTiling):
             "MODE": MODES.index(self.mode),
             "ACTIVATION": ACTIVATIONS.index(activation),
             "RESIDUAL": int(residual),
+            "MOMENTS": int(moments),
             "COLUMNS": self.columns,
             "SLOTS": self.stages,
         }

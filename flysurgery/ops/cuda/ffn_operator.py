@@ -9,9 +9,9 @@ from torch import Tensor
 from flysurgery.ops.cuda.ffn import run_ffn
 from flysurgery.ops.cuda.registered import Operator
 
-FFN_SCHEMA = (
-    "(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
-    "str activation, Tensor? scale, bool residual) -> Tensor"
+FFN_OPERANDS = (
+    "Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
+    "str activation, Tensor? scale, bool residual"
 )
 """Of every operator for a feed-forward block."""
 
@@ -45,10 +45,11 @@ def fake_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
+    moments: Tensor | None = None,
 ) -> Tensor:
-    """The shape and dtype of what an operator of ``FFN_SCHEMA`` gives."""
+    """The shape and dtype of what an operator of ``FFN_OPERANDS`` gives."""
     a, b, _, d = down[0].shape
     return x.new_empty((x.shape[0], a * b * d))
 
 
-ffn_operator = Operator("ffn" + FFN_SCHEMA, _ffn, fake_ffn)
+ffn_operator = Operator(f"ffn({FFN_OPERANDS}) -> Tensor", _ffn, fake_ffn)

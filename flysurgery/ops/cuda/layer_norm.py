@@ -29,12 +29,14 @@ def layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
 
 def row_moments(
     x: Tensor,  # shape: (rows, features)
-    eps: float,
-) -> Tensor:  # shape: (rows, 2), float32
-    """``-mean * s`` and ``s = 1 / sqrt(variance + eps)`` of each row, in one launch on the current stream; rows begin at 16 bytes."""
-    moments = torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device)
+) -> Tensor:  # shape: (rows, 1, 2), float32
+    """The mean of each row, and the sum of the squares of what differs from it, in one launch on the current stream.
+
+    Rows begin at multiples of 16 bytes. Of a row in several parts of equal size, there would be one pair for each.
+    """
+    moments = torch.empty((x.shape[0], 1, 2), dtype=torch.float32, device=x.device)
     if x.shape[0]:
-        _launch(x, None, None, moments, eps)
+        _launch(x, None, None, moments, 0.0)
     return moments
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
-from flysurgery.ops.cuda.ffn_operator import FFN_SCHEMA, fake_ffn
+from flysurgery.ops.cuda.ffn_operator import FFN_OPERANDS, fake_ffn
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.obstacles import shared_limit_of
@@ -75,8 +75,11 @@ def run_wide_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
+    moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (rows, out_features)
     """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one a factor.
+
+    None for the norm where the moments of the rows of x are there, as ``BlockLinear.multiply`` takes them.
 
     Raises:
         BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
@@ -84,12 +87,12 @@ def run_wide_ffn(
     device_index = x.device.index
     if device_index != current_device():
         with torch.cuda.device(device_index):
-            return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
+            return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual, moments)
     first, second, third, last = _products(architecture_of(up), architecture_of(down), x.dtype, activation, device_index)
     up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
     x = readable(x)
     # Every second product goes backwards, from the rows that were written last and are still in the L2 cache.
-    hidden = second.multiply(first.multiply(x, up[1:], norm=norm), up[:1], up_biases, backwards=True)
+    hidden = second.multiply(first.multiply(x, up[1:], norm=norm, moments=moments), up[:1], up_biases, backwards=True)
     return last.multiply(third.multiply(hidden, down[1:]), down[:1], down_biases, scale, x if residual else None, backwards=True)
 
 
@@ -105,9 +108,10 @@ def _wide_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
+    moments: Tensor | None = None,
 ) -> Tensor:
     norm = None if eps is None else Norm(norm_weight, norm_bias, eps)
-    return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual)
+    return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual, moments)
 
 
-wide_ffn_operator = Operator("wide_ffn" + FFN_SCHEMA, _wide_ffn, fake_ffn)
+wide_ffn_operator = Operator(f"wide_ffn({FFN_OPERANDS}, Tensor? moments=None) -> Tensor", _wide_ffn, fake_ffn)

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda import dense
-from flysurgery.ops.cuda.dense import run_dense
-from flysurgery.ops.cuda.dense_tiling import StreamTiling
+from flysurgery.ops.cuda.dense import run_dense, run_dense_moments, streamed_for
 from flysurgery.ops.cuda.kernel import device_arch
 from tests.support.oracle import ACTIVATIONS
 
@@ -32,17 +30,11 @@ def normal(*shape: int, dtype: torch.dtype, deviation: float = 1.0) -> Tensor:
     return (torch.randn(shape, device="cuda") * deviation).to(dtype)
 
 
-def streamed(in_features: int, out_features: int, mode: str) -> StreamTiling | None:
-    resident = dense._tiling(in_features, out_features, mode, 0, False)
-    assert not isinstance(resident, str)
-    return dense._streamed(resident, 0)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("in_features", "out_features"), SIZES)
 @pytest.mark.parametrize(("activation", "with_residual"), [("none", True), ("gelu", False), ("silu", True)])
 def test_as_accurate_as_pytorch(dtype: torch.dtype, in_features: int, out_features: int, activation: str, with_residual: bool) -> None:
-    assert streamed(in_features, out_features, HALVES[dtype]) is not None
+    assert streamed_for(ROWS, in_features, out_features, HALVES[dtype], 0) is not None
     x = normal(ROWS, in_features + 64, dtype=dtype)[:, :in_features]
     weight, bias = normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5), normal(out_features, dtype=dtype)
     scale = normal(out_features, dtype=dtype)
@@ -57,6 +49,23 @@ def test_as_accurate_as_pytorch(dtype: torch.dtype, in_features: int, out_featur
     assert out.dtype == dtype and bool(out.isfinite().all())
     error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, plain(dtype)))
     assert error <= K * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("in_features", "out_features"), SIZES)
+def test_moments_are_those_of_the_result(dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """Also of rows whose mean is far larger than their deviations, and of rows with one element that is."""
+    x, weight = normal(ROWS, in_features, dtype=dtype), normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5)
+    residual = normal(ROWS, out_features, dtype=dtype)
+    residual[::3] += 100
+    residual[1::3, 0] += 100
+    y, moments = run_dense_moments(x, weight, None, residual, None, HALVES[dtype])
+    assert torch.equal(y, run_dense(x, weight, None, "none", residual, None, HALVES[dtype]))
+    parts = y.double().unflatten(1, (moments.shape[1], -1))
+    mean = parts.mean(dim=2)
+    squares = (parts - mean[..., None]).square().sum(dim=2)
+    assert float((moments[..., 0] - mean).abs().max()) < 1e-4
+    assert float((moments[..., 1] / squares - 1).abs().max()) < 1e-3
 
 
 def test_every_row_is_there() -> None:

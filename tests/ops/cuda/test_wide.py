@@ -7,7 +7,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops import FusedFactors, Norm, composed, ffn, ffn_launches, ks_linear, norm_linear, norm_linear_launches
+from flysurgery.ops import (
+    Dense,
+    FusedFactors,
+    Norm,
+    composed,
+    ffn,
+    ffn_launches,
+    ks_linear,
+    leaves_moments,
+    linear_residual,
+    linear_residual_moments,
+    norm_linear,
+    norm_linear_launches,
+)
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
 from flysurgery.ops.cuda.wide_group import run_wide_group
 from flysurgery.patterns import Architecture
@@ -91,6 +104,18 @@ def test_feed_forward(which: int, dtype: torch.dtype, rows: int, activation: str
     comparable(out, plain_ffn(x, norm, up, down, activation, scale), truth)
 
 
+def test_moments_may_come_in_parts() -> None:
+    up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[0])
+    x, norm = normal(500, 768, dtype=torch.float16, mean=30.0), norm_of(768, torch.float16)
+    operands = (up.factors, up.bias, down.factors, down.bias, "gelu", None)
+    whole = run_wide_ffn(x, norm, *operands, residual=False)
+    truth = plain_ffn(x.double(), exact(norm), wide(up), wide(down), "gelu", None)
+    for count in (1, 3, 4, 8):
+        parts = x.float().unflatten(1, (count, -1))
+        moments = torch.stack((parts.mean(dim=2), parts.var(dim=2, correction=0) * parts.shape[2]), dim=2)
+        comparable(run_wide_ffn(x, norm, *operands, residual=False, moments=moments), whole, truth)
+
+
 def test_feed_forward_without_what_may_be_left_out() -> None:
     up, down = (FusedFactors(layer(architecture, torch.float16).factors) for architecture in BLOCKS[0])
     x = normal(500, 768, dtype=torch.float16)
@@ -125,6 +150,19 @@ def test_whole_operators_take_them() -> None:
     assert len(norm_linear_launches(x, norm, group)) == 3
     truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
     comparable(norm_linear(x, norm, group), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+def test_moments_that_a_residual_sum_leaves_behind(mean: float) -> None:
+    up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[0])
+    norm, dense = norm_of(768, torch.float16), Dense(normal(768, 768, dtype=torch.float16, deviation=0.03), None)
+    x, residual = normal(43, 197, 768, dtype=torch.float16), normal(43, 197, 768, dtype=torch.float16, mean=mean)
+    assert not leaves_moments(x[:1], dense, residual[:1])
+    assert leaves_moments(x, dense, residual)
+    y, moments = linear_residual_moments(x, dense, residual)
+    assert torch.equal(y, linear_residual(x, dense, residual))
+    truth = y.double() + plain_ffn(y.double(), exact(norm), wide(up), wide(down), "gelu", None)
+    comparable(ffn(y, norm, up, down, moments=moments), ffn(y, norm, up, down), truth)
 
 
 def test_a_changed_weight_is_seen_and_graphs_replay() -> None:
