@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flysurgery.inference.attending import Attending
 from flysurgery.inference.standing import Condition, StandIn
-from flysurgery.inference.steps import Step
+from flysurgery.inference.steps import FeedForward, LinearResidual
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,47 @@ class FusedAttended(FusedPart):
     itself where ``norm`` is None; ``attending`` does what it asks of PyTorch's attention.
     """
 
-    def __init__(self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: Step, handed: Handed) -> None:
+    def __init__(
+        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidual, handed: Handed
+    ) -> None:
         super().__init__(step)
+        self.out = step
         self.norm, self.attention, self.attending, self.handed = norm, attention, attending, handed
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def attended(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``step`` takes beside x."""
         positional, named = self.handed.of(args, kwargs)
         with self.attending or nullcontext():
-            attended = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
-        return self.step(attended, x)
+            return self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self.out(self.attended(x, args, kwargs), x)
+
+
+class FusedPair(FusedPart):
+    """A part with attention, and the feed-forward part behind it, whose norm reads the moments of rows that the other's kernel leaves."""
+
+    def __init__(self, first: FusedAttended, step: FeedForward) -> None:
+        super().__init__(step)
+        self.first, self.out, self.then = first, first.out, step
+
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        attended = self.first.attended(x, args, kwargs)
+        if self.then.reads_moments(x) and self.out.leaves_moments(attended, x):
+            return self.then(*self.out.with_moments(attended, x))
+        return self.then(self.out(attended, x))
+
+
+def paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
+    """The same parts, those that follow each other as a ``FusedPair`` has it in one."""
+    found: list[FusedPart] = []
+    for part in parts:
+        before = found[-1] if found else None
+        if isinstance(before, FusedAttended) and isinstance(part.step, FeedForward):
+            found[-1] = FusedPair(before, part.step)
+        else:
+            found.append(part)
+    return found
 
 
 class FusedBlock(StandIn):
@@ -94,7 +126,7 @@ class FusedBlock(StandIn):
     def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
         super().__init__(original)
         self.form, self.condition = form, condition
-        self._parts = tuple(parts)  # in a tuple, so that they are no children
+        self._parts = tuple(paired(parts))  # in a tuple, so that they are no children
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         others = args[1:]

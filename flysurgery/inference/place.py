@@ -18,7 +18,7 @@ from flysurgery.inference.fused_block import Form, FusedAttended, FusedBlock, Fu
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
 from flysurgery.inference.standing import Condition, Passed, Stepped, Through, view
-from flysurgery.inference.steps import Attention
+from flysurgery.inference.steps import Attention, LinearResidual
 from flysurgery.surgery import Reason
 
 
@@ -76,7 +76,9 @@ def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: 
     step = own["attention"].step if "attention" in own else None
     attending = Attending(step) if isinstance(step, Attention) and step.enabled else None
     before = None if norm is None else new.get(norm) or model.get_submodule(norm)
-    return FusedAttended(before, inner, attending, own["attn_out"].step, form.handed[part.attention])
+    out = own["attn_out"].step
+    assert isinstance(out, LinearResidual)  # as it was built
+    return FusedAttended(before, inner, attending, out, form.handed[part.attention])
 
 
 def feed_forward_place(model: nn.Module, found: Findings, group: FeedForward, candidate: Candidate) -> Place | Reason:

@@ -96,6 +96,19 @@ class LinearResidual(Step):
         linear = kernels.linear_of(self.linear)
         return UNKNOWN if linear is None else ops.linear_residual_way(x, linear, others[0], _value(self._scale))
 
+    def leaves_moments(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether ``with_moments`` can be called for these inputs."""
+        linear = kernels.linear_of(self.linear)
+        if not self.enabled or linear is None or kernels.under_autocast(x) is not None:
+            return False
+        return ops.leaves_moments(x, linear, residual, _value(self._scale))
+
+    def with_moments(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The group by its kernel, and the moments of the rows of its result, which a ``FeedForward`` may read."""
+        linear = kernels.linear_of(self.linear)
+        assert isinstance(linear, ops.Dense)  # else it leaves none
+        return ops.linear_residual_moments(x, linear, residual, _value(self._scale))
+
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.linear), self._scale is None)
 
@@ -150,7 +163,14 @@ class FeedForward(Step):
             return UNKNOWN
         norm, *inner = [kernels.norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
         up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
-        return ops.ffn_way(x, norm, up, second, self.activation, _value(self._scale), self.residual, inner[0] if inner else None)
+        return ops.ffn_way(x, norm, up, second, self.activation, _value(self._scale), self.residual, inner[0] if inner else None, *others)
+
+    def reads_moments(self, x: Tensor) -> bool:
+        """Whether a call with x has a use for the moments of its rows, as a second argument."""
+        if not self.enabled or kernels.under_autocast(x) is not None:
+            return False
+        way = self.way(x)
+        return not isinstance(way, str) and way.launches()[:1] == (ops.MOMENTS,)
 
     def likeness(self) -> tuple[object, ...]:
         return (*_shapes(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)
