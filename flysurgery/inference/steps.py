@@ -41,8 +41,8 @@ class Step(nn.Module):
         return way.run()
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        if self.enabled and kernels.under_autocast(x) is None:
-            with kernels.unwatched(x):
+        with kernels.unwatched(x):
+            if self.enabled and kernels.under_autocast(x) is None:
                 way = self.way(x, *others)
                 if not isinstance(way, str):
                     return way.run()

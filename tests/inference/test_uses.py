@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from timm.models._features import FeatureGetterNet
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import flysurgery
 from flysurgery.inference import standing
 from flysurgery.inference.standing import StandIn
+from flysurgery.inference.steps import LinearResidual
 from tests.inference.models import images, ready
 from tests.support.tolerance import assert_equal
 
@@ -141,3 +144,25 @@ def test_a_view_leaves_its_original_alone() -> None:
     assert isinstance(original[0][0], nn.Linear)  # pyright: ignore[reportIndexIssue]
     assert not hasattr(original[0], "note")
     assert seen.get_submodule("0.1") is original.get_submodule("0.1")
+
+
+@pytest.mark.usefixtures("compilable")
+def test_modes_are_told_of_what_the_own_modules_do_alone() -> None:
+    """A mode is told of each look at a tensor as well, which takes longer than the kernels' launches."""
+
+    class Told(TorchFunctionMode):
+        functions = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+            self.functions += 1
+            return func(*args, **(kwargs or {}))
+
+    linear = nn.Linear(48, 48).requires_grad_(False)
+    step, x = LinearResidual(linear, None), torch.randn(5, 48)
+    with Told() as mode:
+        fused = step(x, x)
+    assert mode.functions == 0
+    step.enabled = False
+    with Told() as mode:
+        assert_equal(step(x, x), fused)
+    assert mode.functions >= 2
