@@ -183,9 +183,9 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
         const int of_keys = 3 * turn, of_queries = of_keys + 1, of_values = of_keys + 2;
         const u32 query_rows = ring.slot(of_queries) + tile * 64 * kRow;
         const i64 first = tile * 64 + warp * 16 + g;
+        named_barrier_wait(turn_of(unit), 256);  // first: who had the turn before has seen all that came before arrive
         ring.wait_arrived(of_keys);
         ring.wait_arrived(of_queries);
-        named_barrier_wait(turn_of(unit), 256);
         const float of_all = power(-(int)load_shared_one(ring.exponent(of_keys, 0))) * __int_as_float(scale_bits) * kLog2E;
         float scale[2];
 #pragma unroll
@@ -214,7 +214,7 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
                 ring.free(of_keys);
                 ring.free(of_queries);
             }
-            float keep[2], shift[2];
+            float keep[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float highest = most[h];
@@ -230,7 +230,6 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
                 highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
                 keep[h] = chunk > 0 ? exp2_fast((most[h] - highest) * scale[h]) : 0.0f;
                 most[h] = highest;
-                shift[h] = kShift - highest * scale[h];
                 total[h] *= keep[h];
             }
             u32 hi[kChunkTiles][2], lo[kPairs ? kChunkTiles : 1][2];
@@ -238,7 +237,8 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
             for (int n = 0; n < kChunkTiles; ++n)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    float one = exp2_fast(fmaf(scores[n][2 * h], scale[h], shift[h])), two = exp2_fast(fmaf(scores[n][2 * h + 1], scale[h], shift[h]));
+                    float one = exp2_fast(fmaf(scores[n][2 * h] - most[h], scale[h], kShift));  // exact for the largest, however large
+                    float two = exp2_fast(fmaf(scores[n][2 * h + 1] - most[h], scale[h], kShift));
                     if (n >= kSure && n * 8 >= left) one = 0.0f;  // where the scale is zero too
                     if (n >= kSure && n * 8 + 1 >= left) two = 0.0f;
                     total[h] += one + two;

@@ -190,9 +190,9 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         if (at >= (int)all_heads) break;
         const int of_keys = 3 * turn, of_queries = of_keys + 1, of_values = of_keys + 2;
         const u32 query_rows = ring.slot(of_queries);
+        named_barrier_wait(turn_of(unit), 256);  // first: who had the turn before has seen all that came before arrive
         ring.wait_arrived(of_keys);
         ring.wait_arrived(of_queries);
-        named_barrier_wait(turn_of(unit), 256);
         if (LAST && tile == TILES - 1) {
             named_barrier_arrive(turn_of(unit + 1), 256);
             u16* const y_rows = y + ((at / (int)heads * queries + tile * 64) * heads + at % (int)heads) * kHead;

@@ -62,6 +62,12 @@ def test_as_many_keys_as_one_likes(wgmma: bool, halves: Arithmetic, tokens: int,
     check(wgmma, halves, operands(5, 3, tokens, 64, keys, halves.dtype))
 
 
+@pytest.mark.parametrize(("tokens", "keys"), [(5, 300), (64, 197), (70, 300)])
+def test_few_queries_of_more_heads_than_multiprocessors(wgmma: bool, halves: Arithmetic, tokens: int, keys: int) -> None:
+    """Warpgroups that take turns at different heads, further apart than the ring has slots."""
+    check(wgmma, halves, operands(60, 12, tokens, 64, keys, halves.dtype))
+
+
 @pytest.mark.parametrize("images", [1, 50])
 @pytest.mark.parametrize("tokens", [130, 197, 257])
 def test_more_heads_than_multiprocessors(wgmma: bool, halves: Arithmetic, tokens: int, images: int) -> None:
