@@ -14,8 +14,8 @@
 //
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_float_image.py), through the ring of fused_ring.cuh.
 //
-// Measured on an H200, 25216 rows of width 384: fp32 205 us by the patterns of Gonon et al., 181 by Monarch's, tf32 132 by the first
-// (recipes/results/kernel_trials_h200.csv, runs 11 and 17). The products at the rate of a large one would take 0.46, 0.41 and 0.24 of that, the bytes 19 us.
+// Measured on an H200, 25216 rows of width 384: fp32 203 us by the patterns of Gonon et al., 180 by Monarch's, tf32 128 and 116
+// (recipes/results/kernel_trials_h200.csv, run 21). The products at the rate of a large one would take 0.47 and 0.42 of the first two, the bytes 19 us.
 //
 // Limits: sm_90a; rows of x at multiples of 16 bytes; a norm stands before the block; sizes as in ffn_float_tiling.py.
 
