@@ -37,7 +37,10 @@ CHECKED = 8
 
 DENSE = "dense"
 TWINS = {DENSE: DENSE, "dense optimized": DENSE, "converted": "converted", "optimized": "converted"}
-"""Each candidate, and the model without fusion that it computes."""
+"""Each candidate that nothing compiles, and the model without fusion that it computes."""
+
+COMPILED = {"dense compiled": DENSE, "optimized compiled": "optimized"}
+"""What goes through ``torch.compile``, and the candidate that it is made of. Of an optimized model it fuses what is between groups."""
 
 METERED = (DENSE, "dense optimized", "optimized")
 """The candidates whose joules are measured."""
@@ -45,7 +48,7 @@ METERED = (DENSE, "dense optimized", "optimized")
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: ``compiled`` and ``max_autotune`` add the dense model through ``torch.compile``, ``energy`` the joules."""
+    """What is compared: ``compiled`` adds those through ``torch.compile``, ``max_autotune`` its longest search, ``energy`` joules."""
 
     model: str
     arch: str
@@ -97,7 +100,8 @@ def measure_case(case: Case, meter: EnergyMeter | None, device: torch.device) ->
         if case.max_autotune:
             runs["dense max-autotune"] = torch.compile(models[DENSE], mode="max-autotune-no-cudagraphs")
         if case.compiled:
-            runs["dense compiled"] = compiled(models[DENSE], "compile")
+            runs |= {name: compiled(models[plain_one], "compile") for name, plain_one in COMPILED.items()}
+        twins = {name: TWINS.get(COMPILED.get(name, name), DENSE) for name in runs}
         with torch.inference_mode():
             rows = list(range(min(CHECKED, case.batch)))
             works = {name: work_of(by_definition(model), x) for name, model in plain.items()}
@@ -105,9 +109,9 @@ def measure_case(case: Case, meter: EnergyMeter | None, device: torch.device) ->
             found = measure(
                 runs,
                 x,
-                {name: truths[TWINS.get(name, DENSE)] for name in runs},
+                {name: truths[twin] for name, twin in twins.items()},
                 rows=rows,
-                works={name: works[TWINS.get(name, DENSE)] for name in runs},
+                works={name: works[twin] for name, twin in twins.items()},
                 ceilings=measure_ceilings(case.mode, device),
                 protocol=Protocol(rounds=15, seconds=None),
             )
