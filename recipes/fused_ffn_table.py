@@ -3,10 +3,10 @@
 ``python recipes/fused_ffn_table.py --out recipes/results/fused_ffn_h200.csv``
 
 Norm, two linear layers, activation and residual: one launch where a kernel takes the whole block, else, as of width 768, one for the norm
-and one for each layer, or, of float32, one for each layer, the first with the norm. ``tf32`` and ``fp32`` are float32, with and without
-leave to round to TF32. Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a block in one shuffled run,
-after a check against float64. ``composed`` is the same block of factors as separate operators. ``bound_us`` is what a large copy and a
-large matrix product, measured in the same run, allow for x, y and the weights.
+and one or two for each layer. ``tf32`` and ``fp32`` are float32, with and without leave to round to TF32. Times by CUDA graphs over
+rotating inputs larger than the L2 cache, all candidates of a block in one shuffled run, after a check against float64. ``composed`` is
+the same block of factors as separate operators. ``bound_us`` is what a large copy and a large matrix product, measured in the same run,
+allow for x, y and the weights.
 ``ratio_to_compiled`` is against ``torch.compile(mode="max-autotune-no-cudagraphs")`` of the dense block; this run captures
 its graphs itself.
 """
