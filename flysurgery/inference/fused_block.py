@@ -106,11 +106,11 @@ class FusedPair(FusedPart):
 
 
 def paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
-    """The same parts, those that follow each other as a ``FusedPair`` has it in one."""
+    """The same parts, those that follow each other as a ``FusedPair`` has it in one: only a dense layer leaves moments."""
     found: list[FusedPart] = []
     for part in parts:
         before = found[-1] if found else None
-        if isinstance(before, FusedAttended) and isinstance(part.step, FeedForward):
+        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForward):
             found[-1] = FusedPair(before, part.step)
         else:
             found.append(part)
