@@ -17,7 +17,7 @@ from flysurgery.inference.found import Block, FeedForward, Lone, LoneNorm, Part,
 from flysurgery.inference.fused_block import Form, FusedAttended, FusedBlock, FusedPart
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
-from flysurgery.inference.standing import Condition, Passed, Stepped, Through, view
+from flysurgery.inference.standing import Condition, Passed, Stepped, Through, Undropped, view
 from flysurgery.inference.steps import Attention, LinearResidual
 from flysurgery.surgery import Reason
 
@@ -61,8 +61,10 @@ def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: 
         return fqn[len(part.attention) + 1 :]
 
     norm = part.norm
+    attention = model.get_submodule(part.attention)
+    dropouts = {fqn: Undropped(each) for fqn, each in attention.named_modules() if type(each) is nn.Dropout and is_plain(each)}
     inside = {below(fqn): module for fqn, module in new.items() if fqn.startswith(f"{part.attention}.")}
-    replaced: dict[str, nn.Module] = {**inside, below(part.out.linear): Through()}
+    replaced: dict[str, nn.Module] = {**dropouts, **inside, below(part.out.linear): Through()}
     attributes = {}
     if part.projection is not None and own["qkv"].step.enabled:
         replaced[below(part.projection.linear)] = own["qkv"].step
@@ -72,7 +74,7 @@ def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: 
         if norm is None:
             replaced[below(part.projection.norm.fqn)] = Through()
         norm = None
-    inner = view(model.get_submodule(part.attention), replaced, attributes)
+    inner = view(attention, replaced, attributes)
     step = own["attention"].step if "attention" in own else None
     attending = Attending(step) if isinstance(step, Attention) and step.enabled else None
     before = None if norm is None else new.get(norm) or model.get_submodule(norm)

@@ -102,6 +102,16 @@ class Through(nn.Module):
         return x
 
 
+class Undropped(nn.Dropout):
+    """A dropout in evaluation mode, all of whose attributes it shares, without PyTorch's function, of which modes would be told."""
+
+    def __init__(self, original: nn.Dropout) -> None:
+        self.__dict__ = original.__dict__
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
 def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: Mapping[tuple[str, str], Any] | None = None) -> nn.Module:
     """``module`` with other children below it, and attributes of other values; the module itself stays as it is.
 

@@ -123,6 +123,36 @@ def test_moments_of_rows_are_handed_to_the_norm_that_reads_them(called: list[str
     assert called == ["patch_embedding", *WHOLE[1:4], "norm_linear", "attention", "moments", "read", "layer_norm"]
 
 
+def test_layers_of_factors_are_not_asked_for_moments(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*arguments: Any) -> bool:
+        raise AssertionError("it was asked")
+
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    x = images(model)
+    before = model(x)
+    flysurgery.optimize(model)
+    monkeypatch.setattr(FeedForward, "reads_moments", ask)
+    assert_equal(model(x), before)
+    assert called == WHOLE
+
+
+def test_dropouts_behind_attention_cost_no_call_until_they_drop(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL, proj_drop_rate=0.5))
+    x, dropout, asked = images(model), nn.functional.dropout, []
+    before = model(x)
+    flysurgery.optimize(model)
+    monkeypatch.setattr(nn.functional, "dropout", lambda *arguments: asked.append(arguments) or dropout(*arguments))
+    assert_equal(model(x), before)
+    outside = len(asked)
+    model.get_submodule("blocks.0.attn.proj_drop").train()
+    assert not torch.equal(model(x), before)
+    assert len(asked) > 2 * outside
+    model.eval()
+    asked.clear()
+    assert_equal(model(x), before)
+    assert len(asked) == outside <= 2  # those behind the positions and before the head
+
+
 def test_linear_layers_of_other_classes_are_left_with_the_reason(called: list[str]) -> None:
     class Other(nn.Linear):
         pass
