@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 import flysurgery
 from flysurgery.inference import standing
 from flysurgery.inference.standing import StandIn
-from flysurgery.inference.steps import LinearResidual
+from flysurgery.inference.steps import LayerNorm, LinearResidual
 from tests.inference.models import images, ready
 from tests.support.tolerance import assert_equal
 
@@ -95,6 +95,14 @@ def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(model.get_submodule("blocks.0"), StandIn)
     with torch.no_grad():
         assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
+
+
+@pytest.mark.usefixtures("compilable")
+def test_a_norm_by_itself_is_the_compilers() -> None:
+    step, x = LayerNorm(nn.LayerNorm(16), 1e-6), torch.randn(3, 16)
+    assert not isinstance(step.way(x), str)
+    refused = torch.compile(lambda: isinstance(step.way(x), str), fullgraph=True, backend="eager")
+    assert refused() is True
 
 
 def test_a_block_with_another_step_is_refused(called: list[str]) -> None:
