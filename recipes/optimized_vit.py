@@ -1,6 +1,6 @@
 """Whole Vision Transformers as ``flysurgery.optimize`` makes them, beside dense ones, compiled ones and converted ones.
 
-    python recipes/optimized_vit.py --headline --out recipes/results/optimized_vit_headline_h200.csv    # a minute
+    python recipes/optimized_vit.py --headline --out recipes/results/optimized_vit_headline_h200.csv    # two minutes
     python recipes/optimized_vit.py --out recipes/results/optimized_vit_h200.csv
     python recipes/optimized_vit.py --max-autotune    # the dense model through torch.compile's longest search as well, some minutes more
 
