@@ -59,7 +59,7 @@ def test_a_picture_that_cannot_be_written_is_noticed_before_any_work(refused: Re
     refused(
         "convert", *RANDOM, "--budget", 0.5, "--plot", "file/curve.png", words=("--plot cannot write file/curve.png", "Not a dir"), code=2
     )
-    refused("convert", *RANDOM, "--budget", 0.5, "--plot", "folder.png", words=("--plot cannot write folder.png", "Is a directory"), code=2)
+    refused("convert", *RANDOM, "--budget", 0.5, "--plot", "folder.png", words=("--plot takes a file, and folder.png is none",), code=2)
 
 
 def test_a_budget_with_calibration_says_what_it_chose_and_reported_by(run: Run, tmp_path: Path) -> None:
