@@ -8,7 +8,10 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery.walker import example_input
 
-SIZE = 32
+SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+"""Arguments that make one of timm's ViTs small."""
+WHOLE = ["patch_embedding", *["norm_linear", "attention", "linear_residual", "ffn"] * 2, "layer_norm"]
+"""The operators that such a model calls when all of it is fused."""
 
 
 def ready(model: nn.Module, *, convert: bool = True) -> nn.Module:

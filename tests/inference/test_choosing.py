@@ -20,10 +20,9 @@ from flysurgery.ops import composed
 from flysurgery.ops.parts import FusedFactors
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.surgery import Plan
-from tests.inference.models import images, ready
+from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
 
-SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
 MONARCH_2 = {monarch(48, 48, 2), monarch(192, 48, 2), monarch(48, 192, 2)}
 MONARCH_4 = {monarch(48, 48, 4), monarch(192, 48, 4), monarch(48, 192, 4)}
 Price = Callable[[nn.Module, bool, set[Architecture]], float]

@@ -16,8 +16,7 @@ import flysurgery
 from flysurgery.inference import clock, measure_groups
 from flysurgery.inference.look import look
 from tests.inference.conftest import FFN_LAUNCHES
-from tests.inference.models import images, ready
-from tests.inference.test_optimize import SMALL
+from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 
 WIDTH, HIDDEN = 16, 32

@@ -21,8 +21,7 @@ from flysurgery.bench.units import Residual
 from flysurgery.errors import InferenceError, SurgeryError
 from flysurgery.inference import clock
 from flysurgery.inference.standing import StandIn
-from tests.inference.models import ready
-from tests.inference.test_optimize import SMALL
+from tests.inference.models import SMALL, ready
 from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 
 WIDTH = 48

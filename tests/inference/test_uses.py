@@ -17,10 +17,9 @@ import flysurgery
 from flysurgery.inference import standing
 from flysurgery.inference.standing import StandIn
 from flysurgery.inference.steps import LayerNorm, LinearResidual
-from tests.inference.models import images, ready
+from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
 
-SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
 BLOCKS = ["norm_linear", "attention", "linear_residual", "ffn"] * 2
 
 
