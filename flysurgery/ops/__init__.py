@@ -15,7 +15,6 @@ from flysurgery.ops.group import ks_linear_group as ks_linear_group
 from flysurgery.ops.multiply import ks_linear as ks_linear
 from flysurgery.ops.multiply import ks_multiply as ks_multiply
 from flysurgery.ops.norm_linears import norm_linear as norm_linear
-from flysurgery.ops.norm_linears import norm_linear_launches as norm_linear_launches
 from flysurgery.ops.norm_linears import norm_linear_reason as norm_linear_reason
 from flysurgery.ops.norm_linears import norm_linear_way as norm_linear_way
 from flysurgery.ops.normed import layer_norm as layer_norm

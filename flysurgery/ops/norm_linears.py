@@ -61,12 +61,6 @@ def norm_linear_way(x: Tensor, norm: Norm, group: Sequence[Linear]) -> Way | str
     return stages if isinstance(stages, str) else Way(stages, x, _Operands(norm, group))
 
 
-def norm_linear_launches(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[str, ...]:
-    """What the launches of ``norm_linear`` compute, one after the other; none where ``norm_linear_reason`` has something against it."""
-    way = norm_linear_way(x, norm, group)
-    return () if isinstance(way, str) else way.launches()
-
-
 def norm_linear_reason(x: Tensor, norm: Norm, group: Sequence[Linear]) -> str | None:
     """Why no kernel takes this norm; None where one does."""
     way = norm_linear_way(x, norm, group)

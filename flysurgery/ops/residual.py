@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense import dense_moments_operator, streamed_for
-from flysurgery.ops.cuda.modes import mode_of, tf32_allowed
+from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.decided import decided
 from flysurgery.ops.epilogue import common_obstacle, epilogue_reason, linear_epilogue, wrong_size, wrong_vector
 from flysurgery.ops.few_rows import few_rows_linear, takes_few_rows
@@ -51,7 +51,7 @@ def linear_residual_moments(
     That is the mean of each of some parts of a row, of equal size, and the sum of the squares of what differs from it.
     """
     rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
-    mode = mode_of(x.dtype, allow_tf32=tf32_allowed())
+    mode = present_mode(x.dtype)
     y, moments = dense_moments_operator(rows, linear.weight, linear.bias, added, scale, mode)
     return y.view(residual.shape), moments
 
@@ -60,7 +60,7 @@ def leaves_moments(x: Tensor, linear: Linear, residual: Tensor, scale: Tensor | 
     """Whether the kernel that computes ``linear_residual`` can leave the moments of its result's rows behind, at next to no cost."""
     if not isinstance(linear, Dense) or linear_residual_reason(x, linear, residual, scale) is not None:
         return False
-    mode, rows = mode_of(x.dtype, allow_tf32=tf32_allowed()), residual.numel() // max(1, residual.shape[-1])
+    mode, rows = present_mode(x.dtype), residual.numel() // max(1, residual.shape[-1])
     return mode is not None and _streams(rows, *linear.sizes, mode, x.device.index)
 
 

@@ -19,7 +19,7 @@ from flysurgery.ops import (
     linear_residual,
     linear_residual_moments,
     norm_linear,
-    norm_linear_launches,
+    norm_linear_way,
 )
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
 from flysurgery.ops.cuda.wide_group import run_wide_group
@@ -147,7 +147,8 @@ def test_whole_operators_take_them() -> None:
     comparable(out, x + plain_ffn(x, norm, up, down, "gelu", None), truth)
     assert torch.equal(out, ffn(x.contiguous(), norm, up, down))
     group = [layer(GROUPS[0], torch.float16) for _ in range(3)]
-    assert len(norm_linear_launches(x, norm, group)) == 3
+    way = norm_linear_way(x, norm, group)
+    assert not isinstance(way, str) and len(way.launches()) == 3
     truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
     comparable(norm_linear(x, norm, group), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
 
