@@ -69,7 +69,7 @@ class NormLinear(Step):
 
 
 class LayerNorm(Step):
-    """A layer norm by itself. A compiler makes its own, which it fuses with what it finds beside it: PyTorch's, up to 2.11, does not come
+    """A layer norm by itself. A compiler makes its own, which it fuses with what it finds beside it: PyTorch 2.11's does not come
     to an end where an operator that it does not know first appears behind many residual sums."""
 
     def __init__(self, norm: nn.Module, eps: float) -> None:
