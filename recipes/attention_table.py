@@ -52,8 +52,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_pytorch: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 def split(x: Tensor) -> tuple[Tensor, ...]:  # x: (images, tokens, 3 * heads * HEAD); each (images, heads, tokens, HEAD)
@@ -97,11 +96,10 @@ def measure(mode: str, images: int, tokens: int, heads: int) -> list[Row]:
             raise SystemExit(f"{mode}, {images} images, {tokens} tokens, {heads} heads: wrong, relative error {errors['flysurgery']:.2g}")
         timings = time_interleaved(RUNS, x, rounds=15, seconds=0.1)
     work = Work(x.nbytes * 4 // 3, 4 * images * heads * tokens * tokens * HEAD)
-    base, bound = timings["pytorch"].median_ms, 1e3 * recipe.ceilings(mode).bound_ms(work)
+    base, judged = timings["pytorch"].median_ms, recipe.judge(mode, timings, dict.fromkeys(RUNS, work), "pytorch")
     return [
-        Row(mode, images, tokens, heads, name, errors[name], us, each.iqr_ms * 1e3, each.median_ms / base, bound, bound / us)
-        for name, each in timings.items()
-        for us in (each.median_ms * 1e3,)
+        Row(mode, images, tokens, heads, name, errors[name], 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / base, judged[name])
+        for name, t in timings.items()
     ]
 
 

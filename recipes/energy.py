@@ -3,21 +3,26 @@
     python recipes/energy.py --out recipes/results/energy_h200.csv --plot recipes/results/energy_h200.png
 
 Energy is read from NVML's counter of the whole device, over windows of at least a second of replayed graphs; idle power is measured
-at the start and noted in each row. Patterns come in one shuffled order, so that runs that go on add to a random subset.
+at the start and noted in each row. ``bound_ms`` is what a large copy and a large matrix product, measured in the same run, allow for a
+call, which takes ``call_ms``. Patterns come in one shuffled order, so that runs that go on add to a random subset.
 Needs an NVIDIA GPU and nvidia-ml-py; elsewhere it says so and measures nothing.
 """
 
 from __future__ import annotations
 
 import time
+from functools import cache, partial
 from statistics import median
 
 import recipe
 
-from flysurgery.bench import EnergyMeter, EnergyRow, draw_boxes, energy_boxes, energy_of_factor, energy_of_model
+from flysurgery.bench import EnergyMeter, EnergyRow, draw_boxes, energy_boxes, energy_of_factor, energy_of_model, measure_ceilings
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled
 
-COLUMNS = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts", "call_ms", "status")
+COLUMNS = (
+    *("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts"),
+    *("call_ms", "share_of_bound", "status"),
+)
 
 
 def main() -> None:
@@ -35,13 +40,15 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     how = {"seconds": 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
     patterns = shuffled(energy_patterns(), options.seed)[: options.count or (2 if options.quick else 60)]
+    ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
     with recipe.start(options, device, EnergyRow) as run:
         for mode in modes:
             names = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
             head = {"what": options.model, "rows": options.batch, "mode": mode}
             names = [name for name in names if not run.has(head | {"candidate": name})]
             if names:
-                found = energy_of_model(meter, options.model, {}, "gonon", options.batch, mode, device, candidates=names, **how)
+                what = options.model, {}, "gonon", options.batch
+                found = energy_of_model(meter, *what, mode, device, ceilings(mode), candidates=names, **how)
                 run.add(found, options.model)
         for pattern, mode in ((each, mode) for each in patterns for mode in modes):
             if run.has({"what": str(pattern), "rows": rows, "mode": mode}):
@@ -49,7 +56,7 @@ def main() -> None:
             if time.monotonic() > end:
                 print("the time is over; the next run goes on", flush=True)
                 break
-            run.add(energy_of_factor(meter, pattern, rows, mode, device, **how), f"{pattern} {mode}")
+            run.add(energy_of_factor(meter, pattern, rows, mode, device, ceilings(mode), **how), f"{pattern} {mode}")
     recipe.show(run, COLUMNS)
     boxes, ratios = energy_boxes(run.records)
     if ratios:

@@ -47,8 +47,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_einsum: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 def measure(pattern: Pattern, mode: str, count: int) -> list[Row]:
@@ -78,19 +77,19 @@ def measure(pattern: Pattern, mode: str, count: int) -> list[Row]:
         if wrong:
             raise SystemExit(f"{pattern} {mode}: {wrong[0]} is wrong, relative error {errors[wrong[0]]:.2g}")
         timings = time_interleaved(runs, both, rounds=15, seconds=0.1)
-        bound = recipe.bound_us(mode, both.nbytes, [truth.to(dtype)], ROWS)
+        work = recipe.work_of(both.nbytes, [truth.to(dtype)], ROWS)
+        judged = recipe.judge(mode, timings, dict.fromkeys(runs, work), "einsum")
     base, found = timings["einsum"].median_ms, list[Row]()
     for name, each in timings.items():
-        us = 1e3 * each.median_ms
-        times = us, 1e3 * each.iqr_ms, each.median_ms / base, bound, bound / us
-        found.append(Row(*pattern.factor_shape, mode, name, errors[name], *times))
+        times = 1e3 * each.median_ms, 1e3 * each.iqr_ms, each.median_ms / base
+        found.append(Row(*pattern.factor_shape, mode, name, errors[name], *times, judged[name]))
     return found
 
 
 def summary(rows: list[Row], mode: str) -> str:
     """Share of wins over einsum, and by how much."""
     own = [row for row in rows if row.mode == mode and row.candidate == "cuda"]
-    factors, shares = [1 / row.ratio_to_einsum for row in own], [row.share_of_bound for row in own]
+    factors, shares = [1 / row.ratio_to_einsum for row in own], [row.judged.share_of_bound for row in own]
     wins, factor, share = sum(each > 1 for each in factors), statistics.median(factors), statistics.median(shares)
     sizes = f"median factor {factor:.2f}, worst {min(factors):.2f}; of the bound {share:.0%}"
     return f"{mode}: faster than einsum on {wins} of {len(own)}, {sizes}"
@@ -120,7 +119,7 @@ def main() -> None:
             continue
         found += rows
         times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
-        print(f"{mode} {pattern}: {times} us, bound {rows[0].bound_us:.1f}; cuda / einsum {rows[0].ratio_to_einsum:.3f}", flush=True)
+        print(f"{mode} {pattern}: {times} us, bound {rows[0].judged.bound_us:.1f}; cuda / einsum {rows[0].ratio_to_einsum:.3f}", flush=True)
         recipe.keep(options, found)
         torch.cuda.empty_cache()
     for mode in modes:

@@ -73,8 +73,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 def draw(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
@@ -139,12 +138,13 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
                     raise SystemExit(f"{part} {width} {mode}: {name} is wrong, relative error {errors[name]:.2g}")
             timings = time_interleaved(runs, x, rounds=15)
         moved, base = x.nbytes + truth.numel() * x.element_size(), timings["dense"].median_ms
+        works = {name: recipe.work_of(moved, blocks[name].weights(part), rows) for name in runs}
+        if part == "attention":
+            works = dict.fromkeys(runs, Work(moved, 4 * rows * rows * width))
+        judged = recipe.judge(mode, timings, works)
         for name, t in timings.items():
-            bound = recipe.bound_us(mode, moved, blocks[name].weights(part), rows)
-            if part == "attention":
-                bound = 1e3 * recipe.ceilings(mode).bound_ms(Work(moved, 4 * rows * rows * width))
-            us = t.median_ms * 1e3
-            found.append(Row(part, width, mode, rows, name, errors[name], us, t.iqr_ms * 1e3, t.median_ms / base, bound, bound / us))
+            times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / base
+            found.append(Row(part, width, mode, rows, name, errors[name], *times, judged[name]))
     return found
 
 

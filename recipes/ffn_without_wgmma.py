@@ -57,8 +57,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 @dataclass(frozen=True)
@@ -154,23 +153,25 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
     with torch.inference_mode():
         truth = composed.ffn(x.double(), Norm(norm.weight.double(), norm.bias.double(), norm.eps), wide(up), wide(down), "gelu")
         dense = DenseBlock(norm, up, down, "gelu", torch.float16)
-        runs: dict[tuple[int, str], Run] = {(0, "dense"): dense, (0, "dense again"): dense}
+        runs: dict[str, Run] = {"dense": dense, "dense again": dense}
+        kinds = {key: (0, key) for key in runs}
         for shared_kb in SHARED_KB:
             block = Block(name, width, shared_kb)
-            runs |= {(shared_kb, key): one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
-            runs[shared_kb, "two launches"] = two_launches(block, norm, up, down, x)
+            own = {key: one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
+            for key, run in (own | {"two launches": two_launches(block, norm, up, down, x)}).items():
+                kinds[f"{key} in {shared_kb} KB"], runs[f"{key} in {shared_kb} KB"] = (shared_kb, key), run
         errors = {key: float((run(x) - truth).norm() / (truth - x).norm()) for key, run in runs.items()}
-        wrong = next((key for key, error in errors.items() if not error < 2 * errors[0, "dense"]), None)
+        wrong = next((key for key, error in errors.items() if not error < 2 * errors["dense"]), None)
         if wrong is not None:
-            raise SystemExit(f"{name} {width} {wrong[1]} in {wrong[0]} KB is wrong, relative error {errors[wrong]:.2g}")
-        timings = time_interleaved({str(key): run for key, run in runs.items()}, x, rounds=15)
-    base = timings[str((0, "dense"))].median_ms
+            raise SystemExit(f"{name} {width}: {wrong} is wrong, relative error {errors[wrong]:.2g}")
+        timings = time_interleaved(runs, x, rounds=15)
+    work = recipe.work_of(2 * x.nbytes, (*up.factors, *down.factors), rows)
+    dense_work = recipe.work_of(2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)
+    judged = recipe.judge("fp16", timings, {key: dense_work if "dense" in key else work for key in runs})
     found: list[Row] = []
-    for key in runs:
-        weights = (dense.up.weight, dense.down.weight) if "dense" in key[1] else (*up.factors, *down.factors)
-        bound, t = recipe.bound_us("fp16", 2 * x.nbytes, weights, rows), timings[str(key)]
-        us = 1e3 * t.median_ms
-        found.append(Row(width, name, rows, *key, errors[key], us, 1e3 * t.iqr_ms, t.median_ms / base, bound, bound / us))
+    for key, t in timings.items():
+        times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / timings["dense"].median_ms
+        found.append(Row(width, name, rows, *kinds[key], errors[key], *times, judged[key]))
     return found
 
 

@@ -56,8 +56,7 @@ class Row:
     median_us: float
     iqr_us: float
     times_tuned: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 def variants(tile: Tiling, tuned: FusedConfig, limit: int) -> dict[str, FusedConfig]:
@@ -117,13 +116,13 @@ def measure(name: str, mode: str, rows: int, found: dict[str, FusedConfig]) -> l
     if wrong:
         raise SystemExit(f"{name}, {mode}, {wrong[0]}: relative error {errors[wrong[0]]:.2g}, tuned {errors['tuned']:.2g}")
     timings = time_interleaved(runs, x, rounds=15)
-    us = {change: timing.median_ms * 1e3 for change, timing in timings.items()}
     fixed = (name, str(architecture), mode, rows)
-    bound = recipe.bound_us(mode, x.nbytes + truth.numel() * x.element_size(), factors, rows)
+    work = recipe.work_of(x.nbytes + truth.numel() * x.element_size(), factors, rows)
+    judged = recipe.judge(mode, timings, dict.fromkeys(runs, work), "tuned")
     result: list[Row] = []
-    for change in runs:
-        own = us[change], timings[change].iqr_ms * 1e3, us[change] / us["tuned"], bound, bound / us[change]
-        result.append(Row(*fixed, change, str(found.get(change, "")), errors[change], *own))
+    for change, t in timings.items():
+        times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / timings["tuned"].median_ms
+        result.append(Row(*fixed, change, str(found.get(change, "")), errors[change], *times, judged[change]))
     return result
 
 

@@ -45,8 +45,7 @@ class Row:
     iqr_us: float
     ratio_to_dense: float
     ratio_to_compiled: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 class DenseBlock(nn.Module):
@@ -116,9 +115,9 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
             raise SystemExit(f"{name} {width} {dtype_name}: the fused block is wrong, relative error {errors['fused']:.2g}")
         timings = time_interleaved(runs, x, rounds=15)
     base, rival = timings["dense"].median_ms, timings["dense compiled"].median_ms
-    bound = recipe.bound_us(dtype_name, 2 * x.nbytes, (*up.factors, *down.factors), rows)
-    dense_bound = recipe.bound_us(dtype_name, 2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)
-    bounds = {key: dense_bound if "dense" in key else bound for key in runs}
+    work = recipe.work_of(2 * x.nbytes, (*up.factors, *down.factors), rows)
+    dense_work = recipe.work_of(2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)
+    judged = recipe.judge(dtype_name, timings, {key: dense_work if "dense" in key else work for key in runs})
     return [
         Row(
             width,
@@ -132,8 +131,7 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
             t.iqr_ms * 1e3,
             t.median_ms / base,
             t.median_ms / rival,
-            bounds[key],
-            bounds[key] / (t.median_ms * 1e3),
+            judged[key],
         )
         for key, t in timings.items()
     ]

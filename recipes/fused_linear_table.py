@@ -4,8 +4,8 @@
 
 Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a layer in one shuffled run, after
 a check against float64. ``layer`` is a ButterflyLinear (for q, k and v a SplitLinear) as it stands in a model, with
-the backend that it chooses by itself. ``copy`` moves the same bytes as the layer. ``bound_us`` is the larger of the bytes over the
-bandwidth of a large copy and the operations over the rate of a large matrix product, both measured in this run.
+the backend that it chooses by itself. ``copy`` moves the same bytes as the layer. ``bound_us`` is what a large copy
+and a large matrix product, measured in the same run, allow for x, y and the candidate's weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import MODES, Timing, in_mode, time_interleaved
+from flysurgery.bench import MODES, Timing, Work, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
@@ -50,8 +50,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
-    bound_us: float | None
-    share_of_bound: float | None
+    judged: recipe.Judged
 
 
 def build(architecture: Architecture, linears: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Linear]:
@@ -98,21 +97,21 @@ def measure(name: str, mode: str, rows: int) -> Iterator[Row]:
         bytes_moved = (x.numel() + truth.numel()) * x.element_size()
         middle = torch.empty(bytes_moved // 2, dtype=torch.uint8, device="cuda")
         errors["copy"], timings["copy"] = 0.0, time_interleaved({"copy": torch.clone}, middle, rounds=25)["copy"]
-    bound = recipe.bound_us(mode, bytes_moved, [factor for part in parts for factor in part.factors], rows)
+    work = recipe.work_of(bytes_moved, [factor for part in parts for factor in part.factors], rows)
+    dense_work = recipe.work_of(bytes_moved, [dense.weight], rows)
+    works = dict.fromkeys(runs, work) | {"dense": dense_work, "dense again": dense_work, "copy": Work(bytes_moved, 0)}
+    judged = recipe.judge(mode, timings, works)
     choice = explain(Problem(architecture, rows, dtype, "cuda", bias=True, allow_tf32=mode == "tf32")).choice
     for key, timing in timings.items():
-        yield _row(name, mode, rows, key, choice if key == "layer" else None, errors[key], timing, timings["dense"], bound)
+        yield _row(name, mode, rows, key, choice if key == "layer" else None, errors[key], timing, timings["dense"], judged[key])
 
 
-def _row(name: str, mode: str, rows: int, key: str, backend: str | None, error: float, timing: Timing, dense: Timing, bound: float) -> Row:
+def _row(
+    name: str, mode: str, rows: int, key: str, backend: str | None, error: float, timing: Timing, dense: Timing, judged: recipe.Judged
+) -> Row:
     architecture, linears = LAYERS[name]
-    us = timing.median_ms * 1e3
-    own = key == "layer"
-    return Row(
-        *(name, str(architecture), linears, mode, rows, key, backend, error, us, timing.iqr_ms * 1e3, us / (dense.median_ms * 1e3)),
-        bound_us=bound if own else None,
-        share_of_bound=bound / us if own else None,
-    )
+    times = 1e3 * timing.median_ms, 1e3 * timing.iqr_ms, timing.median_ms / dense.median_ms
+    return Row(name, str(architecture), linears, mode, rows, key, backend, error, *times, judged)
 
 
 def main() -> None:
@@ -129,7 +128,8 @@ def main() -> None:
             rivals = ", ".join(f"{key} {by_name[key].median_us:.1f}" for key in (*RIVALS, "copy"))
             print(
                 f"{mode} {name:15s} {own.backend} {own.median_us:6.1f} us, dense {dense.median_us:6.1f}, ratio {own.ratio_to_dense:.3f}, "
-                f"bound {own.bound_us:.1f} ({own.share_of_bound:.0%}), error {own.error:.1e} (dense {dense.error:.1e}); {rivals}",
+                f"bound {own.judged.bound_us:.1f} ({own.judged.share_of_bound:.0%}), "
+                f"error {own.error:.1e} (dense {dense.error:.1e}); {rivals}",
                 flush=True,
             )
             recipe.keep(options, found)

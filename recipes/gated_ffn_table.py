@@ -17,7 +17,7 @@ import recipe
 import torch
 from torch import Tensor
 
-from flysurgery.bench import in_mode, time_interleaved
+from flysurgery.bench import Work, in_mode, time_interleaved
 from flysurgery.ops import Dense, FusedFactors, Gated, Linear, Norm, composed, ffn, ffn_launches
 from flysurgery.patterns import monarch
 
@@ -57,8 +57,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 Operands = tuple[Norm, Gated, Linear, str, Tensor | None, bool, Norm | None]
@@ -119,7 +118,7 @@ def measure(block: Block, mode: str, rows: int) -> list[Row]:
         runs: dict[str, Callable[[Tensor], Tensor]] = {}
         errors: dict[str, float] = {}
         launches: dict[str, str] = {}
-        bounds: dict[str, float] = {}
+        works: dict[str, Work] = {}
         for kind in ("dense", "converted"):
             operands = operands_of(block, dtype, converted=kind == "converted")
             own: dict[str, Callable[[Tensor], Tensor]] = {
@@ -133,18 +132,17 @@ def measure(block: Block, mode: str, rows: int) -> list[Row]:
             if not errors[f"{kind} fused"] < 2 * errors[kind]:
                 raise SystemExit(f"{block.model} {mode}: the {kind} fused block is wrong, relative error {errors[f'{kind} fused']:.2g}")
             launches[f"{kind} fused"] = " | ".join(ffn_launches(x, *operands))
-            bound = recipe.bound_us(mode, 2 * x.nbytes, weights_of(operands), rows)
-            bounds |= dict.fromkeys(own, bound)
+            works |= dict.fromkeys(own, recipe.work_of(2 * x.nbytes, weights_of(operands), rows))
             runs |= own
-        runs["dense again"], errors["dense again"], bounds["dense again"] = runs["dense"], errors["dense"], bounds["dense"]
+        runs["dense again"], errors["dense again"], works["dense again"] = runs["dense"], errors["dense"], works["dense"]
         timings = time_interleaved(runs, x, rounds=15)
+    judged = recipe.judge(mode, timings, works)
     dense = timings["dense"].median_ms
     sizes = block.model, block.width, block.hidden, mode, rows
     found: list[Row] = []
     for name, each in timings.items():
-        us, bound = each.median_ms * 1e3, bounds[name]
-        times = us, each.iqr_ms * 1e3, each.median_ms / dense, bound, bound / us
-        found.append(Row(*sizes, name, launches.get(name, ""), errors[name], *times))
+        times = 1e3 * each.median_ms, 1e3 * each.iqr_ms, each.median_ms / dense
+        found.append(Row(*sizes, name, launches.get(name, ""), errors[name], *times, judged[name]))
     return found
 
 

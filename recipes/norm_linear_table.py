@@ -40,8 +40,7 @@ class Row:
     iqr_us: float
     ratio_to_dense: float
     ratio_to_compiled: float
-    bound_us: float
-    share_of_bound: float
+    judged: recipe.Judged
 
 
 def build(architecture: Architecture, dtype: torch.dtype) -> tuple[Norm, list[FusedFactors], nn.Sequential]:
@@ -97,11 +96,12 @@ def measure(name: str, mode: str, rows: int) -> list[Row]:
     matrix = dense.get_parameter("1.weight")
     factors = [factor for member in group for factor in member.factors]
     weights = {"fused": factors, "two launches": factors, "copy": []}
+    works = {key: recipe.work_of((1 + LINEARS) * x.nbytes, weights.get(key, [matrix]), rows) for key in timings}
+    judged = recipe.judge(mode, timings, works)
     found: list[Row] = []
     for key, t in timings.items():
-        us, bound = t.median_ms * 1e3, recipe.bound_us(mode, (1 + LINEARS) * x.nbytes, weights.get(key, [matrix]), rows)
-        times = us, t.iqr_ms * 1e3, t.median_ms / base, t.median_ms / rival, bound, bound / us
-        found.append(Row(name, mode, rows, key, errors[key], *times))
+        times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / base, t.median_ms / rival
+        found.append(Row(name, mode, rows, key, errors[key], *times, judged[key]))
     return found
 
 

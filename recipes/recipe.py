@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -12,7 +13,20 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from flysurgery.bench import MODES, Ceilings, Protocol, Work, check_file, measure_ceilings, modes_of, take_stamp, write_csv
+from flysurgery.bench import (
+    MODES,
+    Ceilings,
+    Protocol,
+    Timing,
+    Work,
+    check_file,
+    measure_ceilings,
+    modes_of,
+    noise_of,
+    status_of,
+    take_stamp,
+    write_csv,
+)
 from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
@@ -135,11 +149,39 @@ def ceilings(mode: str) -> Ceilings:
     return measure_ceilings(mode, torch.device("cuda"))
 
 
-def bound_us(mode: str, moved: int, weights: Iterable[Tensor], rows: int) -> float:
-    """Microseconds below which no product with these matrices or factors gets: ``moved`` bytes of inputs and outputs, weights once."""
+def work_of(moved: int, weights: Iterable[Tensor], rows: int) -> Work:
+    """What products with these matrices or factors must spend: ``moved`` bytes of inputs and outputs, weights once."""
     weights = list(weights)
-    work = Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
-    return 1e3 * ceilings(mode).bound_ms(work)
+    return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the time of one candidate is held against: the last columns of the tables of kernels.
+
+    ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_us`` is what the ceilings of this run allow for it, and
+    ``share_of_bound`` the part of the time that this is. ``noise`` is by how much two identical candidates of this run differ, and
+    ``status`` says noisy where that is more than ``flysurgery.bench`` lets pass.
+    """
+
+    bytes_moved: int
+    flops: int
+    bound_us: float
+    share_of_bound: float
+    noise: float | None
+    status: str
+
+
+def judge(mode: str, timings: Mapping[str, Timing], works: Mapping[str, Work], baseline: str = "dense") -> dict[str, Judged]:
+    """Hold the times of one run against the work of each candidate, and against that of the ``baseline``, timed twice."""
+    noise = noise_of(timings, baseline)
+    status = status_of(noise, "cuda", baseline)
+    found: dict[str, Judged] = {}
+    for name, timing in timings.items():
+        bound_ms = ceilings(mode).bound_ms(works[name])
+        spent = works[name].bytes_moved, works[name].flops
+        found[name] = Judged(*spent, 1e3 * bound_ms, bound_ms / timing.median_ms, noise, status)
+    return found
 
 
 def keep(options: argparse.Namespace, rows: Sequence[DataclassInstance]) -> None:

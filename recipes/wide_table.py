@@ -4,12 +4,13 @@
 
 A norm with q, k and v, and a whole feed-forward block with its norm and residual, in fp16, by the launches that the operators could choose
 between; what decides stands in ``flysurgery/ops/wide.py``. Times by CUDA graphs over rotating inputs larger than the L2 cache, all
-candidates of a size in one shuffled run, after a check against float64. One image of a ViT has 197 rows.
+candidates of a size in one shuffled run, after a check against float64. ``bound_us`` is what a large copy and a large matrix product,
+measured in the same run, allow for x, y and the candidate's weights. One image of a ViT has 197 rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,7 @@ class Row:
     median_us: float
     iqr_us: float
     ratio_to_dense: float
+    judged: recipe.Judged
 
 
 def by_layers(x: Tensor, norm: Norm, up: FusedFactors, down: FusedFactors) -> Tensor:
@@ -64,8 +66,19 @@ def wide(layer: FusedFactors) -> FusedFactors:
     return FusedFactors(tuple(f.double() for f in layer.factors), None if layer.bias is None else layer.bias.double())
 
 
-def ways(part: str, name: str, width: int) -> tuple[dict[str, Run], Run, Run]:
-    """The launches to choose between, dense, and the truth in float64."""
+@dataclass(frozen=True)
+class Ways:
+    """One part: the launches to choose between with the factors that they multiply by, dense with its matrices, the truth in float64."""
+
+    runs: Mapping[str, Run]
+    factors: Sequence[Tensor]
+    dense: Run
+    matrices: Sequence[Tensor]
+    truth: Run
+
+
+def ways(part: str, name: str, width: int) -> Ways:
+    """Random weights of the sizes of a trained block."""
     torch.manual_seed(0)
     norm, up, down = make_block(name, width, torch.float16)
     assert norm.weight is not None and norm.bias is not None
@@ -75,7 +88,9 @@ def ways(part: str, name: str, width: int) -> tuple[dict[str, Run], Run, Run]:
             "factor by factor": partial(wide_ffn, norm=norm, up=up, down=down, activation="gelu", scale=None, residual=True),
             "a launch a layer": partial(by_layers, norm=norm, up=up, down=down),
         }
-        return runs, DenseBlock(norm, up, down, "gelu", torch.float16), partial(composed.ffn, norm=exact, up=wide(up), down=wide(down))
+        block = DenseBlock(norm, up, down, "gelu", torch.float16)
+        truth = partial(composed.ffn, norm=exact, up=wide(up), down=wide(down))
+        return Ways(runs, (*up.factors, *down.factors), block, (block.up.weight, block.down.weight), truth)
     patterns = ARCHITECTURES[name](width, width).patterns
     drawn = [[torch.randn(pattern.factor_shape) * pattern.c**-0.5 for pattern in patterns] for _ in range(3)]
     biases = torch.randn(3, width).to("cuda", torch.float16)
@@ -86,12 +101,13 @@ def ways(part: str, name: str, width: int) -> tuple[dict[str, Run], Run, Run]:
     }
     weight = torch.cat([factors_to_dense(wide(each).factors) for each in group]).half()
     dense = partial(dense_group, norm=norm, weight=weight, bias=biases.flatten())
-    return runs, dense, partial(composed.norm_linear, norm=exact, group=[wide(each) for each in group])
+    truth = partial(composed.norm_linear, norm=exact, group=[wide(each) for each in group])
+    return Ways(runs, [factor for each in group for factor in each.factors], dense, [weight], truth)
 
 
 def prepare(case: tuple[str, str, int], nth: int) -> None:
     """Compile what one candidate launches into the cache, in a process of its own."""
-    run = list(ways(*case)[0].values())[nth]
+    run = list(ways(*case).runs.values())[nth]
     with torch.no_grad():
         for rows in ROWS:
             run(torch.randn(rows, case[2]).to("cuda", torch.float16))
@@ -99,19 +115,22 @@ def prepare(case: tuple[str, str, int], nth: int) -> None:
 
 def measure(part: str, name: str, width: int) -> Iterator[Row]:
     """Check and time the candidates for each number of rows."""
-    runs, dense, truth = ways(part, name, width)
-    runs |= {"dense": dense, "dense again": dense}
+    given = ways(part, name, width)
+    runs = {**given.runs, "dense": given.dense, "dense again": given.dense}
     for rows in ROWS:
         x = torch.randn(rows, width).to("cuda", torch.float16)
-        exact, base = truth(x.double()), x.double() if part == "feed-forward" else 0
+        exact, base = given.truth(x.double()), x.double() if part == "feed-forward" else 0
         errors = {key: float((run(x) - exact).norm() / (exact - base).norm()) for key, run in runs.items()}
         wrong = next((key for key, error in errors.items() if not error < 2 * errors["dense"]), None)
         if wrong is not None:
             raise SystemExit(f"{name} {width} {part} of {rows} rows: {wrong} is wrong, relative error {errors[wrong]:.2g}")
         timings = time_interleaved(runs, x, rounds=15, seconds=0.03)
+        moved = x.nbytes + exact.numel() * x.element_size()
+        works = {key: recipe.work_of(moved, given.matrices if "dense" in key else given.factors, rows) for key in runs}
+        judged = recipe.judge("fp16", timings, works)
         for key, t in timings.items():
             ratio = t.median_ms / timings["dense"].median_ms
-            yield Row(name, width, part, rows, key, errors[key], 1e3 * t.median_ms, 1e3 * t.iqr_ms, ratio)
+            yield Row(name, width, part, rows, key, errors[key], 1e3 * t.median_ms, 1e3 * t.iqr_ms, ratio, judged[key])
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ from flysurgery.bench.measuring import Measured as Measured
 from flysurgery.bench.measuring import Protocol as Protocol
 from flysurgery.bench.measuring import launch_on as launch_on
 from flysurgery.bench.measuring import measure as measure
+from flysurgery.bench.measuring import noise_of as noise_of
+from flysurgery.bench.measuring import status_of as status_of
 from flysurgery.bench.model import WHOLE as WHOLE
 from flysurgery.bench.model import ModelRow as ModelRow
 from flysurgery.bench.model import ModelSettings as ModelSettings

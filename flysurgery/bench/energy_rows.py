@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flysurgery.bench.ceilings import Ceilings, Work
 from flysurgery.bench.energy import Energy, EnergyMeter
 from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.layouts import FIRST, LAST, factor_runs, problem_of_factor
@@ -17,6 +18,7 @@ from flysurgery.bench.modes import in_mode
 from flysurgery.bench.rows import Record
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import VARIANTS, by_definition
+from flysurgery.bench.work import work_of, work_of_factor
 from flysurgery.factors import ks_einsum
 from flysurgery.patterns import Pattern
 
@@ -25,7 +27,11 @@ OPTIMIZED = ", optimized"
 
 @dataclass(frozen=True)
 class EnergyRow:
-    """One candidate. ``what`` is a pattern "(a,b,c,d)" or a model's name; ``rewriting`` is d(b+c)/(bc), or None."""
+    """One candidate. ``what`` is a pattern "(a,b,c,d)" or a model's name; ``rewriting`` is d(b+c)/(bc), or None.
+
+    ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` the time that the ceilings of this run allow for it,
+    and ``share_of_bound`` the part of ``call_ms`` that it is.
+    """
 
     what: str
     rewriting: float | None
@@ -34,10 +40,23 @@ class EnergyRow:
     layout: str
     candidate: str
     energy: Energy
+    bytes_moved: int
+    flops: int
+    bound_ms: float
+    share_of_bound: float | None
 
 
 def energy_of_factor(
-    meter: EnergyMeter, pattern: Pattern, rows: int, mode: str, device: torch.device, *, idle_watts: float, seconds: float, windows: int
+    meter: EnergyMeter,
+    pattern: Pattern,
+    rows: int,
+    mode: str,
+    device: torch.device,
+    ceilings: Ceilings,
+    *,
+    idle_watts: float,
+    seconds: float,
+    windows: int,
 ) -> list[EnergyRow]:
     """Measure cuda, bmm, einsum and bsr, the last three in both memory layouts."""
     found: list[EnergyRow] = []
@@ -45,16 +64,17 @@ def energy_of_factor(
         x = torch.randn(rows, pattern.in_features, device=device, dtype=dtype)
         factor = torch.randn(pattern.factor_shape, device=device, dtype=dtype)
         rewriting = pattern.d * (pattern.b + pattern.c) / (pattern.b * pattern.c)
+        work = work_of_factor(pattern, rows, x.element_size())
         for layout in (FIRST, LAST):
             arranged = x if layout == FIRST else x.T.contiguous()
             problem = problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32")
             runs, refused = factor_runs(factor, layout, problem, names=("cuda", "bmm", "einsum", "bsr"))
             truth = ks_einsum(x[:64].double(), factor.double())
             truth = truth if layout == FIRST else truth.T
-            for name, run in runs.items():
-                energy = _checked(meter, run, arranged, truth, layout, idle_watts, seconds, windows)
-                found.append(EnergyRow(str(pattern), rewriting, rows, mode, layout, name, energy))
-            found += [EnergyRow(str(pattern), rewriting, rows, mode, layout, name, Energy(reason)) for name, reason in refused.items()]
+            energies = {name: _checked(meter, run, arranged, truth, layout, idle_watts, seconds, windows) for name, run in runs.items()}
+            for name, energy in (energies | {name: Energy(reason) for name, reason in refused.items()}).items():
+                bounds = _bounds(energy, work, ceilings)
+                found.append(EnergyRow(str(pattern), rewriting, rows, mode, layout, name, energy, *bounds))
             torch.cuda.empty_cache()
     return found
 
@@ -67,6 +87,7 @@ def energy_of_model(
     batch: int,
     mode: str,
     device: torch.device,
+    ceilings: Ceilings,
     *,
     idle_watts: float,
     seconds: float,
@@ -84,12 +105,20 @@ def energy_of_model(
         size = module.patch_embed.img_size  # pyright: ignore[reportAttributeAccessIssue]
         x = torch.randn(batch, 3, *size, device=device, dtype=dtype)  # pyright: ignore[reportGeneralTypeIssues]
         truth = by_definition(module).double()(x[:2].double())
+        dense_work, own_work = work_of(VARIANTS["dense"](module), x), work_of(by_definition(module), x)
         for name in candidates:
             variant = VARIANTS[name.removesuffix(OPTIMIZED)](module)
             variant = fused_modules(variant, x) if name.endswith(OPTIMIZED) else variant
             energy = _checked(meter, variant, x, truth, FIRST, idle_watts, seconds, windows)
-            found.append(EnergyRow(model, None, batch, mode, FIRST, name, energy))
+            bounds = _bounds(energy, dense_work if name.removesuffix(OPTIMIZED) == "dense" else own_work, ceilings)
+            found.append(EnergyRow(model, None, batch, mode, FIRST, name, energy, *bounds))
     return found
+
+
+def _bounds(energy: Energy, work: Work, ceilings: Ceilings) -> tuple[int, int, float, float | None]:
+    """The last columns of a row."""
+    bound = ceilings.bound_ms(work)
+    return work.bytes_moved, work.flops, bound, bound / energy.call_ms if energy.call_ms else None
 
 
 def _checked(

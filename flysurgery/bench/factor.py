@@ -12,6 +12,7 @@ from flysurgery.bench.layouts import FIRST, LAST, PRODUCT_ONLY, Run, blocks_of, 
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.timing import time_interleaved
+from flysurgery.bench.work import work_of_factor
 from flysurgery.factors import ks_einsum
 from flysurgery.patterns import Pattern
 
@@ -54,7 +55,7 @@ def bench_factor(pattern: Pattern, rows: int, mode: str, device: torch.device, c
         checked = checked_rows(rows, CHECKED_ROWS)
         truth = ks_einsum(x[checked].double(), factor.double())
         size = pattern.in_features * pattern.out_features
-        work = Work(x.element_size() * (rows * (pattern.in_features + pattern.out_features) + pattern.nnz), rows * pattern.flops_per_row)
+        work = work_of_factor(pattern, rows, x.element_size())
         for layout in (FIRST, LAST):
             arranged = x if layout == FIRST else x.T.contiguous()
             measured = _one_layout(arranged, factor, pattern, layout, checked, truth, mode, ceilings, work, protocol)

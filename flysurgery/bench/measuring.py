@@ -111,12 +111,11 @@ def measure(
         right[baseline + AGAIN] = right[baseline]
         errors[baseline + AGAIN], statuses[baseline + AGAIN] = errors[baseline], "ok"
     timings = time_interleaved(right, x, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
-    noise = _noise(timings, baseline)
-    limit = NOISE["cuda" if x.is_cuda else "cpu"]
-    noisy = None if noise is None or noise <= limit else f"noisy: dense timed twice differs by {noise:.0%}"
+    noise = noise_of(timings, baseline)
+    right_status = status_of(noise, x.device.type, baseline)
     for name in statuses:
         work = works.get(name.removesuffix(AGAIN)) if isinstance(works, Mapping) else works
-        status = noisy if noisy is not None and statuses[name] == "ok" else statuses[name]
+        status = right_status if statuses[name] == "ok" else statuses[name]
         found[name] = _measured(status, errors.get(name), timings.get(name), timings.get(baseline), noise, work, ceilings, protocol)
     return found
 
@@ -145,10 +144,18 @@ def _check(
     return errors, {name: statuses[name] for name in candidates}
 
 
-def _noise(timings: Mapping[str, Timing], baseline: str) -> float | None:
+def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | None:
+    """The share by which the times of the baseline and of its twin differ; None where they have none."""
     if baseline not in timings:
         return None
     return abs(timings[baseline + AGAIN].median_ms / timings[baseline].median_ms - 1)
+
+
+def status_of(noise: float | None, device_type: str, baseline: str = "dense") -> str:
+    """What right rows of a run say whose twins differ by ``noise``: "ok", or that they are noisy."""
+    if noise is None or noise <= NOISE["cuda" if device_type == "cuda" else "cpu"]:
+        return "ok"
+    return f"noisy: {baseline} timed twice differs by {noise:.0%}"
 
 
 def _measured(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flysurgery.bench.ceilings import Ceilings, Work, measure_ceilings
 from flysurgery.bench.compiled import COMPILED, compiled, forget_compiled
 from flysurgery.bench.layer import LayerRow, LayerSettings
-from flysurgery.bench.measuring import AGAIN, NOISE, Measured, one_line
+from flysurgery.bench.measuring import AGAIN, Measured, noise_of, one_line, status_of
 from flysurgery.bench.timing import Timing, time_interleaved
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import VARIANTS, by_definition
@@ -98,10 +98,8 @@ def _step(model: nn.Module, labels: Tensor, launch: str) -> Callable[[Tensor], T
 def _measured(status: str, timings: Mapping[str, Timing], name: str, work: Work, ceilings: Ceilings, device: torch.device) -> Measured:
     if name not in timings or "dense" not in timings:
         return Measured("eager", status)
-    dense = timings["dense"].median_ms
-    noise = abs(timings["dense" + AGAIN].median_ms / dense - 1)
-    if noise > NOISE["cuda" if device.type == "cuda" else "cpu"]:
-        status = f"noisy: dense timed twice differs by {noise:.0%}"
+    noise = noise_of(timings)
     timing, bound = timings[name], ceilings.bound_ms(work)
-    times = timing.median_ms, timing.iqr_ms, timing.median_ms / dense
-    return Measured("eager", status, None, noise, *times, work.bytes_moved, work.flops, bound, bound / timing.median_ms)
+    times = timing.median_ms, timing.iqr_ms, timing.median_ms / timings["dense"].median_ms
+    spent = work.bytes_moved, work.flops, bound, bound / timing.median_ms
+    return Measured("eager", status_of(noise, device.type), None, noise, *times, *spent)

@@ -1,4 +1,4 @@
-"""What a module's computation must spend."""
+"""What a computation must spend: that of a module, that of one factor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flysurgery.bench.ceilings import Work
+from flysurgery.patterns import Pattern
 
 
 def work_of(module: nn.Module, x: Tensor) -> Work:
@@ -18,3 +19,9 @@ def work_of(module: nn.Module, x: Tensor) -> Work:
         out = module(x[:1])
     weights = sum(parameter.nbytes for parameter in module.parameters())
     return Work(weights + x.nbytes + x.shape[0] * out.nbytes, x.shape[0] * counter.get_total_flops())
+
+
+def work_of_factor(pattern: Pattern, rows: int, element_bytes: int) -> Work:
+    """Bytes of x, y and the factor, each once, and the operations of the product."""
+    entries = rows * (pattern.in_features + pattern.out_features) + pattern.nnz
+    return Work(element_bytes * entries, rows * pattern.flops_per_row)

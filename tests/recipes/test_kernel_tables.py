@@ -1,0 +1,45 @@
+"""What the tables of kernels say beside a time: the work, its bound, and whether twins agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flysurgery.bench import Ceilings, Timing, Work
+from tests.recipes.conftest import RECIPES
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import recipe
+
+    monkeypatch.setattr(recipe, "ceilings", lambda mode: Ceilings(bytes_per_ms=1000.0, flops_per_ms=100.0))
+
+    def of(again_ms: float):
+        times = {"pytorch": 2.0, "pytorch again": again_ms, "ours": 0.5}
+        works = {"pytorch": Work(100, 30), "pytorch again": Work(100, 30), "ours": Work(100, 5)}
+        return recipe.judge("fp16", {name: Timing(ms, ms, ms) for name, ms in times.items()}, works, "pytorch")
+
+    return of
+
+
+def test_a_time_stands_beside_its_work_and_bound(judged) -> None:
+    found = judged(2.02)
+    assert (found["pytorch"].bound_us, found["pytorch"].share_of_bound) == (300.0, 0.15)  # 30 operations at 100 a millisecond
+    assert (found["ours"].bound_us, found["ours"].share_of_bound) == (100.0, 0.2)  # 100 bytes at 1000
+    assert (found["ours"].bytes_moved, found["ours"].flops) == (100, 5)
+    assert {row.status for row in found.values()} == {"ok"}
+    assert found["ours"].noise == pytest.approx(0.01)
+
+
+def test_twins_that_differ_make_the_table_noisy(judged) -> None:
+    assert {row.status for row in judged(2.2).values()} == {"noisy: pytorch timed twice differs by 10%"}
+
+
+def test_products_must_read_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import recipe
+
+    weights = (torch.zeros(4, 3, dtype=torch.float16), torch.zeros(2, 4, dtype=torch.float16))
+    assert recipe.work_of(1000, weights, rows=10) == Work(1000 + 2 * 20, 2 * 10 * 20)
