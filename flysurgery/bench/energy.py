@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from statistics import quantiles
@@ -17,12 +18,16 @@ from flysurgery.errors import OptionError
 WINDOW_SECONDS = 1.0
 """Shortest window: the counter moves in steps of some ten milliseconds."""
 
+MARGIN = 1.1
+"""How much longer windows are planned, as calls may turn out faster than those that they are planned by."""
+
 
 @dataclass(frozen=True)
 class Energy:
     """Joules of one call, median and quartiles' distance of all windows; the idle device's power is part of them.
 
-    ``above_idle_joules`` leaves out what the idle device takes in the same time. ``watts`` is the mean power of the windows.
+    ``above_idle_joules`` leaves out what the idle device takes in the same time. ``watts`` is the mean power of the windows,
+    ``window_s`` how long the shortest of them was.
     """
 
     status: str
@@ -33,6 +38,7 @@ class Energy:
     idle_watts: float | None = None
     call_ms: float | None = None
     windows: int = 0
+    window_s: float | None = None
 
 
 class EnergyMeter:
@@ -70,18 +76,20 @@ class EnergyMeter:
         """Energy of ``run(x)`` over inputs larger together than the L2 cache, replayed as a graph where it can be captured."""
         work, calls = _work(run, rotating(x))
         call_ms = self._time(work) / calls
-        repeats = max(1, round(seconds * 1e3 / (call_ms * calls)))
-        spent, powers = [], []
+        repeats = math.ceil(MARGIN * seconds * 1e3 / (call_ms * calls))
+        spent, powers, lengths = [], [], []
         for _ in range(max(2, windows)):
             begin, start = self.joules(), time.perf_counter()
             for _ in range(repeats):
                 work()
-            used = self.joules() - begin
+            used, length = self.joules() - begin, time.perf_counter() - start
             spent.append(used / (repeats * calls))
-            powers.append(used / (time.perf_counter() - start))
+            powers.append(used / length)
+            lengths.append(length)
         lower, middle, upper = quantiles(spent, n=4, method="inclusive")
         watts = sum(powers) / len(powers)
-        return Energy("ok", middle, upper - lower, middle * (1 - idle_watts / watts), watts, idle_watts, call_ms, len(spent))
+        above = middle * (1 - idle_watts / watts)
+        return Energy("ok", middle, upper - lower, above, watts, idle_watts, call_ms, len(spent), min(lengths))
 
     def _time(self, work: Any) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings
-from flysurgery.bench.energy import Energy
+from flysurgery.bench.energy import Energy, EnergyMeter
 from flysurgery.bench.energy_rows import EnergyRow, energy_of_factor, energy_of_model
 from flysurgery.patterns import Pattern
 
@@ -55,3 +56,21 @@ def test_a_converted_model_must_spend_less_than_dense() -> None:
     assert (dense.candidate, layer.candidate) == names
     assert 0 < layer.flops < dense.flops and 0 < layer.bytes_moved < dense.bytes_moved
     assert layer.share_of_bound == pytest.approx(layer.bound_ms / 4.0)
+
+
+def test_windows_last_as_long_as_they_must_where_calls_are_faster_than_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+    class At100Watts(EnergyMeter):
+        def __init__(self) -> None:
+            pass
+
+        def joules(self) -> float:
+            return 100 * time.perf_counter()
+
+        def _time(self, work: Any) -> float:
+            return 10.0
+
+    monkeypatch.setattr("flysurgery.bench.energy._work", lambda run, inputs: (lambda: time.sleep(0.0095), 1))
+    energy = At100Watts().measure(lambda x: x, torch.zeros(1), windows=2, seconds=0.05, idle_watts=20.0)
+    assert energy.windows == 2 and energy.window_s is not None and energy.window_s >= 0.05
+    assert energy.watts == pytest.approx(100, rel=0.01)
+    assert energy.joules is not None and energy.above_idle_joules == pytest.approx(0.8 * energy.joules, rel=0.01)
