@@ -9,8 +9,9 @@ inputs larger than the L2 cache, all candidates of a case in one shuffled run, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import recipe
 import torch
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
-from flysurgery.bench import MODES, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, Work, in_mode, time_interleaved
 
 HEAD = 64
 CHECKED = 8
@@ -103,6 +104,11 @@ def measure(mode: str, images: int, tokens: int, heads: int) -> list[Row]:
     ]
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each size, a picture for each mode."""
+    recipe.draw(plot, records, group=("images", "tokens", "heads"), ratio="ratio_to_pytorch")
+
+
 def main() -> None:
     """Measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, modes=("fp16", "bf16")))
@@ -115,6 +121,8 @@ def main() -> None:
             times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
             print(f"{mode}, images, tokens and heads {size}: {times} us", flush=True)
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ what a large copy and a large matrix product, measured in the same run, allow fo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import recipe
 import torch
 from single_factor_cases import compile_all, grad_jobs
 from torch import Tensor
 
-from flysurgery.bench import in_mode, time_interleaved
+from flysurgery.bench import Record, in_mode, time_interleaved
 from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason, gradient_configs
@@ -95,6 +96,11 @@ def summary(rows: list[Row], mode: str) -> str:
     return f"{mode}: faster than einsum on {wins} of {len(own)}, {sizes}"
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each factor, a picture for each mode."""
+    recipe.draw(plot, records, group=("a", "b", "c", "d"), ratio="ratio_to_einsum")
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = recipe.table_arguments(__doc__, modes=("bf16", "fp32"))
@@ -124,6 +130,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     for mode in modes:
         print(summary(found, mode), flush=True)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ allow for x, y and the candidate's weights; a kernel that multiplies factors out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import recipe
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flysurgery import ops
-from flysurgery.bench import MODES, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, Work, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm, composed
 from flysurgery.patterns import gonon
@@ -76,7 +77,7 @@ class Row:
     judged: recipe.Judged
 
 
-def draw(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
+def drawn(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.float64) * deviation + mean
 
 
@@ -84,11 +85,11 @@ def butterfly(width: int) -> Block:
     """Random factors."""
 
     def layer(inputs: int, outputs: int) -> FusedFactors:
-        factors = tuple(draw(*pattern.factor_shape, deviation=pattern.c**-0.5) for pattern in gonon(outputs, inputs))
-        return FusedFactors(factors, draw(outputs))
+        factors = tuple(drawn(*pattern.factor_shape, deviation=pattern.c**-0.5) for pattern in gonon(outputs, inputs))
+        return FusedFactors(factors, drawn(outputs))
 
     q, k, v, out = (layer(width, width) for _ in range(4))
-    return Block(Norm(draw(width, mean=1.0), draw(width), 1e-6), (q, k, v), out, layer(width, 4 * width), layer(4 * width, width))
+    return Block(Norm(drawn(width, mean=1.0), drawn(width), 1e-6), (q, k, v), out, layer(width, 4 * width), layer(4 * width, width))
 
 
 def changed(block: Block, of: Callable[[Linear], Linear], dtype: torch.dtype) -> Block:
@@ -128,7 +129,7 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
     blocks = {name: factors if "converted" in name else dense for name in candidates}
     found: list[Row] = []
     for part in PARTS:
-        x = draw(rows, width * (3 if part == "attention" else 1), deviation=1.0).to(dtype)
+        x = drawn(rows, width * (3 if part == "attention" else 1), deviation=1.0).to(dtype)
         runs = {name: each[part] for name, each in candidates.items() if part != "attention" or "dense" in name}
         with torch.inference_mode():
             truth = exact.parts(composed)[part](x.double())
@@ -148,6 +149,11 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
     return found
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each part, a picture for each mode."""
+    recipe.draw(plot, records, group=("part", "width"))
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = recipe.table_arguments(__doc__, modes=("fp16",))
@@ -164,6 +170,8 @@ def main() -> None:
                 times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows if row.part == part)
                 print(f"{mode} {width} {part}: {times} us", flush=True)
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

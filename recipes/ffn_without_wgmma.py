@@ -13,17 +13,18 @@ In the most shared memory also with narrower pieces of hidden units than the ker
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import recipe
 import torch
 from fused_ffn_table import ARCHITECTURES, DenseBlock, make_block
 from torch import Tensor
 
-from flysurgery.bench import time_interleaved
+from flysurgery.bench import Record, time_interleaved
 from flysurgery.ops import FusedFactors, Norm, composed
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.ffn import FusedFfn
@@ -175,6 +176,11 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
     return found
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each block, a picture for each width."""
+    recipe.draw(plot, records, group=("architecture", "shared_kb"), by="width")
+
+
 def main() -> None:
     """Compile, measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216))
@@ -189,6 +195,8 @@ def main() -> None:
             found += rows
             print(f"{width} {name}: " + ", ".join(f"{row.candidate} {row.shared_kb} KB {row.median_us:.1f} us" for row in rows), flush=True)
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ and a large matrix product, measured in the same run, allow.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import recipe
 import torch
 from torch import Tensor
 
-from flysurgery.bench import time_interleaved
+from flysurgery.bench import Record, time_interleaved
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.fused import FusedLinear
@@ -55,7 +56,7 @@ class Row:
     error: float
     median_us: float
     iqr_us: float
-    times_tuned: float
+    ratio_to_tuned: float
     judged: recipe.Judged
 
 
@@ -126,6 +127,11 @@ def measure(name: str, mode: str, rows: int, found: dict[str, FusedConfig]) -> l
     return result
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each layer, a picture for each mode."""
+    recipe.draw(plot, records, group=("layer",), ratio="ratio_to_tuned", series="change")
+
+
 def main() -> None:
     """Compile, measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=("fp16", "fp32")))
@@ -148,10 +154,12 @@ def main() -> None:
         rows += measured
         for row in measured:
             print(
-                f"{name:15s} {mode} {row.change:40s} {row.median_us:7.1f} us, {row.times_tuned:.2f} times tuned, error {row.error:.1e}",
+                f"{name:15s} {mode} {row.change:40s} {row.median_us:7.1f} us, {row.ratio_to_tuned:.2f} times tuned, error {row.error:.1e}",
                 flush=True,
             )
         recipe.keep(options, rows)
+    if options.plot is not None:
+        draw(recipe.records_of(rows), options.plot)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@ its graphs itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import time_interleaved
+from flysurgery.bench import Record, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ffn
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -137,6 +138,11 @@ def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) 
     ]
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each block, a picture for each mode."""
+    recipe.draw(plot, records, group=("width", "architecture", "activation"), by="dtype")
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = recipe.table_arguments(__doc__, rows=25216)
@@ -160,6 +166,8 @@ def main() -> None:
                         flush=True,
                     )
                     recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

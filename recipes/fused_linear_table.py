@@ -10,14 +10,15 @@ and a large matrix product, measured in the same run, allow for x, y and the can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import MODES, Timing, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, Timing, Work, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
@@ -114,6 +115,11 @@ def _row(
     return Row(name, str(architecture), linears, mode, rows, key, backend, error, *times, judged)
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each layer, a picture for each mode."""
+    recipe.draw(plot, records, group=("layer",))
+
+
 def main() -> None:
     """Measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=tuple(MODES)))
@@ -133,6 +139,8 @@ def main() -> None:
                 flush=True,
             )
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ what a large copy and a large matrix product, measured in the same run, allow fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import recipe
 import torch
 from torch import Tensor
 
-from flysurgery.bench import Work, in_mode, time_interleaved
+from flysurgery.bench import Record, Work, in_mode, time_interleaved
 from flysurgery.ops import Dense, FusedFactors, Gated, Linear, Norm, composed, ffn, ffn_launches
 from flysurgery.patterns import monarch
 
@@ -146,6 +147,11 @@ def measure(block: Block, mode: str, rows: int) -> list[Row]:
     return found
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each block, a picture for each mode."""
+    recipe.draw(plot, records, group=("model",))
+
+
 def main() -> None:
     """Measure, print and write after every block."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216, modes=("fp16", "fp32")))
@@ -156,6 +162,8 @@ def main() -> None:
             found += rows
             print(f"{block.model} {mode}: " + ", ".join(f"{row.candidate} {row.median_us:.1f} us" for row in rows), flush=True)
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ measured in the same run, allow for x, y and the candidate's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import MODES, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, in_mode, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ks_linear_group, norm_linear
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -105,6 +106,11 @@ def measure(name: str, mode: str, rows: int) -> list[Row]:
     return found
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each architecture, a picture for each mode."""
+    recipe.draw(plot, records, group=("architecture",))
+
+
 def main() -> None:
     """Measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216, modes=tuple(MODES)))
@@ -117,6 +123,8 @@ def main() -> None:
             times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
             print(f"{mode} {name}: {times} us; fused / compiled dense {rows[0].ratio_to_compiled:.3f}", flush=True)
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ those of a batch, from NVML's counter over windows of a second of replayed graph
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import recipe
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import MODES, EnergyMeter, Measured, Protocol, in_mode, measure, measure_ceilings
+from flysurgery.bench import MODES, EnergyMeter, Measured, Protocol, Record, in_mode, measure, measure_ceilings
 from flysurgery.bench.compiled import compiled
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import by_definition
@@ -141,6 +142,11 @@ def _meter() -> EnergyMeter | None:
         return None
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars for each model, a picture for each mode."""
+    recipe.draw(plot, records, group=("model", "arch", "batch"))
+
+
 def main() -> None:
     """Measure, print and write after every case."""
     parser = recipe.table_arguments(__doc__)
@@ -167,6 +173,8 @@ def main() -> None:
             print(row, flush=True)
         rows += found
         recipe.keep(options, rows)
+    if options.plot is not None:
+        draw(recipe.records_of(rows), options.plot)
 
 
 if __name__ == "__main__":

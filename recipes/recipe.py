@@ -17,9 +17,13 @@ from flysurgery.bench import (
     MODES,
     Ceilings,
     Protocol,
+    Record,
     Timing,
     Work,
     check_file,
+    check_plot,
+    draw_ratios,
+    flat,
     measure_ceilings,
     modes_of,
     noise_of,
@@ -116,9 +120,10 @@ def of_mode(plot: Path, mode: str) -> Path:
 
 
 def table_arguments(description: str | None, *, rows: int | None = None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser for a table of one CUDA device: ``--out``, and ``--rows`` and ``--modes`` where there is a default."""
+    """A parser for a table of one CUDA device: ``--out``, ``--plot``, and what has a default of ``--rows`` and ``--modes``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--plot", type=Path, help="draw the rows into files named after this one")
     if rows is not None:
         parser.add_argument("--rows", type=count, default=rows, help=f"rows of x: 128 images of {rows // 128} tokens by default")
     if modes:
@@ -138,6 +143,7 @@ def on_cuda(parser: argparse.ArgumentParser) -> argparse.Namespace:
     need_cuda()
     if options.out is not None:
         check_file(options.out, "--out")
+    check_plot(options.plot)
     if isinstance(getattr(options, "modes", None), str):
         options.modes = modes_of(options.modes, torch.device("cuda"))
     return options
@@ -188,6 +194,26 @@ def keep(options: argparse.Namespace, rows: Sequence[DataclassInstance]) -> None
     """Write all rows so far, with a stamp of now, where ``--out`` names a file."""
     if options.out is not None:
         write_csv(options.out, rows, take_stamp(torch.device("cuda")))
+
+
+def records_of(rows: Sequence[DataclassInstance]) -> list[Record]:
+    """The rows as pictures take them, with the device's name."""
+    return [flat(row) | {"device": torch.cuda.get_device_name()} for row in rows]
+
+
+def draw(
+    plot: Path,
+    records: Sequence[Record],
+    *,
+    group: Sequence[str],
+    ratio: str = "ratio_to_dense",
+    series: str = "candidate",
+    by: str = "mode",
+) -> None:
+    """Bars of a ratio for each candidate, one picture for each value of the column ``by``, named after it."""
+    for value in dict.fromkeys(record[by] for record in records):
+        own = [record for record in records if record[by] == value]
+        draw_ratios(own, of_mode(plot, str(value)), group=group, ratio=ratio, series=series, title=f"{own[0]['device']}, {value}")
 
 
 def device_and_modes(options: argparse.Namespace) -> tuple[torch.device, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import recipe
 import torch
@@ -22,7 +23,7 @@ from fused_ffn_table import ARCHITECTURES, DenseBlock, make_block
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.bench import time_interleaved
+from flysurgery.bench import Record, draw_lines, time_interleaved
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed
 from flysurgery.ops.epilogue import linear_epilogue
@@ -30,7 +31,9 @@ from flysurgery.ops.norm_linears import fused_norm_linear
 from flysurgery.ops.wide import wide_ffn, wide_group
 
 KINDS = (("monarch", 768), ("monarch", 512), ("monarch", 1024), ("gonon", 768))
-PARTS = ("q, k and v", "feed-forward")
+PARTS = {"q, k and v": "qkv", "feed-forward": "ffn"}
+"""The parts, and what stands in the names of their pictures."""
+
 ROWS = (16, 197, 788, 1576, 3152, 6304, 12608, 25216)
 Run = Callable[[Tensor], Tensor]
 
@@ -133,6 +136,18 @@ def measure(part: str, name: str, width: int) -> Iterator[Row]:
             yield Row(name, width, part, rows, key, errors[key], 1e3 * t.median_ms, 1e3 * t.iqr_ms, ratio, judged[key])
 
 
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Lines over the number of rows, a picture for each part."""
+    for part in PARTS:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for record in (each for each in records if each["part"] == part and "dense" not in each["candidate"]):
+            name = f"{record['architecture']} {record['width']}, {record['candidate']}"
+            lines.setdefault(name, []).append((float(record["rows"]), float(record["ratio_to_dense"])))
+        draw_lines(
+            lines, recipe.of_mode(plot, PARTS[part]), across="rows", up="time / time of dense", title=f"{records[0]['device']}, {part}"
+        )
+
+
 def main() -> None:
     """Compile, measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__))
@@ -146,6 +161,8 @@ def main() -> None:
                 found.append(row)
                 print(f"{row.architecture} {row.width} {row.part} {row.rows} rows: {row.candidate} {row.median_us:.1f} us", flush=True)
             recipe.keep(options, found)
+    if options.plot is not None:
+        draw(recipe.records_of(found), options.plot)
 
 
 if __name__ == "__main__":

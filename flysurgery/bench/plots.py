@@ -16,6 +16,9 @@ MOST_LETTERS = 60
 LETTER_INCHES = 0.06
 """Width of a letter in a legend."""
 
+RATIO = "ratio_to_"
+"""What the names of columns begin with that hold a time over the time of something."""
+
 Boxes = Mapping[str, Sequence[float]]
 """Values by the label under their box."""
 
@@ -35,29 +38,31 @@ def check_plot(path: Path | None) -> None:
     check_file(path, "--plot")
 
 
-def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], series: str = "candidate", title: str = "") -> None:
-    """Bars of ``ratio_to_dense``, one group for each combination of the columns ``group``, one colour for each value of ``series``.
+def draw_ratios(
+    records: Sequence[Record], path: Path, *, group: Sequence[str], series: str = "candidate", ratio: str = RATIO + "dense", title: str = ""
+) -> None:
+    """Bars of the column ``ratio``, one group for each combination of the columns ``group``, one colour for each value of ``series``.
 
-    Below the line at 1 a candidate is faster than dense. Where a record has a ``paper_ratio``, a short line shows it.
+    Below the line at 1 a candidate is faster than what its time is divided by. Where a record has a ``paper_ratio``, a short line shows it.
     """
     plt = _pyplot()
-    timed = [record for record in records if record.get("ratio_to_dense")]
-    groups = list(dict.fromkeys(tuple(record[name] for name in group) for record in timed))
+    timed = [record for record in records if record.get(ratio)]
+    groups = list(dict.fromkeys(tuple(str(record[name]) for name in group) for record in timed))
     names = list(dict.fromkeys(record[series] for record in timed))
     figure, axes = plt.subplots(figsize=(max(6.0, 0.35 * len(groups) * len(names) / 2 + 2), 4.5), layout="constrained")
     width = 0.8 / max(1, len(names))
     colours = plt.get_cmap("tab20" if len(names) > 10 else "tab10").colors
     for index, name in enumerate(names):
-        places = [(groups.index(tuple(record[key] for key in group)), record) for record in timed if record[series] == name]
+        places = [(groups.index(tuple(str(record[key]) for key in group)), record) for record in timed if record[series] == name]
         left = [place + (index - (len(names) - 1) / 2) * width for place, _ in places]
-        axes.bar(left, [float(record["ratio_to_dense"]) for _, record in places], width, label=name, color=colours[index % len(colours)])
+        axes.bar(left, [float(record[ratio]) for _, record in places], width, label=name, color=colours[index % len(colours)])
         paper = [(x, float(record["paper_ratio"])) for x, (_, record) in zip(left, places, strict=True) if record.get("paper_ratio")]
         axes.hlines([y for _, y in paper], [x - width / 2 for x, _ in paper], [x + width / 2 for x, _ in paper], "black")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_yscale("log")
     crowded = sum(max(map(len, each)) for each in groups) > MOST_LETTERS
     axes.set_xticks(range(len(groups)), ["\n".join(each) for each in groups], fontsize=7, rotation=90 if crowded else 0)
-    axes.set_ylabel("time / time of dense")
+    axes.set_ylabel(f"time / time of {ratio.removeprefix(RATIO)}")
     axes.set_title(title, fontsize=9)
     if names:
         columns = int(figure.get_figwidth() / (LETTER_INCHES * max(map(len, names)) + 0.5))

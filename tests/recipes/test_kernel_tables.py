@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 
 from flysurgery.bench import Ceilings, Timing, Work
+from flysurgery.bench.rows import read_table
 from tests.recipes.conftest import RECIPES
 
 
@@ -43,3 +47,30 @@ def test_products_must_read_their_weights_once(monkeypatch: pytest.MonkeyPatch) 
 
     weights = (torch.zeros(4, 3, dtype=torch.float16), torch.zeros(2, 4, dtype=torch.float16))
     assert recipe.work_of(1000, weights, rows=10) == Work(1000 + 2 * 20, 2 * 10 * 20)
+
+
+TABLES = {
+    "fused_linear_table": ("fused_linear", "mode"),
+    "fused_ffn_table": ("fused_ffn", "dtype"),
+    "norm_linear_table": ("norm_linear", "mode"),
+    "attention_table": ("attention", "mode"),
+    "gated_ffn_table": ("gated_ffn", "mode"),
+    "few_rows_table": ("few_rows", "mode"),
+    "factor_grad_table": ("factor_grad", "mode"),
+    "fused_ablation": ("fused_ablation", "mode"),
+    "ffn_without_wgmma": ("ffn_without_wgmma", "width"),
+    "wide_table": ("wide", "part"),
+    "optimized_vit": ("optimized_vit", "mode"),
+}
+"""Each recipe with the name of its rows, and the column that has a picture for each value."""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_draws_the_pictures_that_lie_beside_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    stem, column = TABLES[name]
+    rows = read_table(RECIPES / "results" / f"{stem}_h200.csv")[1]
+    few = [row for value in {row[column] for row in rows} for row in [each for each in rows if each[column] == value][:6]]
+    importlib.import_module(name).draw(few, tmp_path / f"{stem}_h200.png")
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (RECIPES / "results").glob(f"{stem}_h200.*png")}
