@@ -4,7 +4,8 @@
 
 Norm, two butterfly layers, activation and residual. The two launches are the fused linear kernel's: the norm with the first layer and the
 activation, the second layer with the residual; each the fastest of some configurations without wgmma. ``shared_kb`` is what a block may
-use of shared memory: as on compute capability 9.0 and 10.0, on 8.0, and on 8.9 and 12.0; the arithmetic is that of the device at hand.
+use of shared memory: as on compute capability 9.0 and 10.0, on 8.0, and on 8.9 and 12.0, where the device at hand has as much; the
+arithmetic is its own.
 Times by CUDA graphs over rotating inputs larger than the L2 cache, all candidates of a block in one shuffled run, after a check against
 float64. ``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow for x, y and the candidate's weights.
 In the most shared memory also with narrower pieces of hidden units than the kernel takes.
@@ -35,6 +36,7 @@ from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.fused_configs import configs
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.norm_linear import fold, with_sums
+from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 
@@ -105,6 +107,11 @@ class Block:
                 yield "fused_linear", {**linear.of(config).defines(config), **epilogue}
 
 
+def shared_sizes() -> list[int]:
+    """Those of ``SHARED_KB`` that the device at hand has."""
+    return [size for size in SHARED_KB if size * 1024 <= shared_limit_of(0)]
+
+
 def prepare(job: tuple[str, dict[str, int | str], str]) -> None:
     """Compile into the cache, in a process of its own."""
     name, defines, arch = job
@@ -156,7 +163,7 @@ def measure(name: str, width: int, rows: int) -> list[Row]:
         dense = DenseBlock(norm, up, down, "gelu", torch.float16)
         runs: dict[str, Run] = {"dense": dense, "dense again": dense}
         kinds = {key: (0, key) for key in runs}
-        for shared_kb in SHARED_KB:
+        for shared_kb in shared_sizes():
             block = Block(name, width, shared_kb)
             own = {key: one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
             for key, run in (own | {"two launches": two_launches(block, norm, up, down, x)}).items():
@@ -184,7 +191,7 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 def main() -> None:
     """Compile, measure, print and write."""
     options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216))
-    blocks = [Block(name, width, shared_kb) for width in WIDTHS for name in ARCHITECTURES for shared_kb in SHARED_KB]
+    blocks = [Block(name, width, shared_kb) for width in WIDTHS for name in ARCHITECTURES for shared_kb in shared_sizes()]
     jobs = [(*job, device_arch(0)) for block in blocks for job in block.jobs()]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         list(pool.map(prepare, jobs))
