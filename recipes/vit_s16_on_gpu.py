@@ -5,7 +5,8 @@
 Random weights: nothing here depends on their values. Inference is timed by CUDA graphs over rotating inputs. A training step
 (forward, backward, fused AdamW) is timed eagerly with a look at each loss, eagerly with the next step behind it, and in a CUDA graph:
 what the host takes shows in the first, and in the second where it takes longer than the device. All beside dense in the same
-run, steps by turns. The error is that of the converted model's features against the same model in float64.
+run, steps by turns. The error is that of the converted model's features against the same model in float64. ``bound_us`` is what a large
+copy and a large matrix product, measured in the same run, allow the converted model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import MODES, in_mode, time_interleaved
+from flysurgery.bench import MODES, Timing, in_mode, time_interleaved
+from flysurgery.bench.training import work_of_step
+from flysurgery.bench.variants import by_definition
+from flysurgery.bench.work import work_of
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import Problem, explain
 
@@ -43,29 +47,37 @@ class Row:
     error: float | None
     dense_error: float | None
     backends: str
+    judged: recipe.Judged
 
 
 def inference(dense: nn.Module, converted: nn.Module, mode: str, batch: int, arch: str) -> Row:
     """Time one forward pass of each model in a CUDA graph, and hold both against float64."""
     dtype = MODES[mode]
     x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype)
-    models = {name: copy.deepcopy(model).eval().requires_grad_(False).to(dtype) for name, model in (("d", dense), ("c", converted))}
+    both = {"dense": dense, "converted": converted}
+    models = {name: copy.deepcopy(model).eval().requires_grad_(False).to(dtype) for name, model in both.items()}
     with torch.inference_mode():
         errors = {}
         for name, model in models.items():
             exact = copy.deepcopy(model).double()(x[:8].double())
             errors[name] = float((model(x[:8]).double() - exact).norm() / exact.norm())
+        models["dense again"] = models["dense"]
         timings = time_interleaved(models, x, rounds=12)
-    layers = [module for module in models["c"].modules() if isinstance(module, ButterflyLinear)]
+        works = {name: work_of(by_definition(model), x) for name, model in models.items()}
+    layers = [module for module in models["converted"].modules() if isinstance(module, ButterflyLinear)]
     rows = batch * 197
     choices = {explain(Problem(layer.architecture, rows, dtype, "cuda", bias=True, allow_tf32=mode == "tf32")).choice for layer in layers}
-    times = timings["d"].median_ms, timings["c"].median_ms
-    return Row(arch, mode, batch, "inference", *times, times[1] / times[0], errors["c"], errors["d"], "+".join(sorted(choices)))
+    times = timings["dense"].median_ms, timings["converted"].median_ms
+    found = errors["converted"], errors["dense"], "+".join(sorted(choices))
+    judged = recipe.judge(mode, timings, works)["converted"]
+    return Row(arch, mode, batch, "inference", *times, times[1] / times[0], *found, judged)
 
 
 def training(dense: nn.Module, converted: nn.Module, batch: int, arch: str) -> list[Row]:
     """Time a training step of each model under bfloat16 autocast, in three ways, the models by turns: a host's pace changes."""
-    models = [_Training(model, batch) for model in (dense, converted)]
+    models = {name: _Training(model, batch) for name, model in (("dense", dense), ("converted", converted))}
+    works = {name: model.work for name, model in models.items()}
+    models["dense again"], works["dense again"] = models["dense"], works["dense"]
     ways: list[tuple[str, Callable[[_Training], object], int, int]] = [
         ("training step", lambda model: float(model.step()), 1, 20),
         (f"training step, {_STEPS} on end", lambda model: [model.step() for _ in range(_STEPS)], _STEPS, 7),
@@ -73,11 +85,13 @@ def training(dense: nn.Module, converted: nn.Module, batch: int, arch: str) -> l
     ]
     rows = []
     for what, run, steps, rounds in ways:
-        times = [[_timed(partial(run, model)) / steps for model in models] for _ in range(rounds)]
-        before, after = (statistics.median(column) for column in zip(*times, strict=True))
-        rows.append(Row(arch, "bf16", batch, what, before, after, after / before, None, None, ""))
-    for model in models:
-        model.check()
+        times = [[_timed(partial(run, model)) / steps for model in models.values()] for _ in range(rounds)]
+        medians = dict(zip(models, map(statistics.median, zip(*times, strict=True)), strict=True))
+        judged = recipe.judge("bf16", {name: Timing(ms, ms, ms) for name, ms in medians.items()}, works)["converted"]
+        before, after = medians["dense"], medians["converted"]
+        rows.append(Row(arch, "bf16", batch, what, before, after, after / before, None, None, "", judged))
+    for name in ("dense", "converted"):
+        models[name].check()
     return rows
 
 
@@ -89,6 +103,7 @@ class _Training:
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, fused=True, capturable=True)
         x = torch.randn(batch, 3, 224, 224, device="cuda")
         target = torch.randint(0, 1000, (batch,), device="cuda")
+        self.work = work_of_step(by_definition(trained), x, target)
         self.step = partial(step, trained, optimizer, x, target)
         self._losses = [float(self.step()) for _ in range(8)]
         self.graph = torch.cuda.CUDAGraph()

@@ -51,7 +51,7 @@ def _measure(settings: LayerSettings, device: torch.device, launch: str, ceiling
     steps: dict[str, Callable[[Tensor], Tensor]] = {}
     statuses: dict[str, str] = {}
     dense = VARIANTS["dense"](layer)
-    works = {"dense": _work(dense, images, labels), "layer": _work(by_definition(layer), images, labels)}
+    works = {"dense": work_of_step(dense, images, labels), "layer": work_of_step(by_definition(layer), images, labels)}
     for name, model in (("dense", dense), ("layer", layer)):
         step = _step(model.requires_grad_(True).train(), labels, launch)
         try:
@@ -69,9 +69,9 @@ def _measure(settings: LayerSettings, device: torch.device, launch: str, ceiling
     return {name: _measured(statuses[name], timings, name, works[name.removesuffix(AGAIN)], ceilings, device) for name in names}
 
 
-def _work(model: nn.Module, images: Tensor, labels: Tensor) -> Work:
-    """Operations of all matrix products there and back, counted on one image; bytes of the images, and of each weight and its two moments,
-    read and written by the optimizer.
+def work_of_step(model: nn.Module, images: Tensor, labels: Tensor) -> Work:
+    """What a training step must spend: operations of all matrix products there and back, counted on one image; bytes of the images, and
+    of each weight and its two moments, read and written by the optimizer.
     """
     model.requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
