@@ -15,6 +15,7 @@ ROWS_OF_WARPGROUP = 64
 HIDDEN_UNIT = 3.046875
 """What the kernel with wgmma measures hidden units in, so that their activation takes one instruction less; its half is a bfloat16."""
 _PANEL_BYTES = 9 * 1024
+_ENOUGH_SLOTS = 8  # from here on whole turns of the ring are worth more than further slots
 _MAX_SLOTS = 12
 _REGISTERS = 160
 _REGISTERS_BESIDE_TILES = 32
@@ -265,7 +266,8 @@ def _fitting(factors: Factors, shared_limit: int, scaled: bool) -> list[FfnTilin
             choices = range(tile.least_slots, min(max(_MAX_SLOTS, tile.least_slots), sum(tile.panel_counts) - 1) + 1)
             sizes = [size for n in choices if (size := replace(tile, slots=n)).shared_bytes <= shared_limit]
             if tile.registers <= _REGISTERS and sizes:
-                found.append(max(sizes[-2:], key=lambda size: (size.whole_turns, size.slots)))  # whole turns are worth a slot
+                enough = [size for size in sizes if size.slots >= _ENOUGH_SLOTS] or sizes[-1:]
+                found.append(max(enough, key=lambda size: (size.whole_turns, size.slots)))
     return found
 
 
