@@ -23,11 +23,12 @@
 //
 // Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).
 // Patches: where PATCH_WIDE is not 0, x is images (image, channel, row, column) without gaps, and a row of the product is a patch of PATCH_HIGH x
-// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row.
+// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row. Each image has PREFIX rows of
+// y before its patches. RESIDUAL then adds a position: `residual` has the rows of one image, first the PREFIX ones as they are to be in y.
 //
 // Gated: half of the outputs of a block are a gate's and half the value's at the same places, and y = act(gate) * value, of OUT / 2 columns.
 //
-// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, WARPS, COLUMNS, STAGES.
+// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, PREFIX, WARPS, COLUMNS, STAGES.
 // Limits: rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
@@ -52,10 +53,26 @@ constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
 static_assert(!GATED || !RESIDUAL, "nothing is added behind a gate");
+static_assert(kPatches || PREFIX == 0, "images have rows before their patches");
 
 __device__ __forceinline__ long long first_row(int round, int warp) {
     const long long block = blockIdx.x / kColumnTiles, blocks = gridDim.x / kColumnTiles;
     return (((long long)round * kUnits + warp / kUnitWarps) * blocks + block) * kUnitRows;
+}
+
+// Of a row of patches: its image, and its place among the patches of that image.
+struct Patch {
+    long long image;
+    int place;
+
+    __device__ __forceinline__ Patch(long long row, int of_image) : image(row / of_image), place((int)(row - image * of_image)) {}
+};
+
+__device__ __forceinline__ int patches_across(long long stride) { return (int)(stride / kLine); }
+
+__device__ __forceinline__ int patches_of_image(long long stride, long long height) {
+    if constexpr (kPatches) return (int)(height / PATCH_HIGH) * patches_across(stride);
+    return 1;
 }
 
 // The operands of a batch: 16 rows of a warp, and the exponents of the two rows of a lane.
@@ -85,13 +102,13 @@ struct StagedRows {
         const long long first = first_row(round, warp) + warp % kUnitWarps * 16 + (lane >> 3);
         inside = (int)min(max(rows - first, 0ll), 16ll);
         if constexpr (kPatches) {
-            const int byte = (lane & 7) * 16, across = (int)(stride / kLine), of_image = (int)(height / PATCH_HIGH) * across;
+            const int byte = (lane & 7) * 16, across = patches_across(stride);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                const long long image = (first + 4 * m) / of_image;
-                const int patch = (int)(first + 4 * m - image * of_image);
-                const long long line = (image * (IN * kElem / (PATCH_HIGH * kLine)) * height) + patch / across * PATCH_HIGH + byte / kLine;
-                row[m] = x + line * stride + patch % across * kLine + byte % kLine;
+                const Patch patch(first + 4 * m, patches_of_image(stride, height));
+                const long long channels = patch.image * (IN * kElem / (PATCH_HIGH * kLine));  // before it
+                const long long line = channels * height + patch.place / across * PATCH_HIGH + byte / kLine;
+                row[m] = x + line * stride + patch.place % across * kLine + byte % kLine;
             }
         } else {
             row[0] = x + first * stride + (lane & 7) * 16;
@@ -235,6 +252,18 @@ __device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4])
     }
 }
 
+// The rows before the patches of each image: the PREFIX rows of `from`, by all blocks of a column tile.
+__device__ __forceinline__ void store_prefix(char* y, const char* from, long long images, int of_image, int tile) {
+    constexpr int kPieces = COLUMNS * kElem / 16;  // of a row
+    const long long threads = gridDim.x / kColumnTiles * blockDim.x, pieces = images * PREFIX * kPieces;
+    for (long long at = blockIdx.x / kColumnTiles * blockDim.x + threadIdx.x; at < pieces; at += threads) {
+        const long long image = at / (PREFIX * kPieces);
+        const int row = (int)(at / kPieces % PREFIX), byte = tile * COLUMNS * kElem + (int)(at % kPieces) * 16;
+        *reinterpret_cast<Vector<16>*>(y + (image * (PREFIX + of_image) + row) * (OUT * kElem) + byte) =
+            *reinterpret_cast<const Vector<16>*>(from + row * (OUT * kElem) + byte);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 dense_linear(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
              char* __restrict__ y, long long rows, long long x_stride, long long residual_stride, long long height) {
@@ -260,14 +289,16 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     StagedRows staged(x, rows, x_stride, height, staged_at, warp, lane);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) staged.load();
+    const int of_image = patches_of_image(x_stride, height);
+    if constexpr (PREFIX > 0) store_prefix(y, residual, rows / of_image, of_image, tile);
 
     const u32 own = weights + (WGMMA ? 0 : ((lane >> 3 & 1) * COLUMNS + (lane >> 4) * 8 + (lane & 7)) * 16);
     const int column_byte = tile * (COLUMNS / kHalves) * kElem + t * 16;
 #pragma unroll 1
     for (int round = 0; first_row(round, warp) < rows; ++round) {
         const long long row = first_row(round, warp) + warp % kUnitWarps * 16 + g;
-        const char* const residual_row = residual + row * residual_stride + column_byte;
-        if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
+        if (RESIDUAL && !kPatches && t == 0) {  // from here on they are on their way to the L2 cache
+            const char* const residual_row = residual + row * residual_stride + column_byte;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -282,13 +313,26 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
             barrier_wait(full + 8 * b, 0);
             add_batch(sums, operands, own + b * kPanelBytes);
         }
+        const char* residual_row[2];
+        char* y_row[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            long long from = row + h * 8, to = from;
+            if constexpr (kPatches) {
+                const Patch patch(from, of_image);
+                from = PREFIX + patch.place;
+                to += (patch.image + 1) * PREFIX;
+            }
+            residual_row[h] = residual + from * residual_stride + column_byte;
+            y_row[h] = y + to * (OUT / kHalves * kElem) + column_byte;
+        }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             u32 added[2][4] = {};
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 if (RESIDUAL && row + h * 8 < rows) {
-                    const Vector<16> read = *reinterpret_cast<const Vector<16>*>(residual_row + h * 8 * residual_stride + v * 64);
+                    const Vector<16> read = *reinterpret_cast<const Vector<16>*>(residual_row[h] + v * 64);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) added[h][k] = read.w[k];
                 }
@@ -320,8 +364,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
                     if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
                     else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
                 }
-                if (row + h * 8 < rows)
-                    *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT / kHalves * kElem) + column_byte + v * 64) = packed;
+                if (row + h * 8 < rows) *reinterpret_cast<Vector<16>*>(y_row[h] + v * 64) = packed;
             }
         }
     }

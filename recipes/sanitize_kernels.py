@@ -18,7 +18,8 @@ import recipe
 import torch
 
 from flysurgery.ops.cuda.attention import run_attention
-from flysurgery.ops.cuda.dense import run_dense, run_dense_gated, run_patches
+from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
+from flysurgery.ops.cuda.dense_patches import run_patches
 from flysurgery.ops.cuda.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
 from flysurgery.ops.cuda.few_attention import run_few_attention
 from flysurgery.ops.cuda.few_rows import run_few_rows
@@ -110,8 +111,10 @@ def run_dense_layer(mode: str) -> None:
     for rows in ROWS:
         x, residual = (torch.randn((rows, size), device="cuda").to(dtype) for size in (192, 96))
         run_dense(x, weight, bias, "gelu", residual, bias, mode)
-    images, kernel = (torch.randn(shape, device="cuda").to(dtype) for shape in ((2, 3, 32, 48), (96, 3, 16, 16)))
-    run_patches(images, kernel, bias, mode)
+    shapes = (2, 3, 32, 48), (96, 3, 16, 16), (1, 7, 96), (1, 1, 96)
+    images, kernel, position, token = (torch.randn(shape, device="cuda").to(dtype) for shape in shapes)
+    run_patches(images, kernel, bias, None, [], mode)
+    run_patches(images, kernel, bias, position, [token], mode)
     print(f"dense {mode}")
 
 

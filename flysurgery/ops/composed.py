@@ -84,13 +84,16 @@ def patch_embedding(
     images: Tensor,  # shape: (images, channels, height, width)
     weight: Tensor,  # shape: (features, channels, patch height, patch width)
     bias: Tensor | None,  # shape: (features,)
-    position: Tensor | None = None,  # shape: (patches, features)
-    prefix: Tensor | None = None,  # shape: (tokens, features)
+    position: Tensor | None = None,  # shape: (*, patches, features), or (*, tokens + patches, features)
+    prefix: Sequence[Tensor] = (),  # shapes: (*, some of the tokens, features)
 ) -> Tensor:  # shape: (images, tokens + patches, features)
-    """A convolution of patches that do not overlap, ``position`` added, the rows of ``prefix`` put before each image's."""
+    """A convolution of patches that do not overlap, the tokens of ``prefix`` put before each image's; ``position`` is added to the
+    patches, or to both where it has rows for both."""
     patches = functional.conv2d(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
-    patches = patches if position is None else patches + position
-    return patches if prefix is None else torch.cat([prefix.expand(len(images), -1, -1), patches], dim=1)
+    if position is not None and position.shape[-2] == patches.shape[1]:
+        patches, position = patches + position, None
+    tokens = torch.cat([*(each.expand(len(images), -1, -1) for each in prefix), patches], dim=1) if prefix else patches
+    return tokens if position is None else tokens + position
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

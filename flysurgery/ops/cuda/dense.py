@@ -1,4 +1,4 @@
-"""A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch; also gated, or of image patches."""
+"""A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch; also gated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, STREAMED_ROWS, DenseTiling, StreamTiling, dense_tiling, stream_tiling
+from flysurgery.ops.cuda.dense_tiling import NO_PATCH, STREAMED_ROWS, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, device_arch, load_kernel
-from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.cuda.tensor_map import swizzled_boxes
@@ -67,8 +66,16 @@ def run_dense(
     streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
     if streamed is not None:
         return _launch_streamed(streamed, x, weight, bias, activation, residual, scale, None)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    if x.shape[0] == 0:
+        return y
+    tile, kernel, sizes = launcher(x.shape[1], weight.shape[0], mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
+    sources = tuple([part for part in (weight, bias, scale) if part is not None])
+    token = ("dense linear", tile, bias is None, scale is None)
+    (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-    return _launch(x, x.shape, weight, bias, activation, residual, scale, mode, (0, 0), (*strides, 0))
+    kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, x.shape[0], *strides, 0, early=early)
+    return y
 
 
 def run_dense_moments(
@@ -130,7 +137,7 @@ def run_dense_gated(
         return pack_dense(tile, weight, bias, None)
 
     image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make)
-    _kernel(tile, activation, False, (0, 0), device_index).launch(
+    _kernel(tile, activation, False, NO_PATCH, device_index).launch(
         (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
@@ -146,66 +153,15 @@ def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
     return torch.stack((halves[gate], halves[1 - gate]), dim=1).flatten(0, 2)
 
 
-def patches_obstacle(high: int, wide: int, channels: int, features: int, mode: str, device_index: int) -> str | None:
-    """Why the kernel cannot read patches of so many pixels where they lie; None where it can."""
-    line = wide * dtype_of(mode).itemsize
-    if line % 16 or BATCH_BYTES % line or high * line % BATCH_BYTES:
-        return f"the dense kernel reads patches whose lines are 16, 32, 64 or 128 bytes, got {high}x{wide} pixels in mode '{mode}'"
-    return dense_obstacle(channels * high * wide, features, mode, "none", device_index)
-
-
-def run_patches(
-    images: Tensor,  # shape: (images, channels, height, width)
-    weight: Tensor,  # shape: (features, channels, patch height, patch width)
-    bias: Tensor | None,  # shape: (features,)
-    mode: str,
-) -> Tensor:  # shape: (images * patches, features)
-    """The convolution of patches that do not overlap, which are read where they lie, in one launch on the current stream.
+@lru_cache(maxsize=1024)
+def launcher(
+    in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: Patch, rows: int, device_index: int
+) -> tuple[DenseTiling, Kernel, Sizes]:
+    """The tiling for so many rows, its kernel, and by how many blocks and threads and with how much shared memory this is launched.
 
     Raises:
-        BackendError: there is no tiling, as ``patches_obstacle`` tells beforehand, or the kernel does not compile or launch.
+        BackendError: there is no tiling, or the kernel does not compile.
     """
-    device_index = images.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_patches(images, weight, bias, mode)
-    (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
-    images = images if images.is_contiguous() and images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.contiguous_format)
-    rows = count * (height // high) * (width // wide), channels * high * wide
-    strides = width * images.element_size(), 0, height
-    return _launch(images, rows, weight, bias, "none", None, None, mode, (high, wide), strides)
-
-
-def _launch(
-    x: Tensor,
-    shape: Sequence[int],  # rows and inputs
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    mode: str,
-    patch: tuple[int, int],
-    strides: tuple[int, ...],  # of x and of the residual in bytes, and the height of images
-) -> Tensor:
-    rows, in_features = shape
-    y = x.new_empty((rows, weight.shape[0]))
-    if rows == 0:
-        return y
-    device_index = x.device.index
-    tile, kernel, sizes = _launcher(in_features, weight.shape[0], mode, activation, residual is not None, patch, rows, device_index)
-    sources = tuple([part for part in (weight, bias, scale) if part is not None])
-    token = ("dense linear", tile, bias is None, scale is None)
-    (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
-    kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, rows, *strides, early=early)
-    return y
-
-
-@lru_cache(maxsize=1024)
-def _launcher(
-    in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: tuple[int, int], rows: int, device_index: int
-) -> tuple[DenseTiling, Kernel, Sizes]:
-    """The tiling for so many rows, its kernel, and by how many blocks and threads and with how much shared memory this is launched."""
     tile = _tiling(in_features, out_features, mode, device_index, False)
     if isinstance(tile, str):
         raise BackendError(tile)
@@ -285,7 +241,7 @@ def _streamed_kernel(tile: StreamTiling, activation: str, residual: bool, moment
 
 
 @lru_cache(maxsize=256)
-def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: tuple[int, int], device_index: int) -> Kernel:
+def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: Patch, device_index: int) -> Kernel:
     return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)
 
 
@@ -307,11 +263,6 @@ def _fake_dense_gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     return x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights) // 2))
 
 
-def _fake_patches(images: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
-    count, _, height, width = images.shape
-    return images.new_empty((count * (height // weight.shape[2]) * (width // weight.shape[3]), weight.shape[0]))
-
-
 dense_linear_operator = Operator(
     "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
     run_dense,
@@ -326,7 +277,4 @@ dense_gated_operator = Operator(
     "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",
     run_dense_gated,
     _fake_dense_gated,
-)
-dense_patches_operator = Operator(
-    "dense_patches(Tensor images, Tensor weight, Tensor? bias, str mode) -> Tensor", run_patches, _fake_patches
 )

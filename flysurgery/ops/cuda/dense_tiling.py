@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS
 from flysurgery.ops.cuda.modes import dtype_of
@@ -11,6 +12,17 @@ MODES = ("fp16", "bf16", "tf32", "fp32")
 BATCH_BYTES = 128
 _WIDEST = 128
 STREAMED_ROWS, _STREAMED_SLOTS = 192, 4
+
+
+class Patch(NamedTuple):
+    """Patches of images in place of rows: their height and width, and how many rows of y stand before those of each image."""
+
+    high: int
+    wide: int
+    prefix: int = 0
+
+
+NO_PATCH = Patch(0, 0)
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,8 @@ class DenseTiling:
         tiles, unit = self.out_features // self.columns, 64 if self.wgmma else 16
         return tiles * max(1, min(-(-rows // unit), multiprocessors // tiles))
 
-    def defines(self, activation: str, residual: bool, patch: tuple[int, int] = (0, 0)) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``patch`` is the height and width of patches of images in place of rows."""
+    def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added."""
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
@@ -84,8 +96,9 @@ class DenseTiling:
             "ACTIVATION": ACTIVATIONS.index(activation),
             "GATED": int(self.gated),
             "RESIDUAL": int(residual),
-            "PATCH_HIGH": patch[0],
-            "PATCH_WIDE": patch[1],
+            "PATCH_HIGH": patch.high,
+            "PATCH_WIDE": patch.wide,
+            "PREFIX": patch.prefix,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "STAGES": self.stages,
@@ -136,8 +149,8 @@ class StreamTiling(DenseTiling):
     def blocks(self, rows: int, multiprocessors: int) -> int:
         return min(self.tiles(rows), multiprocessors)
 
-    def defines(self, activation: str, residual: bool, patch: tuple[int, int] = (0, 0), moments: bool = False) -> dict[str, int]:
-        assert patch == (0, 0)  # which only the kernel whose weights stay reads
+    def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH, moments: bool = False) -> dict[str, int]:
+        assert patch == NO_PATCH  # which only the kernel whose weights stay reads
         return {
             "IN": self.in_features,
             "OUT": self.out_features,

@@ -40,7 +40,7 @@ def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), request.param, gated)
 
     monkeypatch.setattr(dense, "_tiling", tiling)
-    monkeypatch.setattr(dense, "_launcher", dense._launcher.__wrapped__)  # which remembers the tiling
+    monkeypatch.setattr(dense, "launcher", dense.launcher.__wrapped__)  # which remembers the tiling
     return request.param
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flysurgery.ops.cuda.compile import compile_cubin
-from flysurgery.ops.cuda.dense_tiling import DenseTiling, StreamTiling, dense_tiling, stream_tiling
+from flysurgery.ops.cuda.dense_tiling import DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
 SPILL_BYTES = 96
@@ -27,11 +27,12 @@ def test_compiles_without_spills(arch: str, in_features: int, out_features: int,
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 @pytest.mark.parametrize("mode", ["fp16", "tf32", "fp32"])
-@pytest.mark.parametrize("side", [8, 16])
-def test_patches_compile(arch: str, mode: str, side: int) -> None:
+@pytest.mark.parametrize(("side", "position", "prefix"), [(8, False, 0), (16, False, 0), (16, True, 0), (16, True, 5), (16, False, 1)])
+def test_patches_compile(arch: str, mode: str, side: int, position: bool, prefix: int) -> None:
     tile = dense_tiling(3 * side * side, 384, mode, SHARED_BYTES[arch], arch == "sm_90a")
     assert isinstance(tile, DenseTiling), tile
-    compiled = compile_cubin("dense_linear.cu", tile.defines("none", residual=False, patch=(side, side)), arch=arch, name="dense_linear")
+    defines = tile.defines("none", position, Patch(side, side, prefix))
+    compiled = compile_cubin("dense_linear.cu", defines, arch=arch, name="dense_linear")
     assert compiled.spill_bytes <= (SPILL_BYTES if side == 8 else 0)
     assert compiled.serialized == ()
 

@@ -21,7 +21,6 @@ from flysurgery.ops import (
     norm_linear,
     norm_linear_reason,
 )
-from flysurgery.ops import patch_embedding as patches
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
 
@@ -200,22 +199,6 @@ def test_feed_forward_in_two_launches(dtype: torch.dtype, kinds: tuple[str, str]
     assert ffn_reason(x, norm, up, down, activation) is None
     truth = composed.ffn(x.double(), exact, wide(up), wide(down), activation)
     comparable(ffn(x, norm, up, down, activation), composed.ffn(x, norm, up, down, activation), truth)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_tokens", [False, True])
-@pytest.mark.parametrize(("features", "side"), [(48, 16), (384, 16), (64, 8), (96, 4)])
-def test_patches(dtype: torch.dtype, with_tokens: bool, features: int, side: int) -> None:
-    images, bias = normal(5, 3, 64, 96, dtype=dtype), normal(features, dtype=dtype)
-    weight = normal(features, 3, side, side, dtype=dtype, deviation=0.5 / side)
-    position, prefix = normal(64 * 96 // side**2, features, dtype=dtype), normal(2, features, dtype=dtype)
-    more = (position, prefix) if with_tokens else (None, None)
-    exact = tuple(None if part is None else part.double() for part in more)
-    truth = composed.patch_embedding(images.double(), weight.double(), bias.double(), *exact)
-    out = patches(images, weight, bias, *more)
-    yardstick = composed.patch_embedding(images, weight, bias, *more)
-    assert out.shape == yardstick.shape
-    assert float((out.double() - truth).norm()) <= 3 * float((yardstick.double() - truth).norm()) + 1e-7 * float(truth.norm())
 
 
 def test_reasons() -> None:
