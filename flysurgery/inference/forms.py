@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,20 +35,40 @@ class Seen:
         return self.results[0] if self.results else None
 
 
-def watch(seen: Survey) -> dict[str, Seen]:
-    """Run the surveyed stand-in once on fake tensors, and note the calls of every module, by its first name."""
+def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Seen]:
+    """Run the surveyed stand-in once on fake tensors, and note the calls of every module, by its first name.
+
+    Those of ``methods`` of a class, where it has them, are noted by the name that a child of that name would have.
+    """
     found = {fqn: Seen() for fqn, _ in seen.double.named_modules()}
     handles = []
+    set_on = list[tuple[nn.Module, str]]()
     for fqn, module in seen.double.named_modules():
         notes = found[fqn]
         handles.append(module.register_forward_pre_hook(_note_call(notes), with_kwargs=True))
         handles.append(module.register_forward_hook(_note_result(notes)))
+        for name in methods:
+            if callable(getattr(type(module), name, None)) and name not in vars(module):
+                notes = found[f"{fqn}.{name}".lstrip(".")] = Seen()
+                vars(module)[name] = _noting(getattr(module, name), notes)
+                set_on.append((module, name))
     try:
         run_fake(seen.double, seen.example)
     finally:
         for handle in handles:
             handle.remove()
+        for module, name in set_on:
+            del vars(module)[name]
     return found
+
+
+def _noting(method: Callable[..., Any], notes: Seen) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.calls.append((args, kwargs))
+        notes.results.append(method(*args, **kwargs))
+        return notes.results[-1]
+
+    return noted
 
 
 def _note_call(notes: Seen) -> Any:

@@ -17,8 +17,8 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """A layer scale: a parameter with one entry a feature, and the module that holds it."""
+class Held:
+    """A parameter, and the module that holds it."""
 
     fqn: str
     leaf: str
@@ -26,6 +26,10 @@ class Scale:
     def of(self, model: nn.Module) -> tuple[nn.Module, str]:
         """The module in ``model``, and the parameter's name in it."""
         return model.get_submodule(self.fqn), self.leaf
+
+
+class Scale(Held):
+    """A layer scale: one entry a feature."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,26 @@ class LoneNorm:
 
 @dataclass(frozen=True)
 class Patches:
-    """A convolution whose stride is its kernel: a product of flattened patches and a matrix."""
+    """A convolution whose stride is its kernel, a product of flattened patches and a matrix, and its node."""
 
     fqn: str
+    node: Node
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """``method`` of a module behind its child ``patches``, which ``caller``, another method, calls one after the other.
+
+    They are a convolution of images of the size ``image`` (channels, height, width), with a position added to its patches and tokens
+    put before them, or one of the two. ``called`` are the modules that run. All names but ``fqn`` are those below the module.
+    """
+
+    fqn: str
+    caller: str
+    method: str
+    patches: str
+    convolution: str
+    position: Held | None
+    prefix: tuple[Held, ...]
+    image: tuple[int, ...]
+    called: tuple[str, ...]

@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from flysurgery.inference.block import BlockMatcher, modules_around
 from flysurgery.inference.chain import origin
+from flysurgery.inference.embedding import CALLERS, METHOD, below, embedding_of, inline_embedding
 from flysurgery.inference.forms import Seen, watch
-from flysurgery.inference.found import AttentionOut, Block, FeedForward, LoneNorm, Patches, Projection
+from flysurgery.inference.found import AttentionOut, Block, Embedding, FeedForward, LoneNorm, Patches, Projection
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.match import Matcher
 from flysurgery.layers import ButterflyLinear, SplitLinear
@@ -22,8 +23,8 @@ from flysurgery.walker import Survey, name_of, shadow, survey
 
 @dataclass
 class Findings:
-    """The groups by the name of their last linear (of patches, the convolution; of a norm by itself, its own), and the reasons of those
-    that are none.
+    """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
+    follows it; of a norm by itself, its own), and the reasons of those that are none.
 
     ``calls`` are those of every module in one forward. ``open_blocks`` says, by the same name, why a feed-forward group or an
     attention's output lies in no proven block.
@@ -36,6 +37,7 @@ class Findings:
     feed_forwards: dict[str, FeedForward] = field(default_factory=dict)
     outs: dict[str, AttentionOut] = field(default_factory=dict)
     patches: dict[str, Patches] = field(default_factory=dict)
+    embeddings: dict[str, Embedding] = field(default_factory=dict)
     norms: dict[str, LoneNorm] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
     open_blocks: dict[str, Reason] = field(default_factory=dict)
@@ -48,7 +50,7 @@ def look(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> F
         WalkError: as ``flysurgery.walker.survey``.
     """
     seen = survey(_with_linears(model), example)
-    matcher, found = Matcher(seen), Findings(seen, watch(seen))
+    matcher, found = Matcher(seen), Findings(seen, watch(seen, (METHOD, *CALLERS)))
     for role, group, match, kept in (
         ("qkv", "qkv", matcher.projection, found.projections),
         ("attn_out", "attn_out", matcher.attention_out, found.outs),
@@ -65,6 +67,7 @@ def look(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> F
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
     _find_blocks(found)
     _find_patches(found)
+    _find_embeddings(found)
     _find_norms(matcher, found)
     return found
 
@@ -97,9 +100,26 @@ def _find_patches(found: Findings) -> None:
         fqn = seen.owners.innermost(node) or ""
         module = seen.owners.modules[fqn]
         if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
-            found.patches[fqn] = Patches(fqn)
+            found.patches[fqn] = Patches(fqn, node)
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
+
+
+def _find_embeddings(found: Findings) -> None:
+    """Patches with what a method makes of them, by the name of the patch embedding, and by others why there are none."""
+    having = [fqn for fqn, _ in found.seen.double.named_modules() if (notes := found.calls.get(below(fqn, METHOD))) and notes.calls]
+    for fqn in having:
+        outcome = embedding_of(found.seen, found.calls, fqn)
+        if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
+            outcome = Reason("no-patches", "before it stands no plain convolution that cuts the model's input into patches")
+        if isinstance(outcome, Reason):
+            found.reasons[below(fqn, METHOD)] = ("patches", outcome)
+        else:
+            found.embeddings[below(fqn, outcome.patches)] = outcome
+    for patches in () if having else found.patches.values():
+        inline = inline_embedding(found.seen, patches.node)
+        if inline is not None:
+            found.reasons[inline[0]] = ("patches", inline[1])
 
 
 def _find_norms(matcher: Matcher, found: Findings) -> None:

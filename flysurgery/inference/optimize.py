@@ -30,10 +30,11 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     scale -> residual], [LN -> FFN -> layer scale -> residual], the patch embedding, and norms by themselves, such as a model's last
     one. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and have a norm before its last layer. Residual
     sums are fused where the module that makes them makes nothing else: a block, one half of it, or many in a row; ``model`` itself may
-    be one, and gets a fused forward then. Each group is fused where a kernel takes it and was faster than the model's own modules in a
-    short measurement, at the example's number of samples and on CUDA in graphs; the report says so group by group, and why not. Then
-    the whole model is timed with and without, and while it is slower with, the kind of group that gained the least is left as it was.
-    Layers may be converted or dense.
+    be one, and gets a fused forward then. Position and the tokens before patches, which timm's models add in a method of their own, are
+    fused with the patch embedding by a method that is set on the model, and calls both. Each group is fused where a kernel takes it and
+    was faster than the model's own modules in a short measurement, at the example's number of samples and on CUDA in graphs; the report
+    says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group
+    that gained the least is left as it was. Layers may be converted or dense.
 
     Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, autocast, training mode, hooks that
     are set later and arguments other than those of the trace are served by the model's own modules. Fused modules run under
@@ -58,8 +59,8 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     measured: dict[object, tuple[float, float]] = {}
     for place in built.places:
         _decide(place, dtype, device, measured)
-    new, whole = not_slower(model, built.places, found.seen.example)
-    put(model, new)
+    fused, whole = not_slower(model, built.places, found.seen.example)
+    put(model, fused)
     rows = [_row(candidate) for place in built.places for candidate in place.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}

@@ -13,10 +13,11 @@ from flysurgery.inference.block import modules_around
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.chain import is_idle
 from flysurgery.inference.forms import Seen, once_with_one_tensor
-from flysurgery.inference.found import Block, FeedForward, Lone, LoneNorm, Part, Projection
+from flysurgery.inference.found import Block, Embedding, FeedForward, Lone, LoneNorm, Part, Projection
 from flysurgery.inference.fused_block import Form, FusedAttended, FusedBlock, FusedPart
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
+from flysurgery.inference.methods import StandInMethod, Together
 from flysurgery.inference.standing import Condition, Passed, Stepped, Through, Undropped, view
 from flysurgery.inference.steps import Attention, LinearResidual
 from flysurgery.surgery import Reason
@@ -26,12 +27,14 @@ from flysurgery.surgery import Reason
 class Place:
     """Candidates that are put in place together, the condition under which they run, and ``put``: new modules by name.
 
-    ``put`` is given those of the places before it; a block comes behind all places that lie in it.
+    ``put`` is given those of the places before it; a block comes behind all places that lie in it. So is ``methods``, which
+    gives those that are set on modules, by the modules' names and their own.
     """
 
     candidates: tuple[Candidate, ...]
     condition: Condition
     put: Callable[[Mapping[str, nn.Module]], dict[str, nn.Module]]
+    methods: Callable[[Mapping[str, nn.Module]], dict[tuple[str, str], StandInMethod]] = lambda new: {}
 
 
 Own = dict[str, Candidate]
@@ -119,6 +122,22 @@ def patches_place(model: nn.Module, candidate: Candidate) -> Place:
     original = model.get_submodule(candidate.fqn)
     condition = Condition([original])
     return Place((candidate,), condition, lambda new: {candidate.fqn: Stepped(original, candidate.step, condition)})
+
+
+def embedding_place(module: nn.Module, group: Embedding, together: Together, candidate: Candidate) -> Place:
+    """A method behind a patch embedding, in the method of the same module that calls both.
+
+    That one is set on the module, and runs on a view of it in which the two are a step. Whatever else calls the patch embedding, or the
+    method behind it, meets the model's own.
+    """
+    condition = Condition([module.get_submodule(fqn) for fqn in group.called])
+
+    def methods(new: Mapping[str, nn.Module]) -> dict[tuple[str, str], StandInMethod]:
+        start = f"{group.fqn}." if group.fqn else ""
+        others = {fqn.removeprefix(start): each for fqn, each in new.items() if fqn.startswith(start)}
+        return {(group.fqn, group.caller): StandInMethod(module, group.caller, together.replaced(candidate.step, others), condition)}
+
+    return Place((candidate,), condition, lambda new: {}, methods)
 
 
 def _pair(model: nn.Module, found: Findings, norm: str, behind: str, candidate: Candidate) -> Place | Reason:

@@ -11,11 +11,22 @@ from torch.fx import Node
 from flysurgery.inference.attending import attention_of
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.forms import form_of
-from flysurgery.inference.found import Attended, FeedForward, Lone, LoneNorm, Norm, Part, Projection, Scale
+from flysurgery.inference.found import Attended, Embedding, FeedForward, Lone, LoneNorm, Norm, Part, Projection, Scale
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
-from flysurgery.inference.place import Own, Place, block_place, feed_forward_place, norm_place, patches_place, projection_place
-from flysurgery.inference.steps import Attention, LayerNorm, LinearResidual, Normalized, NormLinear, Patches
+from flysurgery.inference.methods import Together
+from flysurgery.inference.patch_steps import EmbeddingStep, PatchesStep
+from flysurgery.inference.place import (
+    Own,
+    Place,
+    block_place,
+    embedding_place,
+    feed_forward_place,
+    norm_place,
+    patches_place,
+    projection_place,
+)
+from flysurgery.inference.steps import Attention, LayerNorm, LinearResidual, Normalized, NormLinear
 from flysurgery.inference.steps import FeedForward as FeedForwardStep
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
@@ -67,6 +78,8 @@ class Builder:
             candidate = self._patches(fqn)
             self._add(built, candidate, patches_place(self.model, candidate))
         built.places += blocks
+        for fqn, embedding in found.embeddings.items():  # last, as what is put below its module is seen there
+            built.places.append(self._embedding(fqn, embedding))
         return built
 
     @staticmethod
@@ -112,7 +125,17 @@ class Builder:
     def _patches(self, fqn: str) -> Candidate:
         convolution = self._module(fqn)
         assert isinstance(convolution, nn.Conv2d)  # the match has seen to it
-        return Candidate("patches", fqn, Patches(convolution), (tuple(self.found.calls[fqn].first_input.shape),))
+        return Candidate("patches", fqn, PatchesStep(convolution), (tuple(self.found.calls[fqn].first_input.shape),))
+
+    def _embedding(self, fqn: str, group: Embedding) -> Place:
+        module = self._module(group.fqn)
+        convolution = module.get_submodule(group.convolution)
+        assert isinstance(convolution, nn.Conv2d)  # the match has seen to it
+        together = Together(module, group.method, group.patches)
+        position, prefix = group.position and group.position.of(module), tuple(each.of(module) for each in group.prefix)
+        step = EmbeddingStep(together, convolution, position, prefix, group.image)
+        images = self.found.calls[fqn].first_input.shape
+        return embedding_place(module, group, together, Candidate("patches", fqn, step, (tuple(images),)))
 
     def _normalized(self, norm: Norm) -> Normalized:
         return self._module(norm.fqn), norm.eps

@@ -16,7 +16,8 @@ HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution, or of the attention module or the norm.
+    """One group, by the name of its last linear or convolution, or of the attention module or the norm; patches with what a method
+    makes of them by that of the patch embedding.
 
     ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
     of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute, empty where that is not

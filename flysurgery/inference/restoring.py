@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from flysurgery.inference.methods import StandInMethod
 from flysurgery.inference.standing import StandIn
 from flysurgery.surgery import STANDS_FOR
 
 
-def put(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Put modules in place under all names that the old ones have; in place of ``model`` itself, which stays, their forward."""
-    old = {id(model.get_submodule(fqn)): module for fqn, module in new.items()}
+class Fused(NamedTuple):
+    """New modules by the names of those in whose place they stand, and methods by the names of modules and their own."""
+
+    modules: dict[str, nn.Module]
+    methods: dict[tuple[str, str], StandInMethod]
+
+
+def put(model: nn.Module, fused: Fused) -> None:
+    """Put modules in place under all names that the old ones have, and methods on modules; in place of ``model`` itself, its forward."""
+    methods = list[tuple[nn.Module, str, Callable[..., Any]]]()
+    methods += [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
+    old = {id(model.get_submodule(fqn)): module for fqn, module in fused.modules.items()}
     for parent, name, child in _children(model):
         if id(child) in old:
             parent._modules[name] = old[id(child)]
-    if "" in new:
-        vars(model).update({"forward": new[""].forward, STANDS_FOR: (model,)})
+    if "" in fused.modules:
+        methods.append((model, "forward", fused.modules[""].forward))
+    for module, name, method in methods:
+        vars(module).update({name: method, STANDS_FOR: (module, name)})
 
 
 def restore(model: nn.Module) -> int:
     """Put back the modules that ``optimize`` replaced, in ``model`` and whatever in it was optimized by itself.
 
-    Gives the number of modules; 0 for a model that is not optimized.
+    Gives their number, with that of the modules on which a method was set; 0 for a model that is not optimized.
     """
     fused = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
     for parent, name, child in fused:
         parent._modules[name] = child.original
     themselves = [module for module in model.modules() if STANDS_FOR in vars(module)]
     for module in themselves:
-        del vars(module)["forward"], vars(module)[STANDS_FOR]
+        _, name = vars(module).pop(STANDS_FOR)
+        del vars(module)[name]
     return len(fused) + len(themselves)
 
 

@@ -141,5 +141,5 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
         parent, _, name = path.rpartition(".")
         copy_of(parent)._modules[name] = new
     for (path, name), value in (attributes or {}).items():
-        setattr(copy_of(path), name, value)
+        vars(copy_of(path))[name] = value  # a module here is no child, and stands before a method of the class
     return copies[""]

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from flysurgery import ops
 from flysurgery.inference import kernels
-from flysurgery.ops import Stage, Way
+from flysurgery.ops import Way
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
 
@@ -62,7 +62,7 @@ class NormLinear(Step):
         return UNKNOWN if group is None else ops.norm_linear_way(x, kernels.norm_of(self.norm, self.eps), group)
 
     def likeness(self) -> tuple[object, ...]:
-        return _shapes(self.norm, self.linear)
+        return shapes_of(self.norm, self.linear)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.linear(self.norm(x))
@@ -82,7 +82,7 @@ class LayerNorm(Step):
         return ops.layer_norm_way(x, kernels.norm_of(self.norm, self.eps))
 
     def likeness(self) -> tuple[object, ...]:
-        return _shapes(self.norm)
+        return shapes_of(self.norm)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.norm(x)
@@ -98,23 +98,23 @@ class LinearResidual(Step):
 
     def way(self, x: Tensor, *others: Tensor) -> Way | str:
         linear = kernels.linear_of(self.linear)
-        return UNKNOWN if linear is None else ops.linear_residual_way(x, linear, others[0], _value(self._scale))
+        return UNKNOWN if linear is None else ops.linear_residual_way(x, linear, others[0], value_of(self._scale))
 
     def leaves_moments(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``with_moments`` can be called for these inputs."""
         linear = kernels.linear_of(self.linear)
         if not self.enabled or linear is None or kernels.under_autocast(x) is not None:
             return False
-        return ops.leaves_moments(x, linear, residual, _value(self._scale))
+        return ops.leaves_moments(x, linear, residual, value_of(self._scale))
 
     def with_moments(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The group by its kernel, and the moments of the rows of its result, which a ``FeedForward`` may read."""
         linear = kernels.linear_of(self.linear)
         assert isinstance(linear, ops.Dense)  # else it leaves none
-        return ops.linear_residual_moments(x, linear, residual, _value(self._scale))
+        return ops.linear_residual_moments(x, linear, residual, value_of(self._scale))
 
     def likeness(self) -> tuple[object, ...]:
-        return (*_shapes(self.linear), self._scale is None)
+        return (*shapes_of(self.linear), self._scale is None)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return others[0] + _scaled(self.linear(x), self._scale)
@@ -167,7 +167,7 @@ class FeedForward(Step):
             return UNKNOWN
         norm, *inner = [kernels.norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
         up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
-        return ops.ffn_way(x, norm, up, second, self.activation, _value(self._scale), self.residual, inner[0] if inner else None, *others)
+        return ops.ffn_way(x, norm, up, second, self.activation, value_of(self._scale), self.residual, inner[0] if inner else None, *others)
 
     def reads_moments(self, x: Tensor) -> bool:
         """Whether a call with x has a use for the moments of its rows, as a second argument."""
@@ -177,7 +177,7 @@ class FeedForward(Step):
         return not isinstance(way, str) and way.launches()[:1] == (ops.MOMENTS,)
 
     def likeness(self) -> tuple[object, ...]:
-        return (*_shapes(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)
+        return (*shapes_of(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         activation, normed = _ACTIVATIONS[self.activation], self.norms[0](x)
@@ -193,50 +193,11 @@ class FeedForward(Step):
         return x + branch if self.residual else branch
 
 
-class Patches(Step):
-    """A convolution whose stride is its kernel's size, as one product of the flattened patches and a matrix.
-
-    Gives what the convolution gives, (images, features, rows, columns), with the features of a patch side by side in memory.
-    """
-
-    def __init__(self, convolution: nn.Conv2d) -> None:
-        super().__init__()
-        self.convolution = convolution
-
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        weight, bias = self.convolution.weight, self.convolution.bias
-        if x.dim() != 4 or x.shape[2] % weight.shape[2] or x.shape[3] % weight.shape[3]:
-            return f"the patches of {weight.shape[2]}x{weight.shape[3]} do not tile the image"
-        if x.dtype != weight.dtype:
-            return f"images are {x.dtype}, the weight is {weight.dtype}"
-        way = ops.patch_embedding_way(x, weight, bias)
-        stages = (Stage((), _patches_product),) if isinstance(way, str) else way.stages
-        return Way((*stages, Stage((), _as_image)), x, ops.Patches(weight, bias))
-
-    def likeness(self) -> tuple[object, ...]:
-        return _shapes(self.convolution)
-
-    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.convolution(x)
-
-
-def _patches_product(y: Tensor, x: Tensor, given: ops.Patches) -> Tensor:
-    """By PyTorch's product, on any device and with gradients."""
-    (images, channels, height, width), (_, _, high, wide) = x.shape, given.weight.shape
-    patches = x.reshape(images, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
-    return functional.linear(patches.reshape(images, -1, channels * high * wide), given.weight.flatten(1), given.bias)
-
-
-def _as_image(y: Tensor, x: Tensor, given: ops.Patches) -> Tensor:
-    _, _, high, wide = given.weight.shape
-    return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))
-
-
-def _shapes(*modules: nn.Module) -> tuple[object, ...]:
+def shapes_of(*modules: nn.Module) -> tuple[object, ...]:
     return tuple(tuple((name, parameter.shape) for name, parameter in module.named_parameters()) for module in modules)
 
 
-def _value(scale: tuple[nn.Module, str] | None) -> Tensor | None:
+def value_of(scale: tuple[nn.Module, str] | None) -> Tensor | None:
     return None if scale is None else getattr(*scale)
 
 

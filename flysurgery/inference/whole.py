@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flysurgery.inference import clock
 from flysurgery.inference.candidate import Candidate
 from flysurgery.inference.place import Place
+from flysurgery.inference.restoring import Fused
 from flysurgery.inference.standing import view
 from flysurgery.surgery import Reason
 
@@ -21,33 +22,34 @@ Times = tuple[float, float]
 """Milliseconds of one forward, with the model's own modules and with the fused ones."""
 
 
-def not_slower(model: nn.Module, places: Sequence[Place], example: tuple[Any, ...]) -> tuple[dict[str, nn.Module], Times | None]:
-    """The new modules by name, with which ``model`` is not slower than without them, and the times that say so.
+def not_slower(model: nn.Module, places: Sequence[Place], example: tuple[Any, ...]) -> tuple[Fused, Times | None]:
+    """What is fused, with which ``model`` is not slower than without, and the times that say so.
 
     While it is slower, the kind of group that gained the least by itself is left as it was. The times are None where nothing was
     measured: no group is fused, on the meta device, and where the example is something else than tensors.
     """
-    while new := _new_modules(places):
-        times = _times(model, new, example)
+    while any(fused := _fused(places)):
+        times = _times(model, fused, example)
         if times is None or times[1] <= times[0]:
-            return new, times
+            return fused, times
         _leave_least(places, times)
-    return {}, None
+    return Fused({}, {}), None
 
 
-def _new_modules(places: Sequence[Place]) -> dict[str, nn.Module]:
-    new: dict[str, nn.Module] = {}
+def _fused(places: Sequence[Place]) -> Fused:
+    fused = Fused({}, {})
     for place in places:
         if any(candidate.reason is None for candidate in place.candidates):
-            new.update(place.put(new))
-    return new
+            fused.modules.update(place.put(fused.modules))
+            fused.methods.update(place.methods(fused.modules))
+    return fused
 
 
-def _times(model: nn.Module, new: dict[str, nn.Module], example: tuple[Any, ...]) -> Times | None:
+def _times(model: nn.Module, fused: Fused, example: tuple[Any, ...]) -> Times | None:
     if not all(isinstance(each, Tensor) and not each.is_meta for each in example):
         return None
     with torch.no_grad():
-        plain_ms, fused_ms = clock.medians_ms((model, view(model, new)), example, most_copies=MOST_COPIES)
+        plain_ms, fused_ms = clock.medians_ms((model, view(model, *fused)), example, most_copies=MOST_COPIES)
     return plain_ms, fused_ms
 
 

@@ -11,7 +11,8 @@ from flysurgery.surgery.plan import Plan
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
 STANDS_FOR = "_flysurgery_stands_for"
-"""On a fused module of an optimized model: the module in whose place it stands; on one with a fused forward, itself."""
+"""On a fused module of an optimized model: the module in whose place it stands; on one on which a fused method was set, itself, and the
+method's name."""
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -39,7 +40,7 @@ def refuse_converted(model: nn.Module) -> None:
 
 
 def is_optimized(model: nn.Module) -> bool:
-    """Whether fused modules stand in ``model``, or it has a fused forward itself."""
+    """Whether fused modules stand in ``model``, or a fused method was set on one of its own."""
     return any(STANDS_FOR in vars(module) for module in model.modules())
 
 

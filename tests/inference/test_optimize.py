@@ -15,8 +15,9 @@ from torch import nn
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
 from flysurgery.inference import clock
+from flysurgery.inference.patch_steps import EmbeddingStep, PatchesStep
 from flysurgery.inference.standing import StandIn
-from flysurgery.inference.steps import Attention, FeedForward, LayerNorm, LinearResidual, NormLinear, Patches
+from flysurgery.inference.steps import Attention, FeedForward, LayerNorm, LinearResidual, NormLinear
 from tests.inference.models import SMALL, WHOLE, images, ready
 from tests.support.tolerance import assert_equal
 
@@ -39,10 +40,10 @@ def build(name: str, options: dict[str, object]) -> nn.Module:
     [
         ("vit_small_patch16_224", SMALL, WHOLE, set()),
         ("deit3_small_patch16_224", SMALL, WHOLE, set()),
-        ("beit_base_patch16_224", SMALL, MASKED, set()),
+        ("beit_base_patch16_224", SMALL, MASKED, {"inline"}),
         ("vit_small_patch16_224", {**SMALL, "act_layer": "gelu_tanh", "class_token": False, "global_pool": "avg"}, WHOLE, set()),
-        ("eva02_tiny_patch14_224", SMALL, WHOLE, set()),  # gate and value from one layer, and layer norms without a scale
-        ("eva02_base_patch14_224", SMALL, SPLIT, {"norm-shared"}),  # from two layers, and a norm before the last one
+        ("eva02_tiny_patch14_224", SMALL, WHOLE, {"call-form"}),  # gate and value from one layer, and layer norms without a scale
+        ("eva02_base_patch14_224", SMALL, SPLIT, {"norm-shared", "call-form"}),  # from two layers, and a norm before the last one
         ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 2}, WHOLE, set()),
         (
             "swin_tiny_patch4_window7_224",
@@ -83,7 +84,7 @@ def test_layers_may_be_dense_or_mixed(called: list[str], exclude: str) -> None:
     report = flysurgery.optimize(model)
     assert_equal(model(x), before)
     assert called == WHOLE
-    assert len(report.fused) == len(report.rows) == 10
+    assert len(report.fused) == len(report.rows) == 11
 
 
 def test_linear_layers_of_other_classes_are_left_with_the_reason(called: list[str]) -> None:
@@ -107,7 +108,7 @@ def test_layers_with_a_forward_of_their_own_are_left(called: list[str]) -> None:
     before = model(x)
     report = flysurgery.optimize(model)
     assert_equal(model(x), before)
-    assert {row.fqn for row in report.rows if row.reason} == {"blocks.0.mlp.fc2", "patch_embed.proj"}
+    assert {row.fqn for row in report.rows if row.reason} == {"blocks.0.mlp.fc2", "patch_embed.proj", "_pos_embed"}
 
 
 def test_training_mode_and_hooks_leave_a_group_as_it_was(called: list[str]) -> None:
@@ -176,7 +177,7 @@ def test_part_of_an_optimized_model_is_optimized_and_can_be_restored(called: lis
     called.clear()
     assert_equal(blocks(x), before)
     assert not called
-    assert flysurgery.restore(model) == 4
+    assert flysurgery.restore(model) == 5
 
 
 def test_a_hook_on_a_norm_whose_work_was_moved_sees_its_result(called: list[str]) -> None:
@@ -227,7 +228,7 @@ def test_copies_pickles_and_state_dicts_follow(called: list[str]) -> None:
         called.clear()
         assert_equal(each(x), expected)
         assert called == WHOLE
-        assert flysurgery.restore(each) == 4
+        assert flysurgery.restore(each) == 5
         assert_equal(each(x), expected)
     half = model.bfloat16()
     flysurgery.optimize(half)
@@ -242,7 +243,7 @@ def test_what_would_pull_the_layers_away_is_refused(called: list[str]) -> None:
     for change in (flysurgery.densify, flysurgery.convert):
         with pytest.raises(SurgeryError, match="restore"):
             change(model)
-    assert flysurgery.restore(model) == 4
+    assert flysurgery.restore(model) == 5
     assert flysurgery.restore(model) == 0
     flysurgery.densify(model)
 
@@ -272,7 +273,7 @@ def test_times_are_those_of_the_given_batch(called: list[str], monkeypatch: pyte
 
 def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups gain a quarter of a millisecond to 4 by themselves; together they lose as long as more than two kinds are fused."""
-    gains = {LayerNorm: 0.25, Attention: 0.5, NormLinear: 1.0, LinearResidual: 2.0, Patches: 3.0, FeedForward: 4.0}
+    gains = {LayerNorm: 0.25, Attention: 0.5, NormLinear: 1.0, LinearResidual: 2.0, PatchesStep: 3.0, EmbeddingStep: 3.5, FeedForward: 4.0}
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
     x = images(model)
     before = model(x)
@@ -304,7 +305,7 @@ def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(ca
     assert not any(isinstance(module, StandIn) for module in model.modules())
 
 
-def test_without_kernels_only_the_patches_can_be_fused() -> None:
+def test_without_kernels_only_patches_by_themselves_can_be_fused() -> None:
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
     report = flysurgery.optimize(model)
     assert {row.group for row in report.rows if row.reason and row.reason.code == "no-kernel"} == {
@@ -313,8 +314,9 @@ def test_without_kernels_only_the_patches_can_be_fused() -> None:
         "attn_out",
         "ffn",
         "norm",
+        "patches",
     }
-    times = next(row for row in report.rows if row.group == "patches")
+    times = next(row for row in report.rows if row.fqn == "patch_embed.proj")
     assert times.plain_ms and times.fused_ms
     if report.fused:
         assert report.whole_ms is not None and report.whole_ms[1] <= report.whole_ms[0]

@@ -1,0 +1,196 @@
+"""Find patches to which a method adds their position and puts tokens before them, by tracing patch embedding and method together.
+
+timm's models hold position and tokens as parameters of the module that calls the patch embedding, and use them in a method of its own,
+``_pos_embed``. No module consists of all this, so the proof has two parts: a trace of the method behind the patch embedding tells what
+they compute together, and the whole forward must run the very same operators where the method calls the patch embedding by itself, and
+the forward gives it the images: nothing in between then reads the patches, or their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flysurgery.errors import WalkError
+from flysurgery.inference.chain import is_idle, origin, sole_user
+from flysurgery.inference.forms import Seen, once_with_one_tensor, watch
+from flysurgery.inference.found import Embedding, Held
+from flysurgery.inference.methods import StandInMethod, Together
+from flysurgery.inference.standing import Condition
+from flysurgery.surgery import Reason
+from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of, survey
+
+METHOD = "_pos_embed"
+"""The method that is given the patches."""
+CALLERS = ("forward_features", "forward_intermediates")
+"""The methods that call the patch embedding, and then that method."""
+
+_MOVES = frozenset(("flatten", "permute", "reshape", "transpose", "unflatten", "view"))
+_IMAGES = 2
+
+
+def embedding_of(seen: Survey, calls: Mapping[str, Seen], fqn: str) -> Embedding | Reason:
+    """What ``METHOD`` of the module ``fqn`` makes of the patches; ``calls`` are those of all modules and methods in one forward."""
+    module, notes = seen.owners.modules[fqn], calls[below(fqn, METHOD)]
+    if not once_with_one_tensor(notes) or not isinstance(notes.first_result, Tensor):
+        return Reason("call-form", f"{METHOD} is not called once with one tensor alone, for another one")
+    child = next((name for name, _ in module.named_children() if _gives(calls.get(below(fqn, name)), notes.first_input)), None)
+    caller = next((name for name in CALLERS if below(fqn, name) in calls and len(calls[below(fqn, name)].calls) == 1), None)
+    if child is None or caller is None:
+        return Reason("call-form", f"{METHOD} is not given what a module of its own made of one tensor, in {' or '.join(CALLERS)}")
+    if caller in vars(module) or METHOD in vars(module):
+        return Reason("own-forward", "a method was set on the module itself, in whose place no other is put")
+    images = calls[below(fqn, child)].first_input
+    together = Together(module, METHOD, child)
+    try:
+        inner = survey(together, torch.empty((_IMAGES, *images.shape[1:]), dtype=images.dtype))
+    except WalkError as error:
+        return Reason("walk", str(error))
+    found = _Reader(inner).read()
+    if isinstance(found, Reason):
+        return found
+    convolution, position, prefix = found
+    if not _same_operators(seen, module, caller, together):
+        return Reason("shared", f"between its patch embedding and {METHOD} the model computes something else as well")
+    called = tuple(name.removeprefix("module.") for name, notes in watch(inner).items() if notes.calls and name.startswith("module."))
+    return Embedding(fqn, caller, METHOD, child, convolution, position, prefix, tuple(images.shape[1:]), called)
+
+
+def inline_embedding(seen: Survey, convolution: Node) -> tuple[str, Reason] | None:
+    """The parameter that a forward itself adds to patches, or puts before them, and that this is left; None where it does not."""
+    node = convolution
+    while (user := sole_user(node)) is not None and name_of(user) in _MOVES:
+        node = user
+    reader = _Reader(seen)
+    found = None if user is None else reader.added(user) or reader.put_before(user)
+    if found is None:
+        return None
+    held = found[1][0] if isinstance(found[1], list) else found[1]
+    return below(held.fqn, held.leaf), Reason("inline", f"a forward that does more uses it with the patches, no method {METHOD} of its own")
+
+
+def below(fqn: str, name: str) -> str:
+    """The full name of what has a name in the module ``fqn``."""
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _gives(notes: Seen | None, value: object) -> bool:
+    return notes is not None and once_with_one_tensor(notes) and notes.first_result is value
+
+
+class _Reader:
+    """Reads the trace of a ``Together``, whose names are those below its module, or of a whole model."""
+
+    def __init__(self, seen: Survey) -> None:
+        self.seen = seen
+
+    def read(self) -> tuple[str, Held | None, tuple[Held, ...]] | Reason:
+        """The convolution, the position and the tokens before the patches."""
+        output = next(node for node in self.seen.trace.graph.nodes if node.op == "output")
+        value, position, prefix = origin(output.all_input_nodes[0]), None, list[Held]()
+        while True:
+            added, put = self.added(value), self.put_before(value)
+            if added is not None and position is None:
+                value, position = added
+            elif put is not None and not prefix:
+                value, prefix = put
+            else:
+                break
+        if position is None and not prefix:
+            return Reason(
+                "no-position", f"{METHOD} neither adds a parameter with a row for each token, nor puts parameters before the patches"
+            )
+        convolution = self._convolution(value)
+        return convolution if isinstance(convolution, Reason) else (convolution, position, tuple(prefix))
+
+    def added(self, node: Node) -> tuple[Node, Held] | None:
+        """The value and the parameter, one row a token, whose sum the node is."""
+        if name_of(node) != "add" or is_in_place(node) or node.kwargs or len(node.args) != 2:
+            return None
+        for value, rows in (node.args, node.args[::-1]):
+            held = self._held(rows)
+            if held is not None and isinstance(value, Node) and _shape(rows) == (1, *_shape(value)[1:]):
+                return origin(value), held
+        return None
+
+    def put_before(self, node: Node) -> tuple[Node, list[Held]] | None:
+        """The value and the parameters that the node puts before it, the same ones in each image."""
+        if name_of(node) not in ("cat", "concat") or len(node.args) != 2 or node.args[1] not in (1, -2):
+            return None
+        *before, value = cast(list[Node], node.args[0])
+        tokens = [held for each in before if (held := self._repeated(each)) is not None]
+        return (origin(value), tokens) if tokens and len(tokens) == len(before) else None
+
+    def _repeated(self, node: Node) -> Held | None:
+        """The parameter whose rows the node repeats for each image."""
+        rows = node.args[0] if name_of(node) == "expand" else None
+        return self._held(rows) if _shape(rows) == (1, *_shape(node)[1:]) else None
+
+    def _held(self, node: object) -> Held | None:
+        name = self.seen.trace.parameters.get(origin(node)) if isinstance(node, Node) else None
+        if name is None:
+            return None
+        fqn, _, leaf = name.removeprefix("module.").rpartition(".")
+        return Held(fqn, leaf)
+
+    def _convolution(self, rows: Node) -> str | Reason:
+        """The convolution of the images whose results, patch by patch, are the rows."""
+        moves, node = list[Node](), rows
+        while (name_of(node) in _MOVES or is_idle(node)) and isinstance(before := node.args[0], Node):
+            moves.insert(0, node)
+            node = before
+        source = node.args[0] if name_of(node) == "conv2d" else None
+        if not isinstance(source, Node) or origin(source) not in self.seen.trace.inputs:
+            return Reason("more", f"its patch embedding also computes {name_of(node) or node.name}")
+        shape = torch.Size(_shape(node))
+        places = torch.arange(shape.numel()).view(shape)
+        moved = places
+        for move in moves:
+            moved = moved if is_idle(move) else cast(Callable[..., Tensor], move.target)(moved, *move.args[1:], **move.kwargs)
+        if not torch.equal(moved, places.flatten(2).transpose(1, 2)):
+            return Reason("order", "its patches are not one after the other, row by row of the image")
+        return (self.seen.owners.innermost(node) or "").removeprefix("module.")
+
+
+def _shape(node: object) -> tuple[int, ...]:
+    return (shape_of(node) or ()) if isinstance(node, Node) else ()
+
+
+class _Noted(nn.Module):
+    """A model whose operators are noted in one forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.notes = model, list[tuple[object, ...]]()
+
+    def forward(self, *args: Any) -> None:
+        notes = self.notes
+
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                leaves = pytree.tree_leaves((args, kwargs or {}))
+                notes.append((str(func), *(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves)))
+                return func(*args, **(kwargs or {}))
+
+        with Noting():
+            self.model(*args)
+
+
+def _same_operators(seen: Survey, module: nn.Module, caller: str, together: Together) -> bool:
+    """Whether a forward runs the same operators, on tensors of the same shapes, where the method calls the patch embedding."""
+    runs = [_Noted(seen.double) for _ in range(2)]
+    run_fake(runs[0], seen.example)
+    vars(module)[caller] = StandInMethod(module, caller, together.replaced(together, {}), Condition(()))
+    try:
+        run_fake(runs[1], seen.example)
+    except Exception:  # what the forward does with images in place of patches, it may well not be able to
+        return False
+    finally:
+        del vars(module)[caller]
+    return runs[0].notes == runs[1].notes

@@ -1,0 +1,296 @@
+"""Patches with their position and the tokens before them: where they are proven, what is left, and that every call stays right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+from timm.models._features import FeatureGetterNet
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import flysurgery
+from flysurgery import ops
+from flysurgery.inference import clock
+from flysurgery.inference.standing import StandIn
+from flysurgery.ops import Way
+from tests.inference.models import SMALL, images, ready
+from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
+
+Given = tuple[bool, int]
+"""Whether a kernel was given a position, and how many parameters before the patches."""
+ALONE, ALL = (False, 0), (True, 1)
+
+
+@pytest.fixture
+def given(called: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Given]]:
+    """What the patches' kernel, which is always there and faster, was given in each call."""
+    seen, composed = list[Given](), ops.patch_embedding_way
+
+    def noting(x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None = None, prefix: list[Tensor] | None = None) -> Way:
+        way = composed(x, weight, bias, position, prefix or [])
+        assert isinstance(way, Way)
+        seen.append((position is not None, len(prefix or [])))
+        return way
+
+    monkeypatch.setattr(ops, "patch_embedding_way", noting)
+    yield seen
+
+
+def small(name: str = "vit_tiny_patch16_224", **options: object) -> nn.Module:
+    return ready(timm.create_model(name, **{**SMALL, **options}), convert=False)  # pyright: ignore[reportArgumentType]
+
+
+def rows_of(report: flysurgery.OptimizeReport) -> dict[str, str]:
+    """The patches' rows of a report: the reason's code, or "fused"."""
+    return {row.fqn: row.reason.code if row.reason else row.status for row in report.rows if row.group == "patches"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("vit_tiny_patch16_224", {}, (True, 1)),
+        ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}, (True, 0)),
+        ("vit_tiny_patch16_224", {"pos_embed": "none"}, (False, 1)),
+        ("vit_tiny_patch16_224", {"reg_tokens": 4, "no_embed_class": True, "pre_norm": True}, (True, 2)),
+        ("deit3_small_patch16_224", {}, (True, 1)),
+        ("deit_tiny_distilled_patch16_224", {}, (True, 2)),
+        ("vit_small_patch14_reg4_dinov2", {}, (True, 2)),
+        ("vit_base_patch16_siglip_224", {}, (True, 0)),
+    ],
+)
+def test_position_and_tokens_are_found(given: list[Given], name: str, options: dict[str, object], expected: Given) -> None:
+    model = small(name, **options)
+    x = images(model, 3)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert rows_of(report) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [expected]
+    report.restore()
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [] and "forward_features" not in vars(model)
+    assert not flysurgery.surgery.is_optimized(model)
+
+
+class Scaled(VisionTransformer):
+    """Reads its patches beside the method."""
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        patches = self.patch_embed(x)
+        return self.norm(self.blocks(self._pos_embed(patches))) * patches.mean()
+
+
+class Sized(VisionTransformer):
+    """Reads the number of its patches, which no operator shows."""
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        patches = self.patch_embed(x)
+        return self.norm(self.blocks(self._pos_embed(patches))) / patches.shape[1]
+
+
+class Turned(VisionTransformer):
+    """Numbers its patches from the last."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        return super()._pos_embed(x.flip(1))
+
+
+class Twice(VisionTransformer):
+    """Adds its position to what is not the sum yet, and then to the sum."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        return super()._pos_embed(x) + self.pos_embed
+
+
+class Down(VisionTransformer):
+    """Numbers its patches down first."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        return super()._pos_embed(x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2))
+
+
+@pytest.mark.parametrize(("kind", "code"), [(Scaled, "shared"), (Sized, "shared"), (Turned, "more"), (Twice, "more"), (Down, "order")])
+def test_what_does_something_else_as_well_is_left(given: list[Given], kind: type[nn.Module], code: str) -> None:
+    model = small()
+    model.__class__ = kind
+    x = images(model)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert rows_of(report) == {"patch_embed.proj": "fused", "_pos_embed": code}
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [ALONE]
+
+
+def test_a_position_that_is_computed_is_left(given: list[Given]) -> None:
+    model = small(dynamic_img_size=True)
+    xs = images(model), torch.randn(3, 3, 48, 24)
+    before = [model(x) for x in xs]
+    assert rows_of(flysurgery.optimize(model)) == {"patch_embed.proj": "fused", "_pos_embed": "no-position"}
+    for x, expected in zip(xs, before, strict=True):
+        assert_equal(model(x), expected)
+
+
+def test_a_forward_that_adds_them_itself_is_left_with_the_reason(given: list[Given]) -> None:
+    model = small("beit_base_patch16_224", use_abs_pos_emb=True)
+    assert rows_of(flysurgery.optimize(model)) == {"patch_embed.proj": "fused", "cls_token": "inline"}
+
+
+def test_images_that_are_normed_first_are_left(given: list[Given]) -> None:
+    class Normed(VisionTransformer):
+        def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+            return super().forward_features(x / 255)
+
+    model = small()
+    model.__class__ = Normed
+    assert rows_of(flysurgery.optimize(model)) == {"_pos_embed": "no-patches"}
+
+
+def test_a_method_that_was_set_on_the_model_is_left(given: list[Given]) -> None:
+    model = small()
+    own = model._pos_embed
+    vars(model)["_pos_embed"] = lambda x: own(x)
+    x = images(model)
+    before = model(x)
+    report = flysurgery.optimize(model)
+    assert rows_of(report) == {"patch_embed.proj": "fused"}
+    assert_equal(model(x), before)
+    assert report.restore() and "_pos_embed" in vars(model)
+
+
+def test_images_of_another_size_go_to_the_own_method(given: list[Given]) -> None:
+    """Without a position the model takes any; 8x2 patches of 8x8 pixels are as many as those of the trace."""
+    model = small(pos_embed="none")
+    model.patch_embed.strict_img_size = False  # pyright: ignore
+    x = torch.randn(2, 3, 64, 16)
+    before = model(x)
+    flysurgery.optimize(model)
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [ALONE]
+
+
+def test_the_patch_embedding_by_itself_gives_patches_alone(given: list[Given]) -> None:
+    model = small()
+    x = images(model)
+    patches, tokens = model.patch_embed(x), model._pos_embed(model.patch_embed(x))  # pyright: ignore[reportCallIssue]
+    flysurgery.optimize(model)
+    assert_equal(model.patch_embed(x), patches)  # pyright: ignore[reportCallIssue]
+    assert_equal(model._pos_embed(patches), tokens)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("name", ["patch_embed", "patch_embed.proj", "patch_embed.norm", "pos_drop"])
+def test_hooks_on_what_was_fused_see_the_own_results(given: list[Given], name: str) -> None:
+    model = small()
+    x, seen = images(model), list[Tensor]()
+    hooked = model.get_submodule(name)
+    handle = hooked.register_forward_hook(lambda module, args, result: seen.append(result))
+    before = model(x)
+    handle.remove()
+    flysurgery.optimize(model)
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, result: seen.append(result))
+    assert_equal(model(x), before)
+    assert_equal(seen[1], seen[0])
+    handle.remove()
+    given.clear()
+    assert_equal(model(x), before)
+    assert given == [ALL] and len(seen) == 2
+
+
+def test_hooks_behind_it_and_on_the_model_run(given: list[Given]) -> None:
+    model = small(pre_norm=True)
+    x, seen = images(model), list[Tensor]()
+    flysurgery.optimize(model)
+    given.clear()
+    for name in ("", "norm_pre", "patch_drop"):
+        model.get_submodule(name).register_forward_hook(lambda module, args, result: seen.append(result))
+    model(x)
+    assert len(seen) == 3 and given == [ALL]
+
+
+def test_training_mode_gradients_and_autocast_get_the_own_method(given: list[Given]) -> None:
+    model = small(pos_drop_rate=0.5)
+    x = images(model)
+    before = model(x)
+    flysurgery.optimize(model)
+    given.clear()
+    model.train()
+    assert not torch.equal(model(x), before)
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert given == []
+    assert_equal(model(x), before)
+    assert given == [ALL]
+
+
+def test_position_and_tokens_are_those_of_now(given: list[Given]) -> None:
+    model = small()
+    x = images(model)
+    flysurgery.optimize(model)
+    plain = copy.deepcopy(model)
+    flysurgery.restore(plain)
+    for each in (model, plain):
+        each.pos_embed.mul_(0.5)  # pyright: ignore[reportCallIssue]
+        each.cls_token = nn.Parameter(torch.ones(1, 1, 48), requires_grad=False)
+    assert_equal(model(x), plain(x))
+    assert_equal(model.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16()))
+
+
+@pytest.mark.parametrize("features_only", [True, False])
+def test_inside_of_another_model(given: list[Given], features_only: bool) -> None:
+    model = FeatureGetterNet(small(), out_indices=(0, 1)) if features_only else nn.Sequential(nn.Identity(), small())
+    x = torch.randn(2, 3, 32, 32)
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    given.clear()
+    for found, expected in zip(model(x), before, strict=True):
+        assert_equal(found, expected)
+    assert given == [ALL]
+    assert report.restore() == (4 if features_only else 5)
+    assert not any(isinstance(module, StandIn) for module in model.modules())
+
+
+def test_features_alone(given: list[Given]) -> None:
+    model = small()
+    x = images(model)
+    before = model.forward_features(x)  # pyright: ignore[reportCallIssue]
+    flysurgery.optimize(model)
+    given.clear()
+    assert_equal(model.forward_features(x), before)  # pyright: ignore[reportCallIssue]
+    assert_equal(model.forward_features(x=x, attn_mask=None), before)  # pyright: ignore[reportCallIssue]
+    assert given == [ALL, ALL]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
+        ("vit_small_patch14_reg4_dinov2", {}),
+    ],
+)
+def test_on_a_gpu_whole_models_keep_their_outputs(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, object], dtype: torch.dtype
+) -> None:
+    sizes = {"img_size": 48, "patch_size": 16, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 64}
+    model = small(name, **{**sizes, **options}).cuda().to(dtype)
+    x = torch.randn((65, 3, 48, 48), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))  # whatever is faster here
+    with torch.no_grad():
+        truth, before = copy.deepcopy(model).double()(x.double()), model(x)
+        report = flysurgery.optimize(model, x)
+        assert rows_of(report) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
+        assert_epilogue_comparable(model(x), before, truth, OF_DTYPE[dtype])
+        captured = flysurgery.capture(model, x)
+        assert_equal(captured(x), model(x))
+        report.restore()
+        assert_equal(model(x), before)
