@@ -49,6 +49,7 @@ constexpr int kHalves = GATED ? 2 : 1, kVectors = kTiles / kRun / kHalves;  // v
 constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
 constexpr bool kPatches = PATCH_WIDE > 0;
 constexpr int kLine = kPatches ? PATCH_WIDE * kElem : 128;                     // adjacent bytes of a patch
+constexpr int kChannels = kPatches ? IN * kElem / (PATCH_HIGH * kLine) : 1;
 constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches;
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
@@ -60,18 +61,18 @@ __device__ __forceinline__ long long first_row(int round, int warp) {
     return (((long long)round * kUnits + warp / kUnitWarps) * blocks + block) * kUnitRows;
 }
 
-// Of a row of patches: its image, and its place among the patches of that image.
+// Of a row of patches: its image, and its place among the patches of that image. In 32 bits, which divide in a fifth of the time of 64: 2^32
+// patches, of 128 bytes at least, are more than a device holds.
 struct Patch {
-    long long image;
-    int place;
+    u32 image, place;
 
-    __device__ __forceinline__ Patch(long long row, int of_image) : image(row / of_image), place((int)(row - image * of_image)) {}
+    __device__ __forceinline__ Patch(long long row, u32 of_image) : image((u32)row / of_image), place((u32)row - image * of_image) {}
 };
 
-__device__ __forceinline__ int patches_across(long long stride) { return (int)(stride / kLine); }
+__device__ __forceinline__ u32 patches_across(long long stride) { return (u32)stride / kLine; }
 
-__device__ __forceinline__ int patches_of_image(long long stride, long long height) {
-    if constexpr (kPatches) return (int)(height / PATCH_HIGH) * patches_across(stride);
+__device__ __forceinline__ u32 patches_of_image(long long stride, long long height) {
+    if constexpr (kPatches) return (u32)height / PATCH_HIGH * patches_across(stride);
     return 1;
 }
 
@@ -102,13 +103,18 @@ struct StagedRows {
         const long long first = first_row(round, warp) + warp % kUnitWarps * 16 + (lane >> 3);
         inside = (int)min(max(rows - first, 0ll), 16ll);
         if constexpr (kPatches) {
-            const int byte = (lane & 7) * 16, across = patches_across(stride);
+            const u32 byte = (lane & 7) * 16, across = patches_across(stride), down = (u32)height / PATCH_HIGH;
+            const Patch patch(first, patches_of_image(stride, height));
+            u32 i = patch.place / across, j = patch.place - i * across;
+            const char* at = x + ((long long)patch.image * kChannels * height + i * PATCH_HIGH + byte / kLine) * stride + j * kLine + byte % kLine;
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                const Patch patch(first + 4 * m, patches_of_image(stride, height));
-                const long long channels = patch.image * (IN * kElem / (PATCH_HIGH * kLine));  // before it
-                const long long line = channels * height + patch.place / across * PATCH_HIGH + byte / kLine;
-                row[m] = x + line * stride + patch.place % across * kLine + byte % kLine;
+                row[m] = at;
+                at += 4 * kLine;
+                for (j += 4; j >= across; j -= across) {  // over the end of a row of patches, and of an image
+                    at += (PATCH_HIGH - 1) * stride;
+                    if (++i == down) i = 0, at += (kChannels - 1) * height * stride;
+                }
             }
         } else {
             row[0] = x + first * stride + (lane & 7) * 16;
@@ -253,7 +259,7 @@ __device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4])
 }
 
 // The rows before the patches of each image: the PREFIX rows of `from`, by all blocks of a column tile.
-__device__ __forceinline__ void store_prefix(char* y, const char* from, long long images, int of_image, int tile) {
+__device__ __forceinline__ void store_prefix(char* y, const char* from, long long images, u32 of_image, int tile) {
     constexpr int kPieces = COLUMNS * kElem / 16;  // of a row
     const long long threads = gridDim.x / kColumnTiles * blockDim.x, pieces = images * PREFIX * kPieces;
     for (long long at = blockIdx.x / kColumnTiles * blockDim.x + threadIdx.x; at < pieces; at += threads) {
@@ -289,7 +295,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     StagedRows staged(x, rows, x_stride, height, staged_at, warp, lane);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) staged.load();
-    const int of_image = patches_of_image(x_stride, height);
+    const u32 of_image = patches_of_image(x_stride, height);
     if constexpr (PREFIX > 0) store_prefix(y, residual, rows / of_image, of_image, tile);
 
     const u32 own = weights + (WGMMA ? 0 : ((lane >> 3 & 1) * COLUMNS + (lane >> 4) * 8 + (lane & 7)) * 16);
@@ -321,7 +327,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
             if constexpr (kPatches) {
                 const Patch patch(from, of_image);
                 from = PREFIX + patch.place;
-                to += (patch.image + 1) * PREFIX;
+                to += (patch.image + 1ll) * PREFIX;
             }
             residual_row[h] = residual + from * residual_stride + column_byte;
             y_row[h] = y + to * (OUT / kHalves * kElem) + column_byte;
