@@ -61,7 +61,7 @@ __device__ __forceinline__ long long first_row(int round, int warp) {
     return (((long long)round * kUnits + warp / kUnitWarps) * blocks + block) * kUnitRows;
 }
 
-// Of a row of patches: its image, and its place among the patches of that image. In 32 bits, which divide in a fifth of the time of 64: 2^32
+// Of a row of patches: its image, and its place among the patches of that image. In 32 bits, as 64 are divided by a subroutine: 2^32
 // patches, of 128 bytes at least, are more than a device holds.
 struct Patch {
     u32 image, place;
