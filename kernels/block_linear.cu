@@ -7,9 +7,9 @@
 //      └──┴──┴── … ──┘     in shared memory                        └─┴─┴─┴─┴─┴─ … ─┘
 //
 // A block keeps the weights of its tile in shared memory and goes over the rows; the blocks of one row range, a tile each, run together,
-// so that x comes from device memory once and from the L2 cache for the others. A warp brings its own 16 rows of x by cp.async, SLOTS - 1
-// stages ahead, and reads them by ldmatrix as operands of wgmma, a stage while the one before is multiplied; sums are float32. The next launch
-// begins while this one ends, and brings its weights. Where it goes through the rows the other way, it finds the last ones in the L2 cache.
+// so that x comes from device memory once and from the L2 cache for the others. How x comes, stages ahead of its products, is in block_rows.cuh;
+// sums are float32. The next launch begins while this one ends, and brings its weights. Where it goes through the rows the other way, it finds
+// the last ones in the L2 cache.
 //
 // With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with s = 1 / sqrt(variance + eps) and the
 // moments that layer_norm.cu has left for each row, or dense_stream.cu for each of NORM parts of a row: mean and sum of squared deviations. Weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
@@ -22,15 +22,13 @@
 // in the rows of ViT-B/16.
 //
 // MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), LAST (k16 steps of the last of them), COLUMNS, RUN, WARPGROUPS, SLOTS,
-// ACTIVATION (activation.cuh), NORM, FEATURES (columns of x), RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a; rows of x, y and the
+// BOXES (block_rows.cuh), ACTIVATION (activation.cuh), NORM, FEATURES (columns of x), RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a; rows of x, y and the
 // residual begin at multiples of 16 bytes.
 #include "activation.cuh"
-#include "instructions.cuh"
-#include "wgmma_wide.cuh"
+#include "block_rows.cuh"
 
-constexpr int kTiles = COLUMNS / 8, kRun = 2 * RUN * D, kStages = D * STEPS;
+constexpr int kTiles = COLUMNS / 8, kRun = 2 * RUN * D;
 constexpr int kPanel = 64 * COLUMNS * 2;      // bytes of a stage's weights
-constexpr int kSlot = 16 * 128;               // bytes of a warp's stage
 constexpr int kOut = COLUMNS * D;             // outputs of a tile
 constexpr int kAhead = 2;                     // turns of the epilogue, of 8 rows and a run, that residuals are loaded ahead
 constexpr int kTurned = kRun > 8 ? 8 * 4 * kRun * 2 : 0;  // bytes in which a warp turns 8 rows of a run, where a lane holds several vectors of it
@@ -68,74 +66,23 @@ __device__ __forceinline__ float2 scale_of(const Vector<8> (&parts)[kParts], int
     return make_float2(-mean * s, s);
 }
 
-// Rows of x on their way. In shared memory the 16-byte pieces of a row are turned by row against bank conflicts.
-struct StagedRows {
-    const char* x;
-    long long rows, stride, block, blocks;
-    bool backwards;
-    u32 slots, pieces;
-    int warp, lane, stage = 0, to = 0, from = 0, round = 0, inside;
-    const char* row;
-
-    // The first of the 64 rows that a warpgroup takes in a round; `rows` where none are left.
-    __device__ __forceinline__ long long unit(int round) const {
-        const long long units = (rows + 63) / 64, next = (round * (long long)WARPGROUPS + warp / 4) * blocks + block;
-        return next >= units ? rows : (backwards ? units - 1 - next : next) * 64;
-    }
-    __device__ __forceinline__ void set_rows() {
-        const long long first = unit(round) + warp % 4 * 16 + (lane >> 3);
-        inside = (int)min(max(rows - first, 0ll), 16ll);
-        row = x + first * stride;
-    }
-    // Ask for the next stage.
-    __device__ __forceinline__ void load() {
-        const u32 at = slots + to * kSlot;
-        const int offset = (int)load_shared_one(pieces + (stage * 8 + (lane & 7)) * 4);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int own = 4 * m + (lane >> 3);
-            copy_async<16>(at + own * 128 + ((lane & 7) ^ (own & 7)) * 16, row + (offset < 0 ? 0 : offset) + 4 * m * stride,
-                           offset >= 0 && 4 * m < inside ? 16 : 0);
-        }
-        commit_copies();
-        if (++to == SLOTS) to = 0;
-        if (++stage == kStages) {
-            stage = 0;
-            ++round;
-            set_rows();
-        }
-    }
-    // The operands of the stage that is due, of so many k16 steps; then the one that is to come in its place is asked for.
-    __device__ __forceinline__ void read(u32 (&a)[4][4], int steps) {
-        const u32 at = slots + from * kSlot;
-        wait_copies<SLOTS - 2>();
-        __syncwarp();
-        const int own = lane & 15;
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            if (k < steps) load_matrices(a[k], at + own * 128 + ((2 * k + (lane >> 4)) ^ (own & 7)) * 16);
-        __syncwarp();
-        if (++from == SLOTS) from = 0;
-        load();
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
-block_linear(const char* __restrict__ x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
-             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride,
-             long long residual_stride, int backwards, int eps_bits) {
-    extern __shared__ __align__(128) char memory[];
+block_linear(const __grid_constant__ Source x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
+             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long residual_stride,
+             int backwards, int eps_bits) {
+    extern __shared__ __align__(1024) char memory[];
     // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights
-    //   | bytes from a row's start to each piece | a barrier a panel: it is there
+    //   | bytes from a row's start to each piece | a barrier a panel: it is there | barriers of x
     const u32 weights = shared_address(memory), staged_at = weights + kStages * kPanel;
     const u32 turned_at = staged_at + 4 * WARPGROUPS * SLOTS * kSlot, columns_at = turned_at + 4 * WARPGROUPS * kTurned;
-    const u32 pieces_at = columns_at + kOut * 12, full = pieces_at + kStages * 32;
+    const u32 pieces_at = columns_at + kOut * 12, full = pieces_at + kStages * 32, row_barriers = full + kStages * 8;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, t = lane & 3;
     const int tile = blockIdx.x % TILES;
 
     if (warp == 0) {  // weights are asked for before anything else is waited for
         if (lane == 0) {
             for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
+            StagedRows::prepare(row_barriers);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         __syncwarp();
@@ -148,10 +95,9 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     __syncthreads();
     wait_for_kernels_before();  // weights come while the kernel before ends
 
-    StagedRows staged{x, rows, x_stride, blockIdx.x / TILES, gridDim.x / TILES, backwards != 0, staged_at + warp * SLOTS * kSlot, pieces_at, warp, lane};
-    staged.set_rows();
-#pragma unroll 1
-    for (int s = 0; s < SLOTS - 1; ++s) staged.load();
+    const Units units{rows, blockIdx.x / TILES, gridDim.x / TILES, backwards != 0};
+    StagedRows staged(x, units, staged_at, row_barriers, pieces_at, warp, lane);
+    staged.begin();
 
     if (ACTIVATION) {  // one warpgroup after the other, so that one's activations run beside the others' products
         const long long start = clock64();
@@ -161,7 +107,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     const u32 b_from = __shfl_sync(0xffffffffu, weights, 0);
 #pragma unroll 1
     for (int round = 0;; ++round) {
-        const long long first = staged.unit(round);
+        const long long first = units.first(round, warp / 4);
         if (first >= rows) break;
         const long long row = first + warp % 4 * 16 + (lane >> 2);
         Vector<8> parts[2][kParts] = {};  // mean and squared deviations of every fourth part of a row
@@ -189,20 +135,18 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
             }
         };
         float acc[D][kTiles][4] = {};
-        u32 a[2][4][4];
 #pragma unroll
-        for (int s = 0; s < kStages; ++s) {  // a stage is read while the one before is multiplied
+        for (int s = 0; s < kStages; ++s) {
             const int steps = s % STEPS == STEPS - 1 ? LAST : 4;
-            staged.read(a[s % 2], steps);
+            staged.wait(s, steps);
             barrier_wait(full + 8 * s, 0);
             const u64 b = wgmma_descriptor(b_from + s * kPanel, COLUMNS);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                if (k < steps) Wgmma<COLUMNS>::run<0>(acc[s / STEPS], a[s % 2][k], b + k * (COLUMNS * 32 >> 4), 1);
+                if (k < steps) staged.multiply<COLUMNS>(acc[s / STEPS], s, k, b + k * (COLUMNS * 32 >> 4));
             wgmma_commit();
-            if (STEPS == 1) wgmma_wait<0>();  // the next stage begins other sums
-            else if (s > 0 && s < kStages - 1) wgmma_wait<1>();
+            staged.proceed(s);
         }
         if (RESIDUAL)
 #pragma unroll
@@ -212,6 +156,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
 #pragma unroll
             for (int h = 0; h < 2; ++h) norm[h] = scale_of(parts[h], t, __int_as_float(eps_bits));
         wgmma_wait<0>();
+        staged.finish();
 
         const u32 turned = turned_at + warp * kTurned;
         Vector<16> before[2];  // of a line's first half
@@ -278,5 +223,5 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
             }
         }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    staged.end();
 }

@@ -14,17 +14,20 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel, may_begin_early
 from flysurgery.ops.cuda.layer_norm import row_moments
+from flysurgery.ops.cuda.tensor_map import swizzled_boxes
 from flysurgery.ops.derived import derived
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Pattern
 
 ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _MODES = {torch.float16: 0, torch.bfloat16: 1}
-_PIECE, _STAGE = 8, 64
-_SLOT_BYTES = 64 * 2 * _STAGE
+_PIECE, _STAGE, _UNIT = 8, 64, 64
+_SLOT_BYTES = _UNIT * 2 * _STAGE
 _WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
 _FEWEST_SLOTS, _MAX_SLOTS = 3, 6
 _MAX_REGISTERS = 255
+_LEAST_AHEAD = 512
+"""Columns that rows of all slots are multiplied by: with 288 and less x came later by the copy engine, with 512 and more sooner."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,20 @@ class BlockTiling:
         """Steps of 16 columns of x that the last stage of a class has, where it has most."""
         return -(-int((self.pieces[..., -8:] >= 0).sum(axis=-1).max()) // 2)
 
+    @cached_property
+    def boxes(self) -> bool:
+        """Whether the copy engine brings x: where the columns of a stage lie side by side, and products with all slots take long enough."""
+        stages = self.pieces.reshape(-1, 8)
+        beside = bool((np.diff(stages) == 1).all() and (stages >= 0).all())
+        return beside and self.classes == 1 and self.slots * self.columns >= _LEAST_AHEAD
+
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         stages = self.classes * self.steps
         held = 2 * self.run * self.classes
         turned = 4 * self.warpgroups * 64 * held if held > 8 else 0
-        rest = self.columns * self.classes * 12 + stages * (32 + 8) + turned
+        rest = self.columns * self.classes * 12 + stages * (32 + 8) + turned + self.warpgroups * self.slots * 16
         return stages * _STAGE * self.columns * 2 + self.warpgroups * self.slots * _SLOT_BYTES + rest
 
     @property
@@ -110,6 +120,7 @@ class BlockTiling:
             "RUN": self.run,
             "WARPGROUPS": self.warpgroups,
             "SLOTS": self.slots,
+            "BOXES": int(self.boxes),
             "ACTIVATION": activation,
             "NORM": int(norm),
             "FEATURES": len(self.inputs),
@@ -117,14 +128,18 @@ class BlockTiling:
             "SCALED": int(scaled),
         }
 
+    @property
+    def place(self) -> np.ndarray:  # shape: (columns,)
+        """The output of a tile and class that each of its columns makes, so that a lane holds whole vectors of a row of y."""
+        n = np.arange(self.columns)
+        within = n % (8 * self.run)
+        return n - within + within % 8 // 2 * 2 * self.run + within // 8 * 2 + within % 2
+
     @cached_property
     def weight_indices(self) -> np.ndarray:  # shape: (tiles, classes, steps, 8, columns, 8)
         """Where each element of the image comes from in the flattened factor; -1 for zeros."""
         _, b, c, d = self.factor.factor_shape
-        n = np.arange(self.columns)
-        within = n % (8 * self.run)
-        place = n - within + within % 8 // 2 * 2 * self.run + within // 8 * 2 + within % 2
-        outputs = np.array(self.outputs).reshape(self.tiles, self.columns, self.classes)[:, place].transpose(0, 2, 1)
+        outputs = np.array(self.outputs).reshape(self.tiles, self.columns, self.classes)[:, self.place].transpose(0, 2, 1)
         k = self.pieces[..., None] * _PIECE + np.arange(_PIECE)
         inputs = np.where(self.pieces[..., None] >= 0, np.array(self.inputs)[k], -1)  # shape: (tiles, classes, pieces, 8)
         m, q = outputs[:, :, None, :, None], inputs[:, :, :, None, :]
@@ -266,13 +281,16 @@ class BlockLinear:
         parts = 0 if norm is None or moments is None else moments.shape[1]
         blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
         strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
+        if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
+            x = x.contiguous()  # the copy engine takes no rows that overlap
+        source = swizzled_boxes(x, _UNIT) if tile.boxes else (x, strides[0])
         self._kernel(parts, residual is not None, scale is not None).launch(
             (blocks * tile.tiles, 1, 1),
             (128 * tile.warpgroups, 1, 1),
             tile.shared_bytes,
             current_stream(self.device_index),
+            *source,
             *(
-                x,
                 image,
                 self._pieces,
                 columns,
@@ -280,7 +298,7 @@ class BlockLinear:
                 residual,
                 y,
                 rows,
-                *strides,
+                strides[1],
                 int(backwards),
                 0 if norm is None else float_bits(norm.eps),
             ),

@@ -102,6 +102,15 @@ def test_two_warpgroups_take_a_tile_twice_as_wide() -> None:
     assert (second.warpgroups, second.columns * second.classes) == (2, 384)
 
 
+def test_the_copy_engine_brings_columns_that_lie_side_by_side() -> None:
+    assert [tile.boxes for tile in tilings("gonon 768")] == [True, True, True, False]
+    assert [tile.boxes for tile in tilings("monarch 768")] == [True, False, False, False]
+    assert [tile.boxes for tile in tilings("group of 3")] == [True, False]
+    widest = tilings("monarch 1024")[1]
+    compiled = compile_cubin("block_linear.cu", widest.defines(0, 1, norm=0, residual=False), arch="sm_90a", name="block_linear")
+    assert (widest.boxes, widest.columns, compiled.serialized, compiled.spill_bytes) == (True, 256, (), 0)
+
+
 def test_what_has_no_tiling_is_named() -> None:
     up, down = BLOCKS["gonon 384"]
     assert "where both layers have two, these have 1 and 2" in str(wide_tilings(Architecture.of((1, 1536, 384, 1)), down, SHARED))

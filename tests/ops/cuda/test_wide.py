@@ -88,6 +88,8 @@ CASES = [
     (0, torch.float16, 1, "gelu"),
     (0, torch.bfloat16, 197, "silu"),
     (0, torch.float16, 8451, "gelu"),
+    (0, torch.bfloat16, 8451, "gelu_tanh"),
+    (0, torch.float16, 25500, "silu"),
     (1, torch.float16, 8451, "gelu_tanh"),
     (1, torch.bfloat16, 75, "gelu"),
     (2, torch.float16, 197, "silu"),
@@ -164,6 +166,15 @@ def test_moments_that_a_residual_sum_leaves_behind(mean: float) -> None:
     assert torch.equal(y, linear_residual(x, dense, residual))
     truth = y.double() + plain_ffn(y.double(), exact(norm), wide(up), wide(down), "gelu", None)
     comparable(ffn(y, norm, up, down, moments=moments), ffn(y, norm, up, down), truth)
+
+
+def test_rows_may_be_one_and_the_same() -> None:
+    group = [layer(GROUPS[0], torch.float16) for _ in range(3)]
+    factors = [factor for member in group for factor in member.factors]
+    x = normal(1, 768, dtype=torch.float16)
+    out = run_wide_group(x.expand(70, -1), norm_of(768, torch.float16), factors, [], 3)
+    assert torch.equal(out, out[:1].expand(70, -1)) and bool(out.isfinite().all())
+    assert run_wide_group(x.as_strided((1, 768), (1, 1)), None, factors, [], 3).shape == (1, 2304)
 
 
 def test_a_changed_weight_is_seen_and_graphs_replay() -> None:
