@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flysurgery.ops.autocast import without_autocast
+from flysurgery.ops.cuda.notes import forget_notes, note_change, rely_on
 
 Stamp = tuple[object, ...]
 
@@ -67,6 +68,7 @@ def derived(
     same = entry is not None and all(map(is_, [reference() for reference in entry.references], sources))
     if entry is not None and same and entry.stamps == stamps:
         _order(entry, capturing)
+        rely_on(entry.tensors, sources)
         return entry.tensors
     if capturing:
         return _make(make)
@@ -80,6 +82,7 @@ def derived(
 def forget_derived() -> None:
     """Drop everything, after parameters were written to behind PyTorch's back, as through ``parameter.data``."""
     _entries.clear()
+    forget_notes()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -94,12 +97,14 @@ def _forget_parameters(optimizer: torch.optim.Optimizer) -> None:
     for entry in [*_entries.values()]:  # other threads may add some
         if any(id(reference()) in written for reference in entry.references):
             entry.stamps = []
+    forget_notes()
 
 
 register_optimizer_step_post_hook(_after_step)
 
 
 def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    note_change()
     with torch.inference_mode(False), torch.no_grad(), without_autocast("cuda"):
         return make()
 
@@ -112,6 +117,7 @@ def _make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) 
     """
     if device.type != "cuda" or "torch._inductor.cudagraph_trees" not in sys.modules:
         return _make(make)
+    note_change()
     caller = torch.cuda.current_stream(device)
     made: Future[tuple[Tensor, ...]] = Future()
 

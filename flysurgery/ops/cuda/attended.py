@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits
+from flysurgery.ops.cuda.notes import fresh
 
 
 class AttentionLaunch(NamedTuple):
@@ -52,7 +53,7 @@ def attended(
 def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)
     """An empty tensor of the shape of q, tokens before heads in memory."""
     batch, heads, queries, head = q.shape
-    return q.new_empty((batch, queries, heads, head)).transpose(1, 2)
+    return fresh((batch, queries, heads, head), q.dtype, q.device).transpose(1, 2)
 
 
 def _readable(part: Tensor) -> bool:

@@ -24,6 +24,7 @@ from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.multiply import forget_products
 from flysurgery.ops.cuda.norm_linear import NORM_LINEAR, forget_norm_linears
+from flysurgery.ops.cuda.notes import forget_notes
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.table import TunedCase, TunedEntry, save_entries
@@ -88,6 +89,7 @@ def autotune(
     forget_gated_linears()
     forget_chains()
     forget_trained()
+    forget_notes()
     return found
 
 

@@ -14,6 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel, may_begin_early
 from flysurgery.ops.cuda.layer_norm import row_moments
+from flysurgery.ops.cuda.notes import fresh, rely_on
 from flysurgery.ops.cuda.tensor_map import swizzled_boxes
 from flysurgery.ops.derived import derived
 from flysurgery.ops.parts import Norm
@@ -261,7 +262,7 @@ class BlockLinear:
         a row's parts of equal size. ``backwards``: from the last rows to the first.
         """
         tile, rows = self.tile, x.shape[0]
-        y = x.new_empty((rows, len(tile.outputs)))
+        y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
         if rows == 0:
             return y
         sources = (*factors, *biases, *(() if scale is None else (scale,)), *(() if norm is None else norm.tensors))
@@ -280,10 +281,11 @@ class BlockLinear:
             moments = row_moments(x)
         parts = 0 if norm is None or moments is None else moments.shape[1]
         blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
+        rely_on([self._pieces])
         strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
         if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
             x = x.contiguous()  # the copy engine takes no rows that overlap
-        source = swizzled_boxes(x, _UNIT) if tile.boxes else (x, strides[0])
+        source = (swizzled_boxes(x, _UNIT),) if tile.boxes else (x, strides[0])
         self._kernel(parts, residual is not None, scale is not None).launch(
             (blocks * tile.tiles, 1, 1),
             (128 * tile.warpgroups, 1, 1),

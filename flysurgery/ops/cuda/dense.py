@@ -13,6 +13,7 @@ from flysurgery.ops.cuda.dense_tiling import NO_PATCH, STREAMED_ROWS, DenseTilin
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.cuda.tensor_map import swizzled_boxes
@@ -66,7 +67,7 @@ def run_dense(
     streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
     if streamed is not None:
         return _launch_streamed(streamed, x, weight, bias, activation, residual, scale, None)
-    y = x.new_empty((x.shape[0], weight.shape[0]))
+    y = fresh((x.shape[0], weight.shape[0]), x.dtype, x.device)
     if x.shape[0] == 0:
         return y
     tile, kernel, sizes = launcher(x.shape[1], weight.shape[0], mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
@@ -98,7 +99,7 @@ def run_dense_moments(
     streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
     if streamed is None:
         raise BackendError(f"moments are left behind where weights stream, which they do not for {x.shape[0]} rows in mode '{mode}'")
-    moments = torch.empty((x.shape[0], streamed.column_tiles, 2), dtype=torch.float32, device=x.device)
+    moments = fresh((x.shape[0], streamed.column_tiles, 2), torch.float32, x.device)
     return _launch_streamed(streamed, readable(x), weight, bias, "none", readable(residual), scale, moments), moments
 
 
@@ -124,7 +125,7 @@ def run_dense_gated(
     x = readable(x)
     rows, in_features = x.shape
     outputs = sum(weight.shape[0] for weight in weights)
-    y = x.new_empty((rows, outputs // 2))
+    y = fresh((rows, outputs // 2), x.dtype, x.device)
     if rows == 0:
         return y
     tile = _tiling(in_features, outputs, mode, device_index, True)
@@ -180,7 +181,7 @@ def _launch_streamed(
     moments: Tensor | None,  # shape: (rows, parts, 2), to be filled
 ) -> Tensor:
     rows, device_index = x.shape[0], x.device.index
-    y = x.new_empty((rows, weight.shape[0]))
+    y = fresh((rows, weight.shape[0]), x.dtype, x.device)
     sources = tuple([part for part in (weight, bias, scale) if part is not None])
     token = ("dense linear", tile, bias is None, scale is None)
     (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
@@ -189,8 +190,16 @@ def _launch_streamed(
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
-        *swizzled_boxes(x, STREAMED_ROWS),
-        *(image, columns, residual, y, moments, rows, 0 if residual is None else residual.stride(0) * residual.element_size()),
+        *(
+            swizzled_boxes(x, STREAMED_ROWS),
+            image,
+            columns,
+            residual,
+            y,
+            moments,
+            rows,
+            0 if residual is None else residual.stride(0) * residual.element_size(),
+        ),
         early=early,
     )
     return y

@@ -12,6 +12,7 @@ from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, Patch
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import current_device, current_stream
 from flysurgery.ops.cuda.modes import dtype_of
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.registered import Operator
 
 
@@ -47,7 +48,7 @@ def run_patches(
     images = images if images.is_contiguous() and images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.contiguous_format)
     patches, patch = (height // high) * (width // wide), Patch(high, wide, sum(tokens.shape[-2] for tokens in prefix))
     rows, inputs = count * patches, channels * high * wide
-    y = images.new_empty((count, patch.prefix + patches, features))
+    y = fresh((count, patch.prefix + patches, features), images.dtype, images.device)
     if rows == 0:
         return y
     tile, kernel, sizes = launcher(inputs, features, mode, "none", position is not None, patch, rows, device_index)

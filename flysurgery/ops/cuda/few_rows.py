@@ -15,6 +15,7 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
 
@@ -158,7 +159,7 @@ def run_few_rows(
         with torch.cuda.device(device_index):
             return run_few_rows(x, norm_weight, norm_bias, eps, weights, lengths, biases, activation, residual, scale)
     (rows, in_features), sizes = x.shape, _sizes(weights, lengths)
-    y = x.new_empty((rows, sum(sizes)))
+    y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
         return y
     parts = (*weights, *biases, norm_weight, norm_bias, scale)

@@ -19,6 +19,7 @@ from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, device_arch, float_bits, load_kernel
 from flysurgery.ops.cuda.modes import HALVES, present_mode
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.tiling import MODES
 from flysurgery.patterns import Architecture
@@ -83,7 +84,7 @@ class FusedFfn:
         rows = x.shape[0]
         units = -(-rows // self.tile.unit_rows)
         written = units * self.tile.unit_rows if self.tile.whole_units else rows
-        y = torch.empty((written, self.tile.factors[3].out_features), dtype=x.dtype, device=x.device)[:rows]
+        y = fresh((written, self.tile.factors[3].out_features), x.dtype, x.device)[:rows]
         if rows:
             self._kernel.launch(
                 (min(units, self._blocks), 1, 1),

@@ -12,7 +12,8 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.fused_configs import configs, every_config, fits
 from flysurgery.ops.cuda.image import pack, panel_indices
-from flysurgery.ops.cuda.kernel import Prepared, Rows, address_of, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.kernel import Prepared, Rows, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.tiling import FusedConfig, tiling
 from flysurgery.patterns import Architecture
 
@@ -81,7 +82,7 @@ class FusedLinear:
         self.tile = tile = tile.of(self.config)
         self.device = torch.device("cuda", device_index)
         self._out_features = linears * architecture.out_features // (2 if gated else 1)
-        self._launches: dict[tuple[int, int, str, bool, int | None, float], Prepared] = {}
+        self._launches: dict[tuple[int, int, str, bool, int | None, float, bool], Prepared] = {}
 
     @staticmethod
     def candidates(
@@ -144,32 +145,26 @@ class FusedLinear:
         It reads vectors of 16 bytes, in rows that one stride leads through.
         """
         x, rows, stride = _in_vectors(x)
-        y = x.new_empty((*x.shape[:-1], self._out_features))
+        y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
         if rows == 0:
             return y
         bias = None if bias is None else _in_vectors(bias)[0]
         residual_stride = None
         if residual is not None:
             residual, _, residual_stride = _in_vectors(residual)
-        key = (rows, stride, activation, scaled, residual_stride, eps)
+        key = (rows, stride, activation, scaled, residual_stride, eps, early)
         launch = self._launches.get(key) or self._prepare(*key)
-        launch(
-            current_stream(x.device.index),
-            x.data_ptr(),
-            image.data_ptr(),
-            address_of(bias),
-            address_of(residual),
-            y.data_ptr(),
-            early=early,
-        )
+        launch.launch(current_stream(x.device.index), x, image, bias, residual, y)
         return y
 
     def prepared(self, x: Rows) -> Prepared:
         """The launch without an epilogue for an x that lies so, at multiples of 16 bytes; it takes x, image, bias, no residual, and y."""
-        key = (x.rows, x.stride * x.dtype.itemsize, "none", False, None, 0.0)
+        key = (x.rows, x.stride * x.dtype.itemsize, "none", False, None, 0.0, False)
         return self._launches.get(key) or self._prepare(*key)
 
-    def _prepare(self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float) -> Prepared:
+    def _prepare(
+        self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float, early: bool
+    ) -> Prepared:
         index, config = self.device.index, self.config
         epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual_stride is not None)}
         defines = {**self.tile.defines(config), **epilogue}
@@ -178,8 +173,8 @@ class FusedLinear:
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         grid = (min(-(-rows // unit), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
         block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
-        launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps))
-        self._launches[rows, stride, activation, scaled, residual_stride, eps] = launch
+        launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps), early=early)
+        self._launches[rows, stride, activation, scaled, residual_stride, eps, early] = launch
         return launch
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, load_kernel
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.registered import Operator
 
 _MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -37,7 +38,7 @@ def run_gated(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_gated(gate, value, activation)
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = fresh(gate.shape, gate.dtype, gate.device)
     if y.numel() == 0:
         return y
     gate, value = readable(gate), readable(value)

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from math import ceil
@@ -18,8 +18,10 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.bindings import cuda_module
 from flysurgery.ops.cuda.cubins import find_cubin
+from flysurgery.ops.cuda.notes import present_notes, refuse
+from flysurgery.ops.cuda.tensor_map import Boxes
 
-Argument = Tensor | int | None
+Argument = Tensor | Boxes | int | None
 Sizes = tuple[tuple[int, int, int], tuple[int, int, int], int]
 """Blocks, threads of a block, and bytes of its dynamic shared memory."""
 
@@ -98,9 +100,9 @@ class Kernel:
         self._code = code
         self._kernel = driver.CUkernel(int(kernel.handle))
         self.function = driver.CUfunction(int(kernel.handle))
-        self.driver_launch, self._driver_launch_as = driver.cuLaunchKernel, driver.cuLaunchKernelEx
-        self._sizes = [size for _, size in kernel.arguments_info]
-        self._parameters = Parameters(self._sizes)
+        self._driver_launch, self._driver_launch_as = driver.cuLaunchKernel, driver.cuLaunchKernelEx
+        self.parameter_sizes = [size for _, size in kernel.arguments_info]
+        self._parameters = Parameters(self.parameter_sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
         self._early: dict[tuple[int, ...], Any] = {}
         self._lock = threading.Lock()
@@ -120,8 +122,8 @@ class Kernel:
             shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
             stream: raw handle, ``current_stream(device_index)``.
             early: begin while the kernel before still runs, where ``may_begin_early``; the kernel waits for it by itself.
-            arguments: tensors and None as pointers, integers as integers of the parameter's size; a struct of pointers and
-                64-bit integers takes one argument a member.
+            arguments: tensors and None as pointers, integers as integers of the parameter's size, which are no addresses; a struct of
+                pointers and 64-bit integers takes one argument a member.
 
         Raises:
             BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
@@ -129,42 +131,43 @@ class Kernel:
         if shared_bytes > self._shared_bytes:
             self.allow_shared(shared_bytes)
         sizes = (*grid, *block, shared_bytes)
+        notes = present_notes()
+        if notes is not None:
+            notes.launch(self, sizes, arguments, early)
+        if early and sizes not in self._early:
+            self._early[sizes] = early_launch(sizes)
         with self._lock:  # the driver copies the parameters before it returns
-            address = self._parameters.fill(arguments, self.name)
-            if early:
-                config = self._early.get(sizes)
-                if config is None:
-                    config = self._early[sizes] = early_launch(sizes)
-                self.queue_as(config, sizes, stream, address)
-            else:
-                self.queue(sizes, stream, address)
+            self.queue(sizes, stream, self._parameters.fill(arguments, self.name), self._early[sizes] if early else None)
 
-    def prepare(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int) -> Prepared:
-        """The launch of a kernel whose last parameters are ``numbers``, for many calls."""
+    def prepare(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int, early: bool = False
+    ) -> Prepared:
+        """The launch of a kernel whose last parameters are ``numbers``, for many calls; ``early`` is that of ``launch``."""
         self.allow_shared(shared_bytes)
-        return Prepared(self, (*grid, *block, shared_bytes), self._sizes, numbers)
+        return Prepared(self, (*grid, *block, shared_bytes), numbers, early)
 
-    def queue(self, sizes: tuple[int, ...], stream: int, address: int) -> None:
-        """Launch with the parameters whose addresses lie at ``address``; ``sizes`` are grid, block and shared bytes."""
-        if self.driver_launch(self.function, *sizes, stream, address, 0)[0] != 0:
-            self._queue_again(lambda: self.driver_launch(self.function, *sizes, stream, address, 0)[0], sizes)
+    def queue(self, sizes: tuple[int, ...], stream: int, address: int, early: Any = None) -> None:
+        """Launch with the parameters whose addresses lie at ``address``.
 
-    def queue_as(self, config: Any, sizes: tuple[int, ...], stream: int, address: int) -> None:
-        """The same as an ``early_launch`` says."""
-        config.hStream = stream
-        if self._driver_launch_as(config, self.function, address, 0)[0] != 0:
-            self._queue_again(lambda: self._driver_launch_as(config, self.function, address, 0)[0], sizes)
-
-    def _queue_again(self, launch: Callable[[], Any], sizes: tuple[int, ...]) -> None:
-        result = launch()
+        Args:
+            sizes: grid, block and shared bytes.
+            early: their ``early_launch``, where the kernel begins early; no other thread may use it meanwhile.
+        """
+        result = self._queue(sizes, stream, address, early)
         if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)
-            result = launch()
+            result = self._queue(sizes, stream, address, early)
         if result != 0:
             raise BackendError(
                 f"kernel {self.name} was not launched: {result.name} with grid {sizes[:3]}, block {sizes[3:6]}, "
                 f"{sizes[6]} bytes shared memory"
             )
+
+    def _queue(self, sizes: tuple[int, ...], stream: int, address: int, early: Any) -> Any:
+        if early is None:
+            return self._driver_launch(self.function, *sizes, stream, address, 0)[0]
+        early.hStream = stream
+        return self._driver_launch_as(early, self.function, address, 0)[0]
 
     def allow_shared(self, shared_bytes: int) -> None:
         """Raise the limit of dynamic shared memory, where it is lower."""
@@ -219,7 +222,7 @@ class Parameters:
 
     def fill(self, arguments: Sequence[Argument], name: str) -> int:
         """Write the arguments, and give the address of the parameters' addresses."""
-        words = [0 if word is None else word if isinstance(word, int) else word.data_ptr() for word in arguments]
+        words = words_of(arguments)
         if len(words) != self.count:
             raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
         self._pack(self.words, 0, *words)
@@ -229,25 +232,31 @@ class Parameters:
 class Prepared:
     """A launch of which all but the stream and the first parameters, addresses, stays the same from call to call."""
 
-    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], parameter_sizes: Sequence[int], numbers: tuple[int, ...]) -> None:
-        self.kernel, self.sizes = kernel, sizes
-        self.parameters = Parameters(parameter_sizes)
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], numbers: Sequence[int], early: bool = False) -> None:
+        self.kernel, self.sizes, self._numbers = kernel, sizes, numbers
+        self.parameters = Parameters(kernel.parameter_sizes)
         addresses = self.parameters.count - len(numbers)
-        self._address = self.parameters.fill((None,) * addresses + numbers, kernel.name)
-        self._launch, self._words = kernel.driver_launch, self.parameters.words
+        self._address = self.parameters.fill((*([None] * addresses), *numbers), kernel.name)
         self._pack = struct.Struct(f"{addresses}q").pack_into
-        self._early: Any = None
+        self.early = early_launch(sizes) if early else None
         self._lock = threading.Lock()
 
-    def __call__(self, stream: int, *addresses: int, early: bool = False) -> None:
-        """Queue the kernel on a stream. The device must be the current one. ``early`` and errors are those of ``Kernel.launch``."""
+    def launch(self, stream: int, *arguments: Tensor | None) -> None:
+        """Queue the kernel on a stream. The device must be the current one. Errors are those of ``Kernel.launch``."""
+        notes = present_notes()
+        if notes is not None:
+            notes.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early is not None)
+        self._queue(stream, words_of(arguments))
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """The same with addresses in place of tensors."""
+        refuse()
+        self._queue(stream, addresses)
+
+    def _queue(self, stream: int, addresses: Sequence[int]) -> None:
         with self._lock:
-            self._pack(self._words, 0, *addresses)
-            if early:
-                self._early = self._early or early_launch(self.sizes)
-                self.kernel.queue_as(self._early, self.sizes, stream, self._address)
-            elif self._launch(self.kernel.function, *self.sizes, stream, self._address, 0)[0] != 0:
-                self.kernel.queue(self.sizes, stream, self._address)
+            self._pack(self.parameters.words, 0, *addresses)
+            self.kernel.queue(self.sizes, stream, self._address, self.early)
 
 
 class Series:
@@ -262,7 +271,7 @@ class Series:
         self._table = (ctypes.c_int64 * addresses)()
         self._pointers = [prepared.parameters.reading(self._table, places) for prepared, places in launches]
         self._launches = [
-            (prepared.kernel.driver_launch, (prepared.kernel.function, *prepared.sizes), ctypes.addressof(pointers), prepared)
+            (prepared.kernel.queue, prepared.sizes, ctypes.addressof(pointers), prepared)
             for (prepared, _), pointers in zip(launches, self._pointers, strict=True)
         ]
         self._pack = struct.Struct(f"{addresses}q").pack_into
@@ -270,14 +279,27 @@ class Series:
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+        refuse()
         with self._lock:
             self._pack(self._table, 0, *addresses)
-            for launch, head, pointers, prepared in self._launches:
-                if launch(*head, stream, pointers, 0)[0] != 0:
-                    prepared.kernel.queue(prepared.sizes, stream, pointers)
+            for queue, sizes, pointers, prepared in self._launches:
+                queue(sizes, stream, pointers, prepared.early)
 
 
-def address_of(argument: Argument) -> int:
+def words_of(arguments: Sequence[Argument]) -> list[int]:
+    """The 64-bit integers that a launch takes for its arguments."""
+    words = list[int]()
+    for argument in arguments:
+        if argument is None or isinstance(argument, int):
+            words.append(argument or 0)
+        elif isinstance(argument, Tensor):
+            words.append(argument.data_ptr())
+        else:
+            words += argument.words(argument.at.data_ptr())
+    return words
+
+
+def address_of(argument: Tensor | int | None) -> int:
     """What a launch is given for a tensor, which is its address, for None, and for an integer, such as an address."""
     return argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
 

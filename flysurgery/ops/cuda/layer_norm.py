@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.derived import derived
 
@@ -34,7 +35,7 @@ def row_moments(
 
     Rows begin at multiples of 16 bytes. Of a row in several parts of equal size, there would be one pair for each.
     """
-    moments = torch.empty((x.shape[0], 1, 2), dtype=torch.float32, device=x.device)
+    moments = fresh((x.shape[0], 1, 2), torch.float32, x.device)
     if x.shape[0]:
         _launch(x, None, None, moments, 0.0)
     return moments
@@ -55,7 +56,7 @@ def run_layer_norm(
         with torch.cuda.device(device_index):
             return run_layer_norm(x, weight, bias, eps)
     rows, features = x.shape
-    y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
+    y = fresh((rows, features), x.dtype, x.device)
     if rows == 0:
         return y
     x = readable(x)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from flysurgery.ops.cuda.notes import forget_notes
 from flysurgery.ops.cuda.table import TunedCase
 
 
@@ -35,6 +36,7 @@ def recording() -> Iterator[dict[tuple[Tunable, int], None]]:
     """Collect what is met inside the block, by all threads, in order."""
     global _met
     _met = {}
+    forget_notes()  # calls that are noted meet nothing
     try:
         yield _met
     finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.kernel import Parameters, Prepared, Series
+from flysurgery.ops.cuda import kernel as kernels
+from flysurgery.ops.cuda.kernel import Kernel, Parameters, Prepared, Series
 
 
 def read(address: int, sizes: list[int]) -> list[bytes]:
@@ -43,26 +46,40 @@ def test_launches_read_their_addresses_from_one_table() -> None:
     assert numbers == [50, 20 + (30 << 64), 10, 7]
 
 
-class Refusing:
-    """Stands in for a kernel whose launches the driver refuses the first time."""
+class Queue:
+    """Stands in for a kernel, and keeps what it is launched with."""
 
-    function, name = 3, "some"
+    name, parameter_sizes = "some", (8, 8, 4)
 
     def __init__(self) -> None:
-        self.seen: list[tuple[object, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
 
-    def driver_launch(self, *arguments: object) -> tuple[int]:
-        self.seen.append(arguments)
-        return (1,)
-
-    def queue(self, *arguments: object) -> None:
-        self.seen.append(arguments)
+    def queue(self, sizes: tuple[int, ...], stream: int, address: int, early: object) -> None:
+        words = [int.from_bytes(part, "little") for part in read(address, [*self.parameter_sizes])]
+        self.seen.append((sizes, stream, words, early))
 
 
-def test_a_series_launches_all_and_asks_its_kernels_why_not() -> None:
-    kernel = Refusing()
-    first, second = (Prepared(kernel, (1, 2, 3, 4, 5, 6, 7), [8, 8, 4], (number,)) for number in (8, 9))  # pyright: ignore[reportArgumentType]
+def test_a_series_launches_all_from_one_table() -> None:
+    kernel, sizes = Queue(), (1, 2, 3, 4, 5, 6, 7)
+    first, second = (Prepared(kernel, sizes, (number,)) for number in (8, 9))  # pyright: ignore[reportArgumentType]
     Series([(first, (0, 1)), (second, (2, 0))], 3)(77, 100, 200, 300)
-    launches, again = kernel.seen[::2], kernel.seen[1::2]
-    assert all(launch[:9] == (3, 1, 2, 3, 4, 5, 6, 7, 77) for launch in launches) and len(launches) == 2
-    assert [arguments[:2] for arguments in again] == [((1, 2, 3, 4, 5, 6, 7), 77)] * 2
+    assert kernel.seen == [(sizes, 77, [100, 200, 8], None), (sizes, 77, [300, 100, 9], None)]
+
+
+class Refused(Kernel):
+    """Whose launches the driver refuses with these results, one after the other."""
+
+    def __init__(self, *names: str) -> None:
+        self.name, self.device_index, self.function = "some", 3, 0
+        self.results = [SimpleNamespace(name=name) if name else 0 for name in names]
+        self._driver_launch = lambda *arguments: (self.results.pop(0),)
+
+
+def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(kernels, "_make_context_current", made.append)
+    Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue((1, 2, 3, 4, 5, 6, 7), 0, 0)
+    assert made == [3]
+    for names in (["CUDA_ERROR_INVALID_VALUE"], ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_VALUE"]):
+        with pytest.raises(BackendError, match=r"some was not launched: CUDA_ERROR_INVALID_VALUE with grid \(1, 2, 3\), .* 7 bytes"):
+            Refused(*names).queue((1, 2, 3, 4, 5, 6, 7), 0, 0)
