@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
+from flysurgery import ops
 from flysurgery.inference.attending import Attending
+from flysurgery.inference.kernels import watched
 from flysurgery.inference.standing import Condition, StandIn
 from flysurgery.inference.steps import FeedForward, LinearResidual
 
@@ -20,7 +23,7 @@ class Given:
 
     key: int | str
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Its value in a call of the block."""
         return args[self.key] if isinstance(self.key, int) else kwargs[self.key]
 
@@ -32,7 +35,7 @@ class Handed:
     positional: tuple[Any, ...] = ()
     named: tuple[tuple[str, Any], ...] = ()
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The attention's arguments in a call of the block with these behind its first."""
         positional = [each.of(args, kwargs) if isinstance(each, Given) else each for each in self.positional]
         return positional, {name: each.of(args, kwargs) if isinstance(each, Given) else each for name, each in self.named}
@@ -49,7 +52,7 @@ class Form:
     named: tuple[tuple[str, Any], ...]
     handed: dict[str, Handed]
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is of this form."""
         if len(args) != len(self.positional) or len(kwargs) != len(self.named):
             return False
@@ -63,7 +66,7 @@ class FusedPart:
     def __init__(self, step: nn.Module) -> None:
         self.step = step
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         return self.step(x)
 
 
@@ -81,13 +84,13 @@ class FusedAttended(FusedPart):
         self.out = step
         self.norm, self.attention, self.attending, self.handed = norm, attention, attending, handed
 
-    def attended(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def attended(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """What ``step`` takes beside x."""
         positional, named = self.handed.of(args, kwargs)
         with self.attending or nullcontext():
             return self.attention(x if self.norm is None else self.norm(x), *positional, **named)
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         return self.out(self.attended(x, args, kwargs), x)
 
 
@@ -98,7 +101,7 @@ class FusedPair(FusedPart):
         super().__init__(step)
         self.first, self.out, self.then = first, first.out, step
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         attended = self.first.attended(x, args, kwargs)
         if self.then.reads_moments(x) and self.out.leaves_moments(attended, x):
             return self.then(*self.out.with_moments(attended, x))
@@ -127,12 +130,17 @@ class FusedBlock(StandIn):
         super().__init__(original)
         self.form, self.condition = form, condition
         self._parts = tuple(paired(parts))  # in a tuple, so that they are no children
+        self._repeating = ops.Repeating()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         others = args[1:]
         if not args or not self.condition.holds() or not self.form.fits(others, kwargs):
             return self.plain(*args, **kwargs)
-        x = args[0]
+        if others or kwargs or watched():
+            return self._fused(args[0], others, kwargs)
+        return self._repeating(self._fused, self.original.modules, args[0])
+
+    def _fused(self, x: Tensor, others: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
         for part in self._parts:
             x = part(x, others, kwargs)
         return x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ def linear_of(linear: nn.Module | None) -> Linear | None:
         return None
     if type(linear) is ButterflyLinear:
         return FusedFactors(*linear.own_parameters())
-    return Dense(_own(linear, "weight"), _own(linear, "bias")) if type(linear) is nn.Linear else None
+    return Dense(linear.weight, linear.bias) if type(linear) is nn.Linear else None
 
 
 def group_of(linear: nn.Module) -> tuple[Linear, ...] | None:
@@ -39,19 +38,18 @@ def is_plain(module: nn.Module) -> bool:
 
 def norm_of(norm: nn.Module, eps: float) -> Norm:
     """The weight and bias of a layer norm as they are now."""
-    return Norm(_own(norm, "weight"), _own(norm, "bias"), eps)
-
-
-def _own(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name, None)``, at a quarter of its cost for a parameter, as every call asks for them."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name, None)
+    return Norm(getattr(norm, "weight", None), getattr(norm, "bias", None), eps)
 
 
 def unwatched(x: Tensor) -> AbstractContextManager[object]:
     """A block in which modes that watch functions of PyTorch, such as ``Attending``, are not told of each look at a plain tensor."""
     plain = type(x) is Tensor and not torch.compiler.is_compiling()
     return torch._C.DisableTorchFunction() if plain else nullcontext()
+
+
+def watched() -> bool:
+    """Whether a compiler, or a mode that watches functions of PyTorch, wants to see all that a module calls."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_function_stack())
 
 
 def under_autocast(x: Tensor) -> str | None:

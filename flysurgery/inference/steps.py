@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,6 +24,11 @@ class Step(nn.Module):
     """A group of operators. ``enabled`` is false where the kernel is not to be used although it could run."""
 
     enabled = True
+    _scale: tuple[nn.Module, str] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeating = ops.Repeating()
 
     def way(self, x: Tensor, *others: Tensor) -> Way | str:
         """How the kernel computes the group for these inputs, or why it cannot."""
@@ -35,18 +42,21 @@ class Step(nn.Module):
         """The group by its own modules."""
         raise NotImplementedError
 
-    def fused(self, x: Tensor, *others: Tensor) -> Tensor:
-        """The group by its kernel, which ``way`` must have."""
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor | None:
+        """The group by its kernel; None where this does not take the inputs."""
         way = self.way(x, *others)
-        assert not isinstance(way, str), way
-        return way.run()
+        return None if isinstance(way, str) else way.run()
+
+    def _read(self) -> Iterable[nn.Module]:
+        """The modules whose parameters it reads."""
+        return [*self.modules(), *([] if self._scale is None else [self._scale[0]])]
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         with kernels.unwatched(x):
             if self.enabled and kernels.under_autocast(x) is None:
-                way = self.way(x, *others)
-                if not isinstance(way, str):
-                    return way.run()
+                y = self._repeating(self.fused, self._read, x, *others)
+                if y is not None:
+                    return y
         return self.plain(x, *others)
 
 
