@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import index
 
+import torch
 from torch import Tensor
 
 from flysurgery.errors import PatternError
@@ -34,9 +35,15 @@ def architecture_of(
             size between them.
     """
     shapes = tuple(tuple(map(index, factor.shape)) for factor in factors)  # who traces may give tensors or symbols as sizes
+    if torch.compiler.is_compiling():  # what is noted while a graph is made has it made again at the next call
+        return _read(shapes)
     if shapes not in _known:
-        for shape in shapes:
-            if len(shape) != 4:
-                raise PatternError(f"a factor is stored as (a, b, c, d), four dimensions; got a tensor of shape {shape}")
-        _known[shapes] = Architecture(tuple(Pattern(*shape) for shape in shapes))
+        _known[shapes] = _read(shapes)
     return _known[shapes]
+
+
+def _read(shapes: tuple[tuple[int, ...], ...]) -> Architecture:
+    for shape in shapes:
+        if len(shape) != 4:
+            raise PatternError(f"a factor is stored as (a, b, c, d), four dimensions; got a tensor of shape {shape}")
+    return Architecture(tuple(Pattern(*shape) for shape in shapes))
