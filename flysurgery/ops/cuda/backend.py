@@ -8,13 +8,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
+import flysurgery.ops.cuda.trained_operator  # noqa: F401 - registers it, and the others
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
 from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.ops.cuda.batched import BatchedConfig
 from flysurgery.ops.cuda.configured import factor_config
 from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.modes import mode_of
+from flysurgery.ops.cuda.modes import HALVES, mode_of
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
 from flysurgery.ops.cuda.trained import TrainedCall
@@ -87,7 +87,11 @@ Operands = Sequence[Tensor]
 
 def _registered(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    product = torch.ops.flysurgery.ks_linear(rows, list(factors), list(biases), linears, mode)
+    operands = (rows, list(factors), list(biases), linears, mode)
+    if mode in HALVES and torch.is_grad_enabled() and any(factor.requires_grad for factor in factors):
+        product = torch.ops.flysurgery.ks_linear_trained(*operands)[0]
+    else:
+        product = torch.ops.flysurgery.ks_linear(*operands)
     return product.reshape(*x.shape[:-1], product.shape[1])
 
 

@@ -52,7 +52,7 @@ class Chain:
         self._products = [*(pattern for pattern in patterns[1:]), *(pattern.transpose for pattern in patterns[:-1]), summed]
         self.pack = Packer(self._pack, mode)
         self.images = len(self._products)
-        self.keeps = linears == 1 < len(patterns) and 2 * sum(architecture.inner_features) <= architecture.in_features
+        self.keeps = keeps_inputs(architecture, linears)
         self._shapes = [(linears * a, b, c, d) for a, b, c, d in (pattern.factor_shape for pattern in patterns)]
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
 
@@ -101,11 +101,23 @@ class Chain:
             found.append((launch, x))
         return found
 
+    def inputs(
+        self,
+        x: Tensor,  # shape: (rows, in_features)
+        images: Sequence[Tensor],  # the first of what ``pack`` gives
+    ) -> list[Tensor]:  # shapes: (rows, linears * features)
+        """The inputs of all factors but the last, left to right."""
+        found: list[Tensor] = []
+        for single, image in zip(self._inputs, images, strict=True):
+            x = single.run(x, image, None, self.linears)
+            found.insert(0, x)
+        return found
+
     def run(
         self,
         dy: Tensor,  # shape: (*batch, linears * out_features)
         x: Tensor,  # shape: (*batch, in_features)
-        images: Sequence[Tensor],  # what ``pack`` gives
+        operands: Sequence[int],  # as ``queue`` takes them
         with_input: bool,
         with_bias: bool,
     ) -> list[Tensor]:
@@ -116,15 +128,16 @@ class Chain:
         linears, count = self.linears, len(self._shapes)
         shapes = [*self._shapes, (dy.shape[-1],)] if with_bias else self._shapes
         dtype = torch.promote_types(x.dtype, torch.float32)
-        found = [torch.empty(shape, dtype=dtype, device=x.device) for shape in shapes]
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if with_input else None
+        found = [x.new_empty(shape, dtype=dtype) for shape in shapes]
+        dx = x.new_empty(x.shape) if with_input else None
         results = found if dx is None else [*found, dx]
         if x.numel() == 0:
             return [gradient.zero_() for gradient in results]
-        own = [[gradient.data_ptr() + n * gradient.nbytes // linears for n in range(linears)] for gradient in found]
-        summed = own[count:] if self.sums_dy else []
-        addresses = [at for linear in zip(*own[:count], strict=True) for at in linear] + [at for part in summed for at in part]
-        self.queue(dy, x, [image.data_ptr() for image in images], addresses, dx)
+        steps = [(gradient.data_ptr(), gradient.nbytes // linears) for gradient in found]
+        addresses = [start + n * step for n in range(linears) for start, step in steps[:count]]
+        if self.sums_dy:
+            addresses += [start + n * step for start, step in steps[count:] for n in range(linears)]
+        self.queue(dy, x, operands, addresses, dx)
         if with_bias and not self.sums_dy:
             torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[count])
         return results
@@ -133,7 +146,7 @@ class Chain:
         self,
         dy: Tensor,  # shape: (*batch, linears * out_features)
         x: Tensor,  # shape: (*batch, in_features), a row at least
-        operands: Sequence[int],  # the addresses of what ``pack`` gives, then of what ``input_launches`` gave, or not
+        operands: Sequence[int],  # the addresses of what ``pack`` gives, then of the inputs of all factors but the last, or not
         gradients: Sequence[int],  # those of the factors' gradients, of one linear after the other, and of the biases' if wanted
         dx: Tensor | None,  # shape: (*batch, in_features), contiguous; of the dtype of x, or float32 where ``takes_wide``
     ) -> None:
@@ -149,7 +162,7 @@ class Chain:
                 return
             with_bias, wide = len(gradients) > self.linears * len(self._shapes), dx_dtype not in (None, x.dtype)
             plan = self._plans[key] = self._plan(at_x, at_dy, dx is not None, with_bias, wide, kept)
-        memory = torch.empty(plan.memory_bytes, dtype=torch.uint8, device=x.device)
+        memory = x.new_empty(plan.memory_bytes, dtype=torch.uint8)
         start = memory.data_ptr()
         dx_at = 0 if dx is None else dx.data_ptr()
         places = [start + offset for offset in plan.offsets]
@@ -203,6 +216,11 @@ class Chain:
         names += [*(f"image {index}" for index in range(self.images)), *(f"kept {place}" for place in range(last) if kept), *results]
         series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
         return _Plan(series, offsets, workspace + size)
+
+
+def keeps_inputs(architecture: Architecture, linears: int) -> bool:
+    """See ``Chain``."""
+    return linears == 1 < len(architecture) and 2 * sum(architecture.inner_features) <= architecture.in_features
 
 
 def _aligned(size: int) -> int:

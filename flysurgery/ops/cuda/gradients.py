@@ -13,7 +13,6 @@ from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.table import rows_bucket
-from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture, Pattern
 
 Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
@@ -40,6 +39,7 @@ def all_gradients(
     dy: Tensor,  # shape: (*batch, linears * out_features)
     x: Tensor,  # shape: (*batch, in_features)
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+    kept: Sequence[Tensor],  # what ``Trained.apart`` gives behind the product, or nothing
     linears: int,
     mode: str,
     with_input: bool,
@@ -49,14 +49,14 @@ def all_gradients(
     device_index = x.device.index
     if device_index != current_device():
         with torch.cuda.device(device_index):
-            return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
+            return all_gradients(dy, x, factors, kept, linears, mode, with_input, with_bias)
     if mode == "exact":
         return exact_gradients(dy, x, factors, linears, with_input, with_bias)
     factors = tuple(factors)
     kernels = chain_for(factors, linears, mode, device_index, x.numel() // x.shape[-1])
     meet(kernels, x)
-    images = derived(kernels, factors, lambda: kernels.pack(factors))
-    return kernels.run(dy, x, images, with_input, with_bias)
+    _images, addresses = kernels.pack.anew(factors)  # they live until the launches are queued
+    return kernels.run(dy, x, [*addresses, *map(Tensor.data_ptr, kept)], with_input, with_bias)
 
 
 def hand_out(
@@ -87,14 +87,16 @@ def layer_gradients(
     needs_x: bool,
     of_all: Callable[..., list[Tensor]],
     of_input: Callable[..., Tensor],
+    kept: Sequence[Tensor] = (),
 ) -> Gradients:
     """Gradients of x, of the factors and of the biases, those that are needed, by the two functions or operators given.
 
     Args:
         bias_dtypes: one a bias, None for a bias that needs no gradient.
+        kept: see ``all_gradients``.
     """
     if x is not None:
-        found = of_all(dy, x, factors, linears, mode, needs_x, any(bias_dtypes))
+        found = of_all(dy, x, factors, kept, linears, mode, needs_x, any(bias_dtypes))
         return hand_out(found, factors, bias_dtypes, linears, needs_x)
     dx = of_input(dy, factors, linears, mode) if needs_x else None
     parts = dy.reshape(-1, dy.shape[-1]).chunk(linears, dim=1)

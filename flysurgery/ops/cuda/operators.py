@@ -14,6 +14,7 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.modes import dtype_of, present_mode
 from flysurgery.ops.cuda.multiply import multiply
+from flysurgery.ops.cuda.registered import register_gradients
 
 
 def _linear(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
@@ -51,7 +52,8 @@ _library = torch.library.Library("flysurgery", "FRAGMENT")
 _library.define("ks_linear(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor")
 _library.define("ks_linear_input_gradient(Tensor dy, Tensor[] factors, int linears, str mode) -> Tensor")
 _library.define(
-    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, int linears, str mode, bool with_input, bool with_bias) -> Tensor[]"
+    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, Tensor[] kept, int linears, str mode, bool with_input, bool with_bias)"
+    " -> Tensor[]"
 )
 _library.impl("ks_linear", _linear, "CUDA")
 _library.impl("ks_linear_input_gradient", input_gradient, "CUDA")
@@ -69,7 +71,7 @@ def _fake_input_gradient(dy: Tensor, factors: Sequence[Tensor], linears: int, mo
 
 
 def _fake_gradients(
-    dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], kept: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
 ) -> list[Tensor]:
     length, dtype = len(factors) // linears, torch.promote_types(x.dtype, torch.float32)
     shapes = [(linears * a, b, c, d) for a, b, c, d in (factor.shape for factor in factors[:length])]
@@ -114,6 +116,6 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
     raise BackendError("the CUDA kernels have no second derivative; use backend='bmm' where gradients of gradients are needed")
 
 
-torch.library.register_autograd("flysurgery::ks_linear", _differentiate, setup_context=_remember, lib=_library)
-torch.library.register_autograd("flysurgery::ks_linear_input_gradient", _refuse, lib=_library)
-torch.library.register_autograd("flysurgery::ks_linear_gradients", _refuse, lib=_library)
+register_gradients("ks_linear", _linear, _differentiate, _remember)
+register_gradients("ks_linear_input_gradient", input_gradient, _refuse)
+register_gradients("ks_linear_gradients", all_gradients, _refuse)

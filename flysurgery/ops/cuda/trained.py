@@ -1,4 +1,4 @@
-"""Linears in training, whose weights change at every step: packed once a step for both passes, by one launch, and not kept."""
+"""Linears in training, whose weights change at every step: packed by one launch for both passes, in graphs for each pass, and not kept."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.multiply import product_for
 from flysurgery.ops.cuda.product import Product
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket
+from flysurgery.ops.derived import derived
 
 _trained: dict[tuple[object, ...], Trained] = {}
 _forgotten = 0
@@ -30,7 +31,7 @@ class _Plan(NamedTuple):
     size: int  # of the memory, elements
     offsets: list[int]  # of the images, then of the inputs that are kept
     behind: list[int]  # those of the backward pass
-    y: tuple[int, ...]
+    results: list[tuple[int, ...]]  # shapes: of the product, then of the inputs that are kept
 
 
 class Trained:
@@ -48,7 +49,10 @@ class Trained:
         self._keeps = len(product.architecture) < len(chain.architecture)
         self._multiplied = 1 if self._keeps else factors
         self.packer = Packer(self._pack, product.mode)
+        self._kept = len(chain.architecture) - 1 if self._keeps else 0
+        self._forward_packer = Packer(lambda sources: self._pack(sources)[: self._kept - chain.images], product.mode)
         self._plans: dict[tuple[Hashable, ...], _Plan] = {}
+        self._apart_plans: dict[tuple[Hashable, ...], _Plan] = {}
 
     def cases(self, rows: int) -> list[TunedCase]:
         """What to autotune for a forward pass of so many rows; the backward pass tells its own."""
@@ -77,7 +81,7 @@ class Trained:
             own = self.product.readable(x)
             if own is not x:
                 return self.forward(own, parameters)
-            plan = self._plans[key] = self._plan(x, parameters, gather)
+            plan = self._plans[key] = self._plan(x, parameters, gather, self.chain.images)
         memory = x.new_empty(plan.size)
         start = memory.data_ptr()
         places = [start + offset for offset in plan.offsets]
@@ -85,9 +89,45 @@ class Trained:
         if not self.product.is_one_launch:
             plan.launches(current_stream(x.get_device()), 0, x_at, gather.table_at, *places, *sources)
             return self._by_pytorch(x, memory, gather), memory, plan.behind
-        y = x.new_empty(plan.y)
+        y = x.new_empty(plan.results[0])
         plan.launches(current_stream(x.get_device()), 0, x_at, gather.table_at, *places, *sources, y.data_ptr())
         return y, memory, plan.behind
+
+    def apart(
+        self,
+        x: Tensor,  # shape: (rows, in_features)
+        parameters: tuple[Tensor, ...],
+    ) -> list[Tensor]:
+        """The product, then the inputs of factors that are kept, left to right: for graphs, which have each pass pack its own weights."""
+        meet(self, x)
+        gather = self._forward_packer.gather
+        if gather is None or not self.product.is_one_launch or not all(map(Tensor.is_contiguous, parameters)):
+            return self._apart_by_pytorch(x, parameters)
+        x_at = x.data_ptr()
+        key = x.shape, x.stride(), x_at % 16
+        plan = self._apart_plans.get(key)
+        if plan is None:
+            own = self.product.readable(x)
+            if own is not x:
+                return self.apart(own, parameters)
+            plan = self._apart_plans[key] = self._plan(x, parameters, gather, self._kept)
+        images = x.new_empty(gather.size)
+        start = images.data_ptr()
+        y, *kept = found = [x.new_empty(shape) for shape in plan.results]
+        places = [start + offset for offset in gather.offsets]
+        sources = map(Tensor.data_ptr, parameters)
+        addresses = (x_at, gather.table_at, *places, *map(Tensor.data_ptr, kept), *sources, y.data_ptr())
+        plan.launches(current_stream(x.get_device()), 0, *addresses)
+        return found
+
+    def _apart_by_pytorch(self, x: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
+        """The same where the product takes tensors, and at the first call, which learns how to pack."""
+        packer = self._forward_packer
+        learnt = packer.gather is not None  # else the table must lie in memory that outlives the call
+        images = packer(parameters) if learnt else derived(packer, parameters, lambda: packer(parameters))
+        own = len(images) - self._kept
+        kept = self.chain.inputs(x, images[own:]) if self._keeps else []
+        return [self.product.run(kept[0] if kept else x, images[:own], self._with_bias), *kept]
 
     def _by_pytorch(self, x: Tensor, memory: Tensor, gather: Gather) -> Tensor:
         """The product where it takes tensors."""
@@ -97,14 +137,14 @@ class Trained:
             x = behind[: x.numel() // x.shape[-1] * features].view(*x.shape[:-1], features)
         return self.product.run(x, images[: -self.chain.images], self._with_bias)
 
-    def _plan(self, x: Tensor, parameters: Sequence[Tensor], gather: Gather) -> _Plan:
+    def _plan(self, x: Tensor, parameters: Sequence[Tensor], gather: Gather, behind_product: int) -> _Plan:
         at, inner = in_rows(x)[1], self.chain.architecture.inner_features if self._keeps else ()
         images, sources = [f"image {n}" for n in range(len(gather.offsets))], [f"source {n}" for n in range(len(parameters))]
         kept = [f"kept {place}" for place in range(len(inner))]
         launches: list[tuple[Prepared, tuple[str | None, ...]]] = [(gather.prepared(parameters[0].dtype), (*sources, "table", images[0]))]
         flows = "x"
         if self._keeps:
-            steps = zip(self.chain.input_launches(at), images[-self.chain.images :], reversed(kept), strict=False)
+            steps = zip(self.chain.input_launches(at), images[len(images) - behind_product :], reversed(kept), strict=False)
             for (launch, lies), image, result in steps:
                 launches.append((launch, (flows, image, None, result)))
                 flows, at = result, lies
@@ -116,8 +156,9 @@ class Trained:
         series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
         *behind, size = accumulate((aligned(at.rows * features) for features in inner), initial=sum(gather.sizes))
         offsets = [*gather.offsets, *(x.element_size() * place for place in behind)]
-        y = (*x.shape[:-1], self.product.linears * self.product.architecture.out_features)
-        return _Plan(series, size, offsets, offsets[-self.chain.images - len(inner) :], y)
+        outputs = self.product.linears * self.product.architecture.out_features
+        results = [(*x.shape[:-1], features) for features in (outputs, *inner)]
+        return _Plan(series, size, offsets, offsets[-self.chain.images - len(inner) :], results)
 
     def backward(
         self,

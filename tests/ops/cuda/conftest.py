@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import flysurgery.ops.cuda.operators  # noqa: F401 - registers them
-from flysurgery.ops.cuda import chain, gradients, trained
+from flysurgery.ops.cuda import chain, gather, gradients, trained, trained_operator
 from flysurgery.ops.cuda import multiply as multiplication
 from flysurgery.ops.cuda.gather import Gather
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
@@ -24,11 +23,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Dynamo gives up on code that it has compiled for many layers, as the tests before this one may have made it."""
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def cpu_operators() -> Iterator[None]:
     """The registered operators, on the CPU as well."""
     library = torch.library.Library("flysurgery", "IMPL")
     library.impl("ks_linear", multiplication.multiply, "CPU")
+    library.impl("ks_linear_trained", trained_operator._linear, "CPU")
     library.impl("ks_linear_input_gradient", input_gradient, "CPU")
     library.impl("ks_linear_gradients", all_gradients, "CPU")
     yield
@@ -47,7 +53,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(trained, "_trained", {})
     monkeypatch.setattr(trained, "current_stream", lambda index: 0)
     monkeypatch.setattr(trained, "current_device", lambda: None)
+    monkeypatch.setattr(trained_operator, "current_device", lambda: None)
+    monkeypatch.setattr(trained_operator, "_calls", {})
     monkeypatch.setattr(Gather, "prepared", emulated_gather)
+    monkeypatch.setattr(gather, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(chain, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

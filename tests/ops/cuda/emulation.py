@@ -57,6 +57,12 @@ class EmulatedProduct:
         images = tuple(factor.detach().clone() for factors in linears for factor in factors)
         return (*images, torch.cat(biases).detach()) if biases else images
 
+    def _parts(self, image: Tensor) -> list[Tensor]:
+        """The factors of one image of halves."""
+        shapes = [pattern.factor_shape for pattern in self.architecture] * self.linears
+        sizes = [math.prod(shape) for shape in shapes]
+        return [part.view(shape) for part, shape in zip(image[: sum(sizes)].split(sizes), shapes, strict=True)]
+
     is_one_launch = True
 
     def pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
@@ -66,12 +72,10 @@ class EmulatedProduct:
 
     def prepared(self, x: Rows) -> tuple[Callable[..., None], tuple[str, ...]]:
         def launch(stream: int, x_at: int, image_at: int, bias_at: int, y_at: int) -> None:
-            shapes = [pattern.factor_shape for pattern in self.architecture] * self.linears
-            sizes, outputs = [math.prod(shape) for shape in shapes], self.linears * self.architecture.out_features
-            image = memory(image_at, 1, sum(sizes), x.dtype)[0].float().split(sizes)
-            packed = [part.view(shape) for part, shape in zip(image, shapes, strict=True)]
-            biases = [memory(bias_at, 1, outputs, x.dtype)[0].float()] if bias_at else []
-            y = self.run(memory(x_at, x.rows, x.features, x.dtype, x.stride).float(), (*packed, *biases), bool(biases))
+            outputs, size = self.linears * self.architecture.out_features, self.linears * self.architecture.num_parameters
+            biases = [memory(bias_at, 1, outputs, x.dtype)[0]] if bias_at else []
+            values = memory(x_at, x.rows, x.features, x.dtype, x.stride)
+            y = self.run(values, (memory(image_at, 1, size, x.dtype)[0], *biases), bool(biases))
             memory(y_at, x.rows, outputs, x.dtype).copy_(y)
 
         return launch, ("x", "image", "bias", "y")
@@ -79,16 +83,18 @@ class EmulatedProduct:
     def readable(self, x: Tensor) -> Tensor:
         return in_rows(x)[0]
 
-    def run(self, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool, early: bool = False) -> Tensor:
-        length, outputs = len(self.architecture), []
+    def run(self, x: Tensor, packed: Sequence[Tensor], with_bias: bool, early: bool = False) -> Tensor:
+        length, outputs, dtype = len(self.architecture), [], x.dtype
         images = packed[:-1] if with_bias else packed
+        if self.mode in HALVES:
+            x, images = x.float(), self._parts(images[0].float())
         for start in range(0, len(images), length):
             value = x
             for image in reversed(images[start : start + length]):
                 value = ks_einsum(value, image.to(x.dtype))
             outputs.append(value)
         y = torch.cat(outputs, dim=-1)
-        return y + packed[-1].to(x.dtype) if with_bias else y
+        return (y + packed[-1][: y.shape[-1]].to(x.dtype) if with_bias else y).to(dtype)
 
 
 class EmulatedSingle:

@@ -143,7 +143,7 @@ def test_operators_keep_their_schemas(linears: int) -> None:
     detached = [factor.detach() for factor in factors]
     torch.library.opcheck(torch.ops.flysurgery.ks_linear_input_gradient.default, (dy, detached, linears, "fp32"))
     for with_input in (False, True):
-        arguments = (dy, x.detach(), detached, linears, "fp32", with_input, not with_input)
+        arguments = (dy, x.detach(), detached, [], linears, "fp32", with_input, not with_input)
         torch.library.opcheck(torch.ops.flysurgery.ks_linear_gradients.default, arguments)
 
 
@@ -181,7 +181,7 @@ def test_inputs_of_factors_may_be_kept(architecture: Architecture) -> None:
         launch(0, flows, image, 0, result.data_ptr())
         flows = result.data_ptr()
     values = [tensor.clone() for tensor in kept]
-    expected = kernels.run(dy, x, images, True, True)
+    expected = kernels.run(dy, x, addresses, True, True)
     for _ in range(2):  # a graph that is retained runs backward again
         *found, dx = [torch.empty_like(gradient) for gradient in expected]
         kernels.queue(dy, x, [*addresses, *(tensor.data_ptr() for tensor in kept)], [gradient.data_ptr() for gradient in found], dx)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
+from flysurgery.patterns import gonon
 from tests.ops.cuda.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
-from tests.support.tolerance import FP32_BY_FP16_PAIRS, assert_equal
+from tests.support.tolerance import BF16, FP32_BY_FP16_PAIRS, Arithmetic, assert_equal
 
 pytestmark = pytest.mark.gpu
+
+OURS = ("gather", "fused_linear", "single_factor", "factor_grad", "factor_grad_sum")
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -118,8 +122,10 @@ def test_a_training_step_in_a_graph() -> None:
         assert_equal(ours, theirs)
 
 
-def test_compiled_graphs_follow_training() -> None:
-    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(300, FP32_BY_FP16_PAIRS)
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("mode", [FP32_BY_FP16_PAIRS, BF16], ids=lambda mode: mode.name)
+def test_compiled_graphs_follow_training(mode: Arithmetic) -> None:
+    layer, x = Layer(mode=mode), rows_of(300, mode)
     reference = copy.deepcopy(layer)
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     for run, module in ((compiled, layer), (reference, reference)):
@@ -130,10 +136,36 @@ def test_compiled_graphs_follow_training() -> None:
             run(x).square().mean().backward()
             optimizer.step()
     for index, (ours, theirs) in enumerate(zip(layer.factors, reference.factors, strict=True)):
-        assert not torch.equal(ours, Layer(mode=FP32_BY_FP16_PAIRS).factors[index])
+        assert not torch.equal(ours, Layer(mode=mode).factors[index])
         assert_equal(ours, theirs)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_step_launches_what_an_eager_one_does() -> None:
+    architecture, found = gonon(1536, 384), []  # so wide in between that nothing is kept for the backward pass
+    x = rows_of(300, BF16, architecture)
+    for compiled in (False, True):
+        layer = Layer(architecture, BF16)
+        run = torch.compile(layer, fullgraph=True) if compiled else layer
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        for step in range(3):
+            if step == 2:
+                torch.cuda.synchronize()
+                profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                profiler.start()
+            optimizer.zero_grad()
+            run(x).square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        profiler.stop()
+        found.append(Counter(event.name for event in profiler.events() if event.name in OURS))
+    eager, compiled = found
+    assert eager["gather"] == 1, "weights are packed once for both passes"
+    assert compiled.pop("gather") == 2, "once a pass"
+    assert eager.pop("gather") and eager == compiled
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_compiled_graphs_keep_their_packed_weights() -> None:
     layers = [Layer().requires_grad_(False) for _ in range(4)]
