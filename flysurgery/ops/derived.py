@@ -115,7 +115,7 @@ def _make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) 
     Graphs of ``torch.compile`` warm up in a pool of their own, which they roll back later, kept tensors or not. The
     redirection holds for the thread alone, so another one makes them.
     """
-    if device.type != "cuda" or "torch._inductor.cudagraph_trees" not in sys.modules:
+    if device.type != "cuda" or not _has_compiled_graphs(device):
         return _make(make)
     note_change()
     caller = torch.cuda.current_stream(device)
@@ -139,6 +139,15 @@ def _make_to_keep(make: Callable[[], tuple[Tensor, ...]], device: torch.device) 
     for tensor in tensors:
         tensor.record_stream(caller)
     return tensors
+
+
+def _has_compiled_graphs(device: torch.device) -> bool:
+    """Whether ``torch.compile`` has made CUDA graphs for this thread. To reset the compiler imports their module without making any."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    try:
+        return trees is not None and trees.get_manager(device.index, create_if_none_exists=False) is not None
+    except AssertionError:  # a thread that the compiler knows nothing of
+        return False
 
 
 def _refresh(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

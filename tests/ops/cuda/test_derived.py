@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 
 import pytest
 import torch
@@ -192,3 +193,16 @@ def test_several_biases_are_joined_once(emulated: type[EmulatedProduct], x: Tens
         layers[2].bias.add_(1)
     expected = torch.cat([layer(x) for layer in layers], dim=1)
     assert_equal(multiply(x, factors, [layer.bias for layer in layers], 3, "fp32"), expected)
+
+
+def test_the_module_of_compiled_graphs_alone_costs_no_thread() -> None:
+    import torch._inductor.cudagraph_trees  # as torch.compiler.reset() imports it
+
+    makers: list[int] = []
+
+    def make() -> tuple[Tensor, ...]:
+        makers.append(threading.get_ident())
+        return ()
+
+    derivation._make_to_keep(make, torch.device("cuda", 0))
+    assert makers == [threading.get_ident()]
