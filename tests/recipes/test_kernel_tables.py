@@ -74,3 +74,16 @@ def test_a_table_draws_the_pictures_that_lie_beside_its_rows(monkeypatch: pytest
     importlib.import_module(name).draw(few, tmp_path / f"{stem}_h200.png")
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (RECIPES / "results").glob(f"{stem}_h200.*png")}
+
+
+def test_rows_are_drawn_as_they_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, judged) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a device")
+    import attention_table
+    import recipe
+
+    rows = [attention_table.Row("fp16", 8, 197, 6, name, 1e-4, 20.0, 0.1, 0.5, each) for name, each in judged(2.02).items()]
+    records = recipe.records_of(rows)
+    assert {record["device"] for record in records} == {"a device"} and records[0]["bound_us"] == 300.0
+    attention_table.draw(records, tmp_path / "attention.png")
+    assert (tmp_path / "attention.fp16.png").stat().st_size > 5000
