@@ -6,28 +6,29 @@
 //
 // Factors and orders are those of fused_ffn.cu: a warpgroup owns 64 rows, and accumulators, rounded or split into hi + lo, are operands. Of pairs
 // the high halves of u lie in registers, the low ones in shared memory; single halves lie there. A piece of HIDDEN units is activated while
-// the second factor's product for the next one runs. The slices of v wait in the rows of y as float32, which they fill at most.
+// the second factor's product for the next one runs. The slices of v wait in the rows of y as float32, which they fill at most. One more
+// warpgroup brings the weights and leaves its registers to those that multiply.
 //
 // No scale is looked for: a normalized row is not longer than sqrt(columns), so the weights alone bound what each product gives. The host
 // multiplies weights by powers of two, and the image's header says by which ones sums are multiplied, so that operands are at most 2^15;
 // pairs lose 2^-40 of that.
 //
-// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_float_image.py), through the ring of fused_ring.cuh.
+// Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_float_image.py), through the ring of panel_ring.cuh.
 //
-// Measured on an H200, 25216 rows of width 384: fp32 203 us by the patterns of Gonon et al., 180 by Monarch's, tf32 128 and 116
-// (recipes/results/kernel_trials_h200.csv, run 21). The products at the rate of a large one would take 0.47 and 0.42 of the first two, the bytes 19 us.
+// Measured on an H200, 25216 rows of width 384: fp32 179 us by the patterns of Gonon et al., 165 by Monarch's, tf32 112 and 108
+// (recipes/results/kernel_trials_h200.csv, run 25). The products at the rate of a large one would take 0.53 and 0.46 of the first two, the bytes 19 us.
 //
 // Limits: sm_90a; rows of x at multiples of 16 bytes; a norm stands before the block; sizes as in ffn_float_tiling.py.
 
 #include "exact_activation.cuh"
 #include "ffn_lanes.cuh"
 #include "fused_products.cuh"
-#include "fused_ring.cuh"
 #include "instructions.cuh"
 #include "mode.cuh"
+#include "panel_ring.cuh"
 #include "wgmma_shared.cuh"
 
-constexpr int kWarpgroups = WARPS / 4;
+constexpr int kWarpgroups = WARPS / 4;  // that multiply
 constexpr int kIn = A1 * C1, kOut = B4 * D4, kRowOfY = kOut * 4;
 constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) / 8, kTiles4 = COLUMNS4 / 8;
 constexpr int kTilesOfU = A1 * kTiles1, kTilesOfV = A3 * kTiles3, kTilesHeld = kTilesOfU > kTilesOfV ? kTilesOfU : kTilesOfV;
@@ -48,12 +49,9 @@ static_assert(kTiles4 % RUN == 0 && kRun % 4 == 0 && kPanels4 * COLUMNS4 == B4 &
 
 struct Panels {
     static constexpr int kPanels = A1 * PARTS1 + A3 * kAllPieces * (PARTS2 + PARTS3) + kPanels4 * D4 * PARTS4;
-    static constexpr int kSlots = SLOTS, kSlotBytes = PANEL_STRIDE, kWarps = WARPS;
-    static constexpr bool kUniform = true;
-    static __device__ int source(int panel) { return kHeader + panel * PANEL_STRIDE; }
-    static __device__ int bytes(int panel) { return PANEL_STRIDE; }
+    static constexpr int kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = WARPS;
 };
-static_assert(SLOTS >= 2 * PARTS2 + PARTS3 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
+static_assert(SLOTS >= PARTS2 + PARTS3 && SLOTS >= PARTS4, "the panels that are in use together fit in the ring");
 
 // acc += operands * weights. Products are queued, small ones first; so they are in multiply_held.
 template <int IMAGE, int STEPS, int TILES>
@@ -167,7 +165,7 @@ struct Rows {
 // What normalizes the lane's two rows: (x - mean) * factor, which is NORMALIZED times as long as a normalized row. Sums are of what differs from
 // the mean of the row's first values, so the difference loses no more than a factor of columns / first values of the variance.
 struct Moments {
-    static constexpr int kSteps = kIn / 16 % 12 == 0 ? 12 : kIn / 16 % 4 == 0 ? 4 : 1;  // whose values are on their way together
+    static constexpr int kSteps = kIn % 32 == 0 && kIn <= 384 ? kIn / 32 : kIn % 64 == 0 ? 4 : 1;  // whose values are on their way together
     float mean[2], factor[2];
 
     __device__ __forceinline__ void take(const char* const (&rows)[2], float eps) {
@@ -233,26 +231,27 @@ struct Place {
 
 __device__ __forceinline__ void meet_warpgroup(int warpgroup) { named_barrier_wait(warpgroup + 1, 128); }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS + 128, 1)
 ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, long long rows, long long x_stride, int eps_bits) {
     extern __shared__ __align__(128) char memory[];
-    // ring | what each warpgroup holds | a barrier a slot: the panel is there | a barrier and a counter a slot: warps that left it
-    const u32 ring_at = shared_address(memory), held_at = ring_at + SLOTS * PANEL_STRIDE;
-    const u32 full = held_at + kWarpgroups * kHeldBytes, left_all = full + 8 * SLOTS;
+    // what each warpgroup holds | ring
+    const u32 held_at = shared_address(memory), ring_at = held_at + kWarpgroups * kHeldBytes;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), warpgroup = warp / 4;  // warp-uniform for the compiler
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const long long rows_of_round = 64ll * kWarpgroups * gridDim.x;
     const int rounds = (int)((rows + rows_of_round - 1) / rows_of_round);
 
     using Ring = PanelRing<Panels>;
-    if (threadIdx.x == 0) Ring::prepare(full, left_all);
+    if (threadIdx.x == 0) Ring::prepare(ring_at);
     __syncthreads();
-    Ring ring(image, ring_at, full, left_all, rounds, warp, lane);
+    if (warpgroup == kWarpgroups) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == 32 * WARPS) Ring::feed(image + kHeader, ring_at, rounds);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    Ring ring(ring_at);
     wait_for_kernels_before();  // the first weights come while the kernel before ends
-    auto leave = [&](int panels) {
-#pragma unroll 1
-        for (int p = 0; p < panels; ++p) ring.leave();
-    };
     const float* const fits = reinterpret_cast<const float*>(image);  // powers of two
     constexpr int kTilesOfClass2[D2][STEPS2][2] = U_TILES, kTilesOfClass4[D4][STEPS4][2] = V_TILES;
     Held held;
@@ -264,7 +263,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         if (unit * 64 >= rows) {  // no rows left for this warpgroup, others still need the panels
 #pragma unroll 1
             for (int p = 0; p < Panels::kPanels; ++p) {
-                ring.next();
+                ring.wait();
                 ring.leave();
             }
             continue;
@@ -295,7 +294,7 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                             split2(pair[0], pair[1], hi[s][k], lo[s][k]);
                         }
                     if (nth + 1 < A1 * PARTS1) part.load(x_lane, (nth + 1) * kSteps1 * 64);  // meanwhile
-                    multiply_operands<kImage1, kSteps1>(acc, hi, lo, ring.next());
+                    multiply_operands<kImage1, kSteps1>(acc, hi, lo, ring.wait());
                     wgmma_wait<0>();
                     ring.leave();
                 }
@@ -307,9 +306,8 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         }
 
         // ---- v = K3 act(K2 u + bias), a block of factor 3 after the other
-        const float to_hidden = fits[1], hidden_fit = fits[2], v_fit = fits[3];
+        const float to_hidden = fits[1], hidden_fit = fits[2];
         float h[kTiles2][4];
-        int used = 0;  // panels that products have been done with, to be left while others run
         auto multiply_piece = [&](int cls) {
 #pragma unroll
             for (int n = 0; n < kTiles2; ++n)
@@ -319,11 +317,11 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
             for (int j = 0; j < D2; ++j)  // as registers have names
                 if (cls == j)
 #pragma unroll
-                    for (int part = 0; part < PARTS2; ++part) multiply_held<kSteps2, kImage2>(h, held, kTilesOfClass2[j], part * kSteps2, ring.next(used + part));
+                    for (int part = 0; part < PARTS2; ++part) multiply_held<kSteps2, kImage2>(h, held, kTilesOfClass2[j], part * kSteps2, ring.wait(part));
         };
         multiply_piece(0);
         wgmma_wait<0>();
-        used = PARTS2;
+        ring.template leave<PARTS2>();
 #pragma unroll 1
         for (int i = 0; i < A3; ++i) {
             float sums[kTiles3][4] = {};
@@ -336,10 +334,9 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
 #pragma unroll
                     for (int e = 0; e < 4; ++e) now[n][e] = h[n][e];
                 if (more) multiply_piece((piece + 1) % kAllPieces / kPieces);
-                leave(used);
                 u32 weights[PARTS3];
 #pragma unroll
-                for (int part = 0; part < PARTS3; ++part) weights[part] = ring.next((more ? PARTS2 : 0) + part);
+                for (int part = 0; part < PARTS3; ++part) weights[part] = ring.wait((more ? PARTS2 : 0) + part);
                 u32 hi[HIDDEN / 16][4], lo[HIDDEN / 16][4];
                 if (rows > 0) {  // always, but a branch: the compiler would activate between two products
                     multiply_and_add(now, to_hidden, weights[0] + kImages * kImage3, t);
@@ -355,7 +352,8 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
 #pragma unroll
                 for (int part = 0; part < PARTS3; ++part) multiply_operands<kImage3, kSteps3>(sums, hi + part * kSteps3, lo + part * kSteps3, weights[part]);
                 wgmma_wait<0>();
-                used = (more ? PARTS2 : 0) + PARTS3;
+#pragma unroll 1
+                for (int p = more ? 0 : PARTS2; p < PARTS2 + PARTS3; ++p) ring.leave();
             }
             const Place at(unit, rows);
             char* const v_lane = y + at.row * kRowOfY + at.t * 8;
@@ -369,13 +367,12 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
                     if (at.left > k * 8) *reinterpret_cast<Vector<8>*>(v_lane + k * 8 * kRowOfY + (i * kTiles3 + n) * 32) = pair;
                 }
         }
-        leave(used);
         meet_warpgroup(warpgroup);  // nobody reads u any more
         const Place at(unit, rows);
         const char* const x_row = x + at.row * x_stride;
         char* const y_row = y + at.row * kRowOfY;
         const char* const v_lane[2] = {at.in_row(y, kRowOfY, 0, at.t * 8), at.in_row(y, kRowOfY, 1, at.t * 8)};
-        held.template take<0>(v_lane, v_fit);
+        held.template take<0>(v_lane, fits[3]);
         fence_copies();
         meet_warpgroup(warpgroup);  // v is there, and outputs may take the place of what other lanes have read
 
@@ -397,15 +394,15 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
             };
 #pragma unroll
             for (int j = 0; j < D4; ++j) {
-                const u32 floats = ring.next() + kImages * kImage4;
+                const u32 floats = ring.wait() + kImages * kImage4;
 #pragma unroll
-                for (int part = 0; part < PARTS4; ++part) multiply_held<kSteps4, kImage4>(acc[j], held, kTilesOfClass4[j], part * kSteps4, ring.next(part));
+                for (int part = 0; part < PARTS4; ++part) multiply_held<kSteps4, kImage4>(acc[j], held, kTilesOfClass4[j], part * kSteps4, ring.wait(part));
                 if (RESIDUAL && j + 1 == D4) load_residual(0, 0), load_residual(0, 1);  // meanwhile
                 wgmma_wait<0>();
                 multiply_and_add(acc[j], to_output, floats, t);
                 if (SCALED) multiply_columns(acc[j], floats + COLUMNS4 * 4, t);
                 fence_copies();
-                leave(PARTS4);
+                ring.template leave<PARTS4>();
             }
 #pragma unroll
             for (int run = 0; run < kRuns; ++run)
@@ -429,5 +426,4 @@ ffn_floats(const char* __restrict__ x, const char* __restrict__ image, char* y, 
         }
         meet_warpgroup(warpgroup);  // nobody reads v any more
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -10,6 +10,7 @@ from math import ceil, log2
 
 from flysurgery.ops.cuda.ffn_ring_tiling import RingFfnTiling, fastest, filled
 from flysurgery.ops.cuda.ffn_tiling import Factors, cut, factors_of, tiles_of
+from flysurgery.ops.cuda.tiling import registers_allowed
 from flysurgery.patterns import Architecture
 
 HEADER_BYTES = 128
@@ -19,12 +20,13 @@ BOUND_EXPONENT = 15
 _PANEL_BYTES = 9500  # of high or of low halves
 _WIDTHS = (64, 48, 32, 24, 16)  # columns of a product
 _MOST_OUTPUTS = 96  # of all classes, whose sums a warpgroup holds together
-_REGISTERS_BESIDE_TILES = 50
+_REGISTERS_BESIDE_TILES = 48
+_PRODUCER_REGISTERS = 24
 
 
 @dataclass(frozen=True)
 class FloatFfnTiling(RingFfnTiling):
-    """Sizes of ``kernels/ffn_floats.cu`` for one pair of architectures and one mode; four warps own 64 rows.
+    """Sizes of ``kernels/ffn_floats.cu`` for one pair of architectures and one mode; four warps own 64 rows, four others bring weights.
 
     Attributes:
         mode: ``"fp32"`` or ``"tf32"``.
@@ -35,6 +37,25 @@ class FloatFfnTiling(RingFfnTiling):
     @property
     def kernel(self) -> str:
         return "ffn_floats"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps + 128
+
+    @property
+    def most_registers(self) -> int:
+        """Registers a thread that multiplies, when those that bring weights have left theirs."""
+        groups = self.warps // 4
+        return (registers_allowed(self.warps + 4) * (groups + 1) - _PRODUCER_REGISTERS) // groups // 8 * 8
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot takes in shared memory: a panel and two barriers."""
+        return self.stride + 16
+
+    @property
+    def neighbours(self) -> bool:
+        return True
 
     @property
     def images(self) -> int:
@@ -68,7 +89,7 @@ class FloatFfnTiling(RingFfnTiling):
     @property
     def least_slots(self) -> int:
         """One more than the panels that a warpgroup holds at once."""
-        return max(2 * self.parts[1] + self.parts[2], self.parts[3]) + 1
+        return max(self.parts[1] + self.parts[2], self.parts[3]) + 1
 
     @property
     def held_tiles(self) -> int:
@@ -100,6 +121,8 @@ class FloatFfnTiling(RingFfnTiling):
             **super().defines(),
             "MT": 1,
             "WGMMA": 1,
+            "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+            "CONSUMER_REGISTERS": self.most_registers,
             **{f"PARTS{n}": parts for n, parts in enumerate(self.parts, 1)},
             "NORMALIZED": f"{2.0**self.normalized_exponent}f",
         }

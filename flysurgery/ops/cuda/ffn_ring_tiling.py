@@ -1,4 +1,4 @@
-"""What the tilings share of feed-forward kernels whose weights pass through the ring of ``kernels/fused_ring.cuh``. Integers only."""
+"""What the tilings share of feed-forward kernels whose warps own rows and share a ring of panels. Integers only."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import TypeVar
 from flysurgery.ops.cuda.ffn_tiling import FfnTiling, braces
 from flysurgery.ops.cuda.tiling import registers_allowed
 
-_SLOT_BYTES = 20  # of two barriers and a counter
 _MOST_SLOTS = 16
 RingTile = TypeVar("RingTile", bound="RingFfnTiling")
 
 
 @dataclass(frozen=True)
 class RingFfnTiling(FfnTiling):
-    """Sizes of a kernel all of whose warps multiply.
+    """Sizes of a kernel with the ring of ``kernels/fused_ring.cuh``, all of whose warps multiply.
 
     Attributes:
-        warps: warps a block.
+        warps: warps a block that multiply.
     """
 
     warps: int
@@ -33,14 +32,24 @@ class RingFfnTiling(FfnTiling):
         return False
 
     @property
+    def most_registers(self) -> int:
+        """Registers a thread that multiplies may use."""
+        return registers_allowed(self.warps)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot takes in shared memory: a panel, two barriers and a counter."""
+        return self.stride + 20
+
+    @property
     def held_bytes(self) -> int:
         """Shared memory beside the ring."""
         raise NotImplementedError
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: ring with its barriers and counters, and what lies beside it."""
-        return self.slots * (self.stride + _SLOT_BYTES) + self.held_bytes
+        """Dynamic shared memory of a block: the ring and what lies beside it."""
+        return self.slots * self.slot_bytes + self.held_bytes
 
     def defines(self) -> dict[str, int | str]:
         middle, last = ([[list(pair) for pair in steps] for steps in each] for each in (self.middle_steps, self.last_steps))
@@ -49,8 +58,8 @@ class RingFfnTiling(FfnTiling):
 
 def filled(tile: RingTile, shared_limit: int) -> RingTile | None:
     """The tile with as many slots as there is room for; None where they are too few, or registers are."""
-    slots = min((shared_limit - tile.held_bytes) // (tile.stride + _SLOT_BYTES), sum(tile.panel_counts), _MOST_SLOTS)
-    return replace(tile, slots=slots) if tile.registers <= registers_allowed(tile.warps) and slots >= tile.least_slots else None
+    slots = min((shared_limit - tile.held_bytes) // tile.slot_bytes, sum(tile.panel_counts), _MOST_SLOTS)
+    return replace(tile, slots=slots) if tile.registers <= tile.most_registers and slots >= tile.least_slots else None
 
 
 def fastest(tiles: Iterable[RingTile]) -> RingTile | None:

@@ -91,6 +91,11 @@ class FfnTiling:
         return 2 * self.run
 
     @property
+    def neighbours(self) -> bool:
+        """Whether a step has an even tile and the next one where it can: the registers of both are an operand as they are."""
+        return False
+
+    @property
     def pieces(self) -> int:
         """Pieces of ``hidden`` units in a class and a block of the third factor."""
         return self.factors[2].c // self.factors[1].d // self.hidden
@@ -98,13 +103,13 @@ class FfnTiling:
     @property
     def middle_steps(self) -> list[list[tuple[int, int]]]:
         """For each class of the second factor, its pairs of tiles; all of the same number, a multiple of the parts."""
-        steps = class_steps(self.factors[0], self.factors[1])
+        steps = class_steps(self.factors[0], self.factors[1], neighbours=self.neighbours)
         longest = -(-max(map(len, steps)) // self.parts[1]) * self.parts[1]
         return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
 
     @property
     def last_steps(self) -> list[list[tuple[int, int]]]:
-        steps = class_steps(self.factors[2], self.factors[3])
+        steps = class_steps(self.factors[2], self.factors[3], neighbours=self.neighbours)
         longest = -(-max(map(len, steps)) // self.parts[3]) * self.parts[3]
         return [[*of_class, *[(-1, -1)] * (longest - len(of_class))] for of_class in steps]
 
@@ -204,8 +209,11 @@ def block_order(factor: Pattern, block: int, classes: int) -> list[int]:
     return order + [-1] * (tiles_of(factor) * 8 - factor.b)
 
 
-def class_steps(factor: Pattern, reader: Pattern) -> list[list[tuple[int, int]]]:
-    """For each class of ``reader``, the tiles of ``factor``'s outputs that hold some of it, two a k16 step; -1 for none."""
+def class_steps(factor: Pattern, reader: Pattern, *, neighbours: bool = False) -> list[list[tuple[int, int]]]:
+    """For each class of ``reader``, the tiles of ``factor``'s outputs that hold some of it, two a k16 step; -1 for none.
+
+    ``neighbours``: an even tile and the next one are a step where the class has both, and what is left comes after these.
+    """
     found = []
     for cls in range(reader.d):
         tiles = []
@@ -215,8 +223,10 @@ def class_steps(factor: Pattern, reader: Pattern) -> list[list[tuple[int, int]]]
                 held = order[8 * tile : 8 * tile + 8]
                 if any(p >= 0 and (block * factor.b + p) % reader.d == cls for p in held):
                     tiles.append(block * tiles_of(factor) + tile)
-        tiles += [-1] * (len(tiles) % 2)
-        found.append([*zip(tiles[::2], tiles[1::2], strict=True)])
+        whole = [(tile, tile + 1) for tile in tiles if neighbours and tile % 2 == 0 and tile + 1 in tiles]
+        left = [tile for tile in tiles if not any(tile in pair for pair in whole)]
+        left += [-1] * (len(left) % 2)
+        found.append([*whole, *zip(left[::2], left[1::2], strict=True)])
     return found
 
 

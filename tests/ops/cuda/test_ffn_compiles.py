@@ -15,8 +15,8 @@ from flysurgery.patterns.catalog import gonon, low_rank, monarch
 SHARED = 232448
 MAX_SPILL_BYTES = 128
 """Stores and loads a thread, at the end, where scaled sums and the rows to be added are held together."""
-MAX_SPILL_BYTES_A_ROUND = 32
-"""Stores and loads a thread of what counts rounds, outside of all other loops."""
+MAX_SPILL_BYTES_BESIDE_PIECES = 64
+"""Stores and loads a thread outside of the loop over pieces of hidden units."""
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_compiles_for_float32(up: Architecture, down: Architecture, mode: str, a
     defines = {**tile.defines(), "MODE": MODES.index(mode), "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
     compiled = compile_cubin("ffn_floats.cu", defines, arch="sm_90a", name="ffn_floats")
     assert compiled.serialized == ()
-    assert compiled.spill_bytes <= MAX_SPILL_BYTES_A_ROUND
-    assert compiled.registers <= registers_allowed(tile.warps)
+    assert compiled.spill_bytes <= MAX_SPILL_BYTES_BESIDE_PIECES
+    assert compiled.registers <= registers_allowed(tile.warps + 4)  # at the start, before those that bring weights leave theirs

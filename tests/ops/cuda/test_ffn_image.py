@@ -14,7 +14,7 @@ from flysurgery.factors import ks_einsum
 from flysurgery.ops.cuda import ffn
 from flysurgery.ops.cuda.ffn import size_obstacle
 from flysurgery.ops.cuda.ffn_image import input_order, pack_ffn
-from flysurgery.ops.cuda.ffn_tiling import FfnTiling, ffn_tiling, tiles_of
+from flysurgery.ops.cuda.ffn_tiling import FfnTiling, class_steps, ffn_tiling, tiles_of
 from flysurgery.ops.cuda.ffn_warp_tiling import WarpFfnTiling, warp_ffn_tiling
 from flysurgery.ops.cuda.tiling import registers_allowed
 from flysurgery.patterns import Architecture
@@ -162,6 +162,17 @@ def test_float32_needs_wgmma_and_a_norm(mode: str) -> None:
     assert "compute capability 9.0" in str(reason(*BLOCKS["gonon 384"], wgmma=False))
     assert "no tile" in str(reason(gonon(3072, 768), gonon(768, 3072)))
     assert "do not fit in tiles in the rows" in str(reason(monarch(1536, 384), Architecture.of((1, 384, 400, 1), (1, 400, 1536, 1))))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_neighbouring_tiles_are_a_step_where_a_class_has_both(name: str) -> None:
+    up, down = BLOCKS[name]
+    for factor, reader in ((up.patterns[1], up.patterns[0]), (down.patterns[1], down.patterns[0])):
+        plain, sorted_steps = class_steps(factor, reader), class_steps(factor, reader, neighbours=True)
+        for before, steps in zip(plain, sorted_steps, strict=True):
+            tiles = [tile for pair in before for tile in pair]
+            assert sorted(tile for pair in steps for tile in pair) == sorted(tiles)
+            assert all((tile, tile + 1) in steps for tile in tiles if tile >= 0 and tile % 2 == 0 and tile + 1 in tiles)
 
 
 @pytest.mark.parametrize("width", [192, 384])
