@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, joined_pattern, single_factor
 from flysurgery.ops.cuda.factor_grad import Part, sum_of_splits
-from flysurgery.ops.cuda.gather import Packer
+from flysurgery.ops.cuda.gather import Packer, can_gather
 from flysurgery.ops.cuda.kernel import Prepared, Rows, Series, current_stream, in_rows
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.table import TunedCase
+from flysurgery.ops.derived import derived
 from flysurgery.patterns import Architecture, Pattern
 
 _ALIGNMENT = 256
@@ -117,13 +118,15 @@ class Chain:
         self,
         dy: Tensor,  # shape: (*batch, linears * out_features)
         x: Tensor,  # shape: (*batch, in_features)
-        operands: Sequence[int],  # as ``queue`` takes them
+        factors: tuple[Tensor, ...],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+        kept: Sequence[Tensor],  # what ``inputs`` gave, or nothing
         with_input: bool,
         with_bias: bool,
     ) -> list[Tensor]:
         """The gradients of all linears' factors of each place in the product, of their biases if asked for, and of x if asked for.
 
-        Those of one place, or of the biases, follow each other along the first dimension. That of x has its dtype.
+        Those of one place, or of the biases, follow each other along the first dimension. That of x has its dtype. Factors are packed
+        where that takes one launch, as they change with every step, and looked up else.
         """
         linears, count = self.linears, len(self._shapes)
         shapes = [*self._shapes, (dy.shape[-1],)] if with_bias else self._shapes
@@ -137,7 +140,12 @@ class Chain:
         addresses = [start + n * step for n in range(linears) for start, step in steps[:count]]
         if self.sums_dy:
             addresses += [start + n * step for start, step in steps[count:] for n in range(linears)]
-        self.queue(dy, x, operands, addresses, dx)
+        operands, gather = [*map(Tensor.data_ptr, kept)], self.pack.gather
+        if gather is not None and can_gather(factors, self.mode):
+            self.queue(dy, x, operands, addresses, dx, [gather.table_at, *map(Tensor.data_ptr, factors)], factors[0].dtype)
+        else:  # a table that is learnt here lies in memory that outlives the call
+            images = derived(self.pack, factors, lambda: self.pack(factors))
+            self.queue(dy, x, [*map(Tensor.data_ptr, images), *operands], addresses, dx)
         if with_bias and not self.sums_dy:
             torch.sum(dy.reshape(-1, dy.shape[-1]), 0, out=found[count])
         return results
@@ -149,30 +157,33 @@ class Chain:
         operands: Sequence[int],  # the addresses of what ``pack`` gives, then of the inputs of all factors but the last, or not
         gradients: Sequence[int],  # those of the factors' gradients, of one linear after the other, and of the biases' if wanted
         dx: Tensor | None,  # shape: (*batch, in_features), contiguous; of the dtype of x, or float32 where ``takes_wide``
+        sources: Sequence[int] = (),  # the addresses of the table that packs, and of the factors, in place of what ``pack`` gives
+        source: torch.dtype | None = None,  # the factors' dtype there
     ) -> None:
         """Write the gradients, float32 where x is in halves, on the current stream. Biases need ``sums_dy``."""
         x_at, dy_at = x.data_ptr(), dy.data_ptr()
-        kept, dx_dtype = len(operands) > self.images, None if dx is None else dx.dtype
-        key = (x.shape, x.stride(), x_at % 16, x.dtype, dy.stride(), dy_at % 16, len(gradients), dx_dtype, kept)
+        kept, dx_dtype = len(operands) > (0 if sources else self.images), None if dx is None else dx.dtype
+        key = (x.shape, x.stride(), x_at % 16, x.dtype, dy.stride(), dy_at % 16, len(gradients), dx_dtype, kept, source)
         plan = self._plans.get(key)
         if plan is None:
             (own_x, at_x), (own_dy, at_dy) = in_rows(x), in_rows(dy)
             if own_x is not x or own_dy is not dy:
-                self.queue(own_dy, own_x, operands, gradients, dx)
+                self.queue(own_dy, own_x, operands, gradients, dx, sources, source)
                 return
             with_bias, wide = len(gradients) > self.linears * len(self._shapes), dx_dtype not in (None, x.dtype)
-            plan = self._plans[key] = self._plan(at_x, at_dy, dx is not None, with_bias, wide, kept)
+            plan = self._plans[key] = self._plan(at_x, at_dy, dx is not None, with_bias, wide, kept, source)
         memory = x.new_empty(plan.memory_bytes, dtype=torch.uint8)
         start = memory.data_ptr()
         dx_at = 0 if dx is None else dx.data_ptr()
         places = [start + offset for offset in plan.offsets]
-        plan.launches(current_stream(x.get_device()), 0, x_at, dy_at, dx_at, *places, *operands, *gradients)
+        plan.launches(current_stream(x.get_device()), 0, x_at, dy_at, dx_at, *places, *operands, *gradients, *sources)
 
-    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool, wide: bool, kept: bool) -> _Plan:
+    def _plan(self, x: Rows, dy: Rows, with_input: bool, with_bias: bool, wide: bool, kept: bool, source: torch.dtype | None) -> _Plan:
         """The launches for x and dy that lie so.
 
         What flows into a factor but the last, unless it was kept, and later its gradient, which takes the same place, lie in memory of
-        the call. So do the gradients of splits of the rows, which one launch adds for all factors and biases.
+        the call. So do the gradients of splits of the rows, which one launch adds for all factors and biases, and the images where the
+        first launch packs them, out of factors of the dtype ``source``.
         """
         patterns, linears, device = self.architecture.patterns, self.linears, self.device_index
         last = len(patterns) - 1
@@ -214,8 +225,17 @@ class Chain:
         names = [None, "x", "dy", "input", *range(last), "workspace"]
         names += [name for place in range(last + 1) for name in (f"splits {place}", f"splits of biases {place}")]
         names += [*(f"image {index}" for index in range(self.images)), *(f"kept {place}" for place in range(last) if kept), *results]
+        size = _aligned(workspace + size)
+        if source is not None:
+            gather = self.pack.gather
+            assert gather is not None, "the table's address was given"
+            sources = [f"source {index}" for index in range(linears * len(patterns))]
+            launches.insert(0, (gather.prepared(source), (*sources, "table", "image 0")))
+            names += ["table", *sources]
+            offsets += [size + offset for offset in gather.offsets]
+            size += gather.size * x.dtype.itemsize
         series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
-        return _Plan(series, offsets, workspace + size)
+        return _Plan(series, offsets, size)
 
 
 def keeps_inputs(architecture: Architecture, linears: int) -> bool:

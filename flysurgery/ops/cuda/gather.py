@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
 from flysurgery.ops.cuda.modes import HALVES, dtype_of
-from flysurgery.ops.derived import derived
 
 _THREADS = 256
 _PER_THREAD = 8
@@ -106,18 +105,6 @@ class Packer:
         """The images; those out of a table in the dtype of the mode, with what fills them up."""
         gather = self.gather_for(sources)
         return self.plainly(sources) if gather is None else torch.split_with_sizes(gather(sources), gather.sizes)
-
-    def anew(self, sources: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[int]]:
-        """The images of weights that train, and their addresses: packed at each call where a table packs them, which takes less time
-        than to look them up.
-        """
-        gather = self.gather
-        if gather is None or not can_gather(sources, self.mode):
-            images = derived(self, sources, lambda: self(sources))  # a table that is learnt there lies in memory that outlives the call
-            return images, [image.data_ptr() for image in images]
-        images = gather(sources)
-        start = images.data_ptr()
-        return (images,), [start + offset for offset in gather.offsets]
 
     def gather_for(self, sources: tuple[Tensor, ...]) -> Gather | None:
         """What packs these sources by a table; None where nothing does."""

@@ -55,8 +55,7 @@ def all_gradients(
     factors = tuple(factors)
     kernels = chain_for(factors, linears, mode, device_index, x.numel() // x.shape[-1])
     meet(kernels, x)
-    _images, addresses = kernels.pack.anew(factors)  # they live until the launches are queued
-    return kernels.run(dy, x, [*addresses, *map(Tensor.data_ptr, kept)], with_input, with_bias)
+    return kernels.run(dy, x, factors, kept, with_input, with_bias)
 
 
 def hand_out(

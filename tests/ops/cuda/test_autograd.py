@@ -181,7 +181,7 @@ def test_inputs_of_factors_may_be_kept(architecture: Architecture) -> None:
         launch(0, flows, image, 0, result.data_ptr())
         flows = result.data_ptr()
     values = [tensor.clone() for tensor in kept]
-    expected = kernels.run(dy, x, addresses, True, True)
+    expected = kernels.run(dy, x, tuple(factors), (), True, True)
     for _ in range(2):  # a graph that is retained runs backward again
         *found, dx = [torch.empty_like(gradient) for gradient in expected]
         kernels.queue(dy, x, [*addresses, *(tensor.data_ptr() for tensor in kept)], [gradient.data_ptr() for gradient in found], dx)
