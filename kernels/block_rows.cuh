@@ -87,20 +87,21 @@ struct Source {
 };
 
 struct StagedRows {
-    const Source& x;
+    const char* x;
     Units units;
+    long long stride;
     u32 slots, pieces;
     int warp, lane, stage = 0, to = 0, from = 0, round = 0, inside;
     const char* row;
     u32 a[2][4][4];
 
     __device__ __forceinline__ StagedRows(const Source& x_, Units units_, u32 staged_at, u32, u32 pieces_, int warp_, int lane_)
-        : x(x_), units(units_), slots(staged_at + warp_ * SLOTS * kSlot), pieces(pieces_), warp(warp_), lane(lane_) {}
+        : x(x_.rows), units(units_), stride(x_.stride), slots(staged_at + warp_ * SLOTS * kSlot), pieces(pieces_), warp(warp_), lane(lane_) {}
     static __device__ __forceinline__ void prepare(u32) {}
     __device__ __forceinline__ void set_rows() {
         const long long first = units.first(round, warp / 4) + warp % 4 * 16 + (lane >> 3);
         inside = (int)min(max(units.rows - first, 0ll), 16ll);
-        row = x.rows + first * x.stride;
+        row = x + first * stride;
     }
     __device__ __forceinline__ void begin() {
         set_rows();
@@ -113,7 +114,7 @@ struct StagedRows {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const int own = 4 * m + (lane >> 3);
-            copy_async<16>(at + own * 128 + ((lane & 7) ^ (own & 7)) * 16, row + (offset < 0 ? 0 : offset) + 4 * m * x.stride,
+            copy_async<16>(at + own * 128 + ((lane & 7) ^ (own & 7)) * 16, row + (offset < 0 ? 0 : offset) + 4 * m * stride,
                            offset >= 0 && 4 * m < inside ? 16 : 0);
         }
         commit_copies();

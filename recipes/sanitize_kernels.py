@@ -48,6 +48,8 @@ ROWS, LINEARS = (1, 75), 3
 SMALL = Architecture.of((1, 32, 16, 2), (2, 16, 32, 1))
 UNCHAINED = Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
 UP, DOWN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
+JOINED = Architecture.of((1, 256, 128, 3), (2, 192, 64, 1)), Architecture.of((1, 64, 128, 2), (2, 128, 384, 1))
+"""With many rows both factors around the activation are one launch."""
 ODD, EIGHTS = Pattern(2, 19, 37, 3), Pattern(2, 24, 40, 3)
 
 
@@ -127,14 +129,17 @@ def run_streamed(mode: str) -> None:
     print(f"dense, streamed weights, {mode}")
 
 
-def run_by_factors(dtype: torch.dtype, all_rows: Sequence[int] = ROWS) -> None:
+def run_by_factors(
+    dtype: torch.dtype, all_rows: Sequence[int] = ROWS, architectures: tuple[Architecture, Architecture] = (UP, DOWN)
+) -> None:
     if device_arch(0) != "sm_90a":
         return
+    features = architectures[0].in_features
     for rows in all_rows:
-        x, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in ((rows, 96), (96,)))
-        up, down = factors_of(UP, dtype), factors_of(DOWN, dtype)
+        x, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in ((rows, features), (features,)))
+        up, down = (factors_of(architecture, dtype) for architecture in architectures)
         run_wide_ffn(x, Norm(bias, bias), up, None, down, bias, "gelu", bias, residual=True)
-    print(f"by factors {dtype}, rows {all_rows}")
+    print(f"by factors {dtype} {architectures[0]} {architectures[1]}, rows {all_rows}")
 
 
 def run_feed_forward(architectures: tuple[Architecture, Architecture], dtype: torch.dtype, all_rows: Sequence[int] = ROWS) -> None:
@@ -257,6 +262,7 @@ def cases() -> list[Callable[[], None]]:
         found += [partial(run_transposition, dtype), partial(run_norm, dtype)]
     found += [partial(run_feed_forward, (gonon(768, 192), gonon(192, 768)), torch.float16, (rows_of_two_rounds(),))]
     found += [partial(run_by_factors, torch.float16, (rows_of_two_rounds(),)), partial(run_streamed, "fp16")]
+    found += [partial(run_by_factors, torch.float16, (75, rows_of_two_rounds()), JOINED)]
     return found
 
 

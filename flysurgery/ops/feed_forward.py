@@ -158,7 +158,7 @@ def _stages(
         if whole is None:
             return (Stage(("the whole block",), _whole),)
         if inner is None and takes_ffn(x, up, down, activation):
-            return norms_reason or (Stage(wide_ffn_launches(norm, scale, residual), _by_factors),)
+            return norms_reason or (Stage(wide_ffn_launches(x, norm, up, down, scale, residual), _by_factors),)
     launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
     if launches is not None:
         return f"{whole}; {launches}"

@@ -1,4 +1,4 @@
-"""Layers of two factors that are too wide for one launch a layer: a launch a factor."""
+"""Layers of two factors that are too wide for one launch a layer: a launch a factor, or for the two around an activation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.wide_ffn import wide_ffn_obstacle, wide_ffn_operator
+from flysurgery.ops.cuda.ffn_middle import fills_rounds
+from flysurgery.ops.cuda.wide_ffn import middle_places, wide_ffn_obstacle, wide_ffn_operator
 from flysurgery.ops.cuda.wide_group import wide_group_obstacle, wide_group_operator
 from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
@@ -40,11 +41,15 @@ def wide_ffn(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def wide_ffn_launches(norm: Norm | None, scale: Tensor | None, residual: bool) -> tuple[str, ...]:
+def wide_ffn_launches(
+    x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, scale: Tensor | None, residual: bool
+) -> tuple[str, ...]:
     """What the launches of ``wide_ffn`` compute, one after the other."""
+    joined = x.is_cuda and fills_rounds(x.numel() // x.shape[-1], _middle_places(up.shapes, down.shapes, x.device.index))
     first = ("first factor of up",) if norm is None else (MOMENTS, "norm and first factor of up")
     last = ["second factor of down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
-    return (*first, "second factor of up and activation", "first factor of down", " and ".join(last))
+    middle = ("second factor of up and activation", "first factor of down")
+    return (*first, *([" and ".join(middle)] if joined else middle), " and ".join(last))
 
 
 def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors, activation: str) -> bool:
@@ -79,6 +84,11 @@ def _ffn_obstacle(
     up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...], dtype: torch.dtype, activation: str, device_index: int
 ) -> str | None:
     return wide_ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _middle_places(up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...], device_index: int) -> int:
+    return middle_places(Architecture.of(*up), Architecture.of(*down), device_index)
 
 
 @torch.compiler.assume_constant_result

@@ -12,10 +12,11 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.ops.cuda.ffn_middle import WARPGROUPS, FfnMiddle, MiddleTiling, fills_rounds, middle_tiling
 from flysurgery.ops.cuda.ffn_operator import FFN_OPERANDS, fake_ffn
 from flysurgery.ops.cuda.fused import readable
 from flysurgery.ops.cuda.kernel import current_device
-from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
@@ -51,6 +52,23 @@ def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> tup
     return wrong or tuple(tile for tile in made if isinstance(tile, BlockTiling))
 
 
+@lru_cache(maxsize=64)
+def wide_middle(up: Architecture, down: Architecture, shared_limit: int) -> MiddleTiling | str:
+    """The product with the two factors around the activation in one launch, or why there is none; rows lie as ``wide_tilings`` has them."""
+    tiles = wide_tilings(up, down, shared_limit)
+    if isinstance(tiles, str):
+        return tiles
+    _, second, third, _ = tiles
+    return middle_tiling(second.factor, third.factor, second.inputs, third.outputs, shared_limit)
+
+
+@lru_cache(maxsize=256)
+def middle_places(up: Architecture, down: Architecture, device_index: int) -> int:
+    """Warpgroups of a round of the kernel for both factors around the activation, 0 for no kernel; one launch where rows fill rounds."""
+    tile = wide_middle(up, down, shared_limit_of(device_index))
+    return 0 if isinstance(tile, str) else WARPGROUPS * multiprocessors_of(device_index)
+
+
 def _sorted(factor: Pattern, following: Pattern) -> np.ndarray:  # shape: (out_features,)
     return outputs_for(factor, blocks_of(np.arange(factor.out_features), following.c, following.d))
 
@@ -65,6 +83,14 @@ def _products(up: Architecture, down: Architecture, dtype: torch.dtype, activati
     return tuple(BlockLinear(tile, dtype, each, device_index) for tile, each in zip(tiles, activations, strict=True))
 
 
+@lru_cache(maxsize=256)
+def _middle(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> FfnMiddle:
+    tile = wide_middle(up, down, shared_limit_of(device_index))
+    if isinstance(tile, str):
+        raise BackendError(tile)
+    return FfnMiddle(tile, dtype, activation, device_index)
+
+
 def run_wide_ffn(
     x: Tensor,  # shape: (rows, in_features)
     norm: Norm | None,
@@ -77,7 +103,8 @@ def run_wide_ffn(
     residual: bool,
     moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (rows, out_features)
-    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one a factor.
+    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one a factor,
+    or for the two around the activation, where rows fill the rounds of their kernel.
 
     None for the norm where the moments of the rows of x are there, as ``BlockLinear.multiply`` takes them.
 
@@ -88,12 +115,17 @@ def run_wide_ffn(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual, moments)
-    first, second, third, last = _products(architecture_of(up), architecture_of(down), x.dtype, activation, device_index)
+    kind = architecture_of(up), architecture_of(down), x.dtype, activation, device_index
+    first, second, third, last = _products(*kind)
     up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
     x = readable(x)
+    u = first.multiply(x, up[1:], norm=norm, moments=moments)
     # Every second product goes backwards, from the rows that were written last and are still in the L2 cache.
-    hidden = second.multiply(first.multiply(x, up[1:], norm=norm, moments=moments), up[:1], up_biases, backwards=True)
-    return last.multiply(third.multiply(hidden, down[1:]), down[:1], down_biases, scale, x if residual else None, backwards=True)
+    if fills_rounds(x.shape[0], middle_places(*kind[:2], device_index)):
+        v = _middle(*kind).multiply(u, up[0], up_bias, down[1])
+    else:
+        v = third.multiply(second.multiply(u, up[:1], up_biases, backwards=True), down[1:])
+    return last.multiply(v, down[:1], down_biases, scale, x if residual else None, backwards=True)
 
 
 def _wide_ffn(
