@@ -1,21 +1,22 @@
 // y = residual + act(factor * (x Wᵀ) + shift) for a dense W of halves, in one launch, where W is too large to stay in shared memory.
 //
-//        x: 192 rows              W: COLUMNS outputs                    y, residual: 64 rows a warpgroup, COLUMNS columns
+//        x: ROWS rows             W: COLUMNS outputs                    a tile of y: ROWS rows, COLUMNS columns
 //      ┌──┬──┬── … ──┐         ┌──┬──┬── … ──┐                        ┌───────────────┬─ … ─┐
-//      │64│  │       │    x    │64│  │       │  through a ring        │ column tile   │     │
+//      │64│  │       │    x    │64│  │       │  through a ring        │ 64 rows       │     │
 //      └──┴──┴── … ──┘         └──┴──┴── … ──┘                        └───────────────┴─ … ─┘
 //
-// A block takes tile after tile. A thread of its last warpgroup has the copy engine bring 64 inputs of the rows and of the weights at a time, SLOTS of
-// them ahead, across tiles; three other warpgroups multiply 64 rows each, straight from shared memory, and finish their outputs while the next tile's first inputs come.
-// Wide tiles of many rows read x and W the fewest times from the L2 cache; blocks that run together share rows.
+// Two warpgroups take a block's tiles in turn: one multiplies, straight from shared memory, while the other finishes the outputs of the tile
+// before. Two threads of a third have the copy engine bring what they need: one 64 inputs of the rows and of the weights at a time, SLOTS of them
+// ahead, across tiles; the other the residual, to where y takes its place and is fetched by the copy engine. Two blocks, a cluster, take
+// tiles of the same columns, and each brings half of the weights to both. Blocks that run together share rows.
 //
 // With MOMENTS it also leaves the mean and the squared deviations of a row's COLUMNS outputs in each tile, from sums about a lane's first output, which
 // cost at most a factor of COLUMNS / 4 of float32's precision; block_linear.cu reads them.
 //
-// A slot: 192 rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/ops/cuda/dense.py).
+// A slot: ROWS rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/ops/cuda/dense.py).
 //
-// Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 60 us of an H200,
-// 128 images in float16, where the bytes take 28 at the rate of a large copy (recipes/results/kernel_trials_h200.csv, runs 5 and 20).
+// Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 50 us of an H200, 128 images in float16,
+// where the bytes take 28 at the rate of a large copy, and PyTorch's product alone 48 (recipes/results/kernel_trials_h200.csv, run 23).
 //
 // Defines: IN, OUT, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, SLOTS. Limits: sm_90a; IN a multiple
 // of 64, OUT one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
@@ -25,147 +26,178 @@
 #include "wgmma_wide_shared.cuh"
 #include "wgmma_rows.cuh"
 
-constexpr int kWarpgroups = 3, kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+constexpr int kUnits = 384 / COLUMNS, kRows = 64 * kUnits;  // as many rows as a warpgroup's registers hold sums of
+constexpr int kCluster = 2, kThreads = 3 * 128;
 constexpr int kStages = IN / 64, kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
 constexpr int kRowBytes = kRows * 128, kPanel = COLUMNS * 128, kSlot = kRowBytes + kPanel;
-constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
-constexpr int kAhead = 2;                        // vectors of a lane's residuals on their way
-static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && COLUMNS % 32 == 0 && SLOTS > 1, "whole stages and tiles; a slot is freed when the next has arrived");
+constexpr int kBox = 32, kBoxes = COLUMNS / kBox, kBoxBytes = 64 * kBox * 2, kUnit = kBoxes * kBoxBytes;  // 64 rows of a residual, or of y
+constexpr int kRegisters = 240, kBringing = 24;  // of a thread that multiplies, and of one that brings; all that there are
+static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && 384 % COLUMNS == 0 && COLUMNS % kBox == 0, "whole stages, tiles and boxes");
 
-// The order of a block's stages, and the slots that they pass through.
+// The n-th stage of a block, and the slot that it passes through.
 struct Ring {
     u32 slots, arrived, freed;
-    int slot = 0;
-    u32 round = 0;
-    __device__ __forceinline__ u32 at() const { return slots + slot * kSlot; }
-    __device__ __forceinline__ void wait_arrived() const { barrier_wait(arrived + 8 * slot, round & 1); }
-    __device__ __forceinline__ void wait_freed() const { barrier_wait(freed + 8 * slot, ~round & 1); }
-    __device__ __forceinline__ void next() {
-        if (++slot == SLOTS) slot = 0, ++round;
+    __device__ __forceinline__ u32 slot(int n) const { return slots + n % SLOTS * kSlot; }
+    __device__ __forceinline__ u32 arrival(int n) const { return arrived + n % SLOTS * 8; }
+    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrival(n), n / SLOTS & 1); }
+    __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + n % SLOTS * 8, ~(n / SLOTS) & 1); }
+    __device__ __forceinline__ void free(int n, int lane) const {  // by a warp, in all blocks of the cluster
+        if (lane < kCluster) cluster_arrive(freed + n % SLOTS * 8, lane);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-dense_stream(const __grid_constant__ TensorMap x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
-             char* __restrict__ y, float2* __restrict__ moments, long long rows, long long residual_stride) {
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap residual, const __grid_constant__ TensorMap y,
+             const char* __restrict__ image, const float* __restrict__ columns, float2* __restrict__ moments, long long rows) {
     extern __shared__ __align__(1024) char memory[];
-    // slots | factors and shifts of all columns | barriers of each slot: it has arrived, it is free
+    // slots | units of a residual, then of y | factors and shifts of all columns | barriers: a slot has arrived, is free, a unit has come, to either warpgroup, is gone
     Ring ring;
     ring.slots = shared_address(memory);
-    const u32 columns_at = ring.slots + SLOTS * kSlot;
+    const u32 units = ring.slots + SLOTS * kSlot, columns_at = units + kUnits * kUnit;
     ring.arrived = columns_at + OUT * 8, ring.freed = ring.arrived + 8 * SLOTS;
+    const u32 come = ring.freed + 8 * SLOTS, gone = come + 16 * kUnits;
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 4 * kWarpgroups);
+        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 4 * kCluster);
+        for (int u = 0; u < 2 * kUnits; ++u) barrier_init(come + 8 * u, 1);
+        for (int u = 0; u < kUnits; ++u) barrier_init(gone + 8 * u, 128);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     for (int c = threadIdx.x; c < 2 * OUT; c += kThreads) store_shared(columns_at + 4 * c, __float_as_uint(columns[c]));
     __syncthreads();
+    cluster_sync();
     wait_for_kernels_before();
-    const int tiles = (int)((rows + kRows - 1) / kRows) * kColumnTiles;
+    const int rank = blockIdx.x % kCluster, clusters = gridDim.x / kCluster, first = blockIdx.x / kCluster;
+    const int tiles = (int)((rows + kCluster * kRows - 1) / (kCluster * kRows)) * kColumnTiles;  // of a cluster
+    const auto coming = [&](int turn, int u) { return come + 8 * (turn % 2 * kUnits + u); };
+    const auto row_of = [&](int tile) { return (tile / kColumnTiles * kCluster + rank) * kRows; };
+    const auto column_of = [&](int tile) { return tile % kColumnTiles * COLUMNS; };
 
-    if (warp >= 4 * kWarpgroups) {
+    if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
-        if (threadIdx.x % 128) return;
+        if (warp == 8 && lane == 0) {
+            int n = 0;
 #pragma unroll 1
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const char* panel = image + (long long)(tile % kColumnTiles) * kStages * kPanel;
+            for (int tile = first; tile < tiles; tile += clusters) {
+                const char* panel = image + (long long)(tile % kColumnTiles) * kStages * kPanel + rank * (kPanel / kCluster);
 #pragma unroll 1
-            for (int s = 0; s < kStages; ++s, panel += kPanel) {
-                ring.wait_freed();
-                const u32 at = ring.at(), arrived = ring.arrived + 8 * ring.slot;
-                barrier_expect(arrived, kSlot);
-                copy_box(at, x, s * 64, tile / kColumnTiles * kRows, arrived);
-                copy_bulk(at + kRowBytes, panel, kPanel, arrived);
-                ring.next();
+                for (int s = 0; s < kStages; ++s, ++n, panel += kPanel) {
+                    ring.wait_freed(n);
+                    barrier_expect(ring.arrival(n), kSlot);
+                    copy_box(ring.slot(n), x, s * 64, row_of(tile), ring.arrival(n));
+                    copy_bulk_to_all<kCluster>(ring.slot(n) + kRowBytes + rank * (kPanel / kCluster), panel, kPanel / kCluster, ring.arrival(n));
+                }
             }
         }
+        if (warp == 9 && lane == 0) {
+            int turn = 0;
+#pragma unroll 1
+            for (int tile = first; tile < tiles; tile += clusters, ++turn)
+#pragma unroll 1
+                for (int u = 0; u < kUnits; ++u) {
+                    barrier_wait(gone + 8 * u, ~turn & 1);
+                    if (RESIDUAL) {
+                        barrier_expect(coming(turn, u), kUnit);
+#pragma unroll 1
+                        for (int b = 0; b < kBoxes; ++b)
+                            copy_box(units + u * kUnit + b * kBoxBytes, residual, column_of(tile) + b * kBox, row_of(tile) + u * 64, coming(turn, u));
+                    } else {
+                        barrier_arrive(coming(turn, u));
+                    }
+                }
+        }
+        cluster_sync();  // no block ends while another arrives at its barriers
         return;
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
     const int warpgroup = warp / 4, g = lane >> 2, t = lane & 3;
-    u32 last = 0;  // the barrier of the slot before
+    if (warpgroup == 1) named_barrier_arrive(1, 256);  // it is the other's turn
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const long long row = (long long)(tile / kColumnTiles) * kRows + warp * 16 + g;
-        const int column = tile % kColumnTiles * COLUMNS + t * 8;
-        if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int b = 0; b < COLUMNS * 2; b += 128)
-                    if (row + h * 8 < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(residual + (row + h * 8) * residual_stride + column * 2 + b));
-        }
-        Vector<16> added[kAhead];
-        const auto bring = [&](int turn) {
-            added[turn % kAhead] = {};
-            if (row + turn % 2 * 8 < rows)
-                load_now(added[turn % kAhead], residual + (row + turn % 2 * 8) * residual_stride + (column + turn / 2 * 32) * 2);
-        };
-        float sums[kTiles][4] = {};
+    for (int turn = warpgroup;; turn += 2) {
+        const int tile = first + turn * clusters;
+        if (tile >= tiles) break;
+        float sums[kUnits][kTiles][4] = {};
+        named_barrier_wait(1 + warpgroup, 256);  // who had the turn before has seen all that came before arrive
 #pragma unroll 1
         for (int s = 0; s < kStages; ++s) {
-            ring.wait_arrived();
-            const u32 at = ring.at();
-            const u64 a = rows_descriptor(at + warpgroup * 8192), b = wgmma_descriptor(at + kRowBytes, COLUMNS);
+            const int n = turn * kStages + s;
+            ring.wait_arrived(n);
+            const u64 a = rows_descriptor(ring.slot(n)), b = wgmma_descriptor(ring.slot(n) + kRowBytes, COLUMNS);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) WgmmaShared<COLUMNS>::run(sums, a + (k * 32 >> 4), b + (k * COLUMNS * 32 >> 4));
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int u = 0; u < kUnits; ++u) WgmmaShared<COLUMNS>::run(sums[u], a + ((u * 8192 + k * 32) >> 4), b + (k * COLUMNS * 32 >> 4));
             wgmma_commit();
             wgmma_wait<1>();  // the stage before is multiplied
-            if (s > 0 && lane == 0) barrier_arrive(last);
-            last = ring.freed + 8 * ring.slot;
-            ring.next();
+            if (s > 0) ring.free(n - 1, lane);
         }
-        if (RESIDUAL)
-#pragma unroll
-            for (int turn = 0; turn < kAhead; ++turn) bring(turn);
+        named_barrier_arrive(2 - warpgroup, 256);
         wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(last);
+        ring.free(turn * kStages + kStages - 1, lane);
 
-        float first[2], total[2] = {}, squares[2] = {};  // of this lane's outputs in each of its rows
 #pragma unroll
-        for (int r = 0; r < kTiles / 4; ++r) {
-            float factor[8], shift[8];
+        for (int u = 0; u < kUnits; ++u) {
+            barrier_wait(coming(turn, u), turn / 2 & 1);
+            const u32 own = units + u * kUnit + (warp % 4 * 16 + g) * (2 * kBox) + t * 16;
+            float first_output[2], total[2] = {}, squares[2] = {};  // of this lane's outputs in each of its rows
 #pragma unroll
-            for (int k = 0; k < 8; k += 4) {
-                const u32 at = columns_at + (column + r * 32 + k) * 4;
-                load_shared(reinterpret_cast<u32*>(factor) + k, at);
-                load_shared(reinterpret_cast<u32*>(shift) + k, at + OUT * 4);
-            }
+            for (int r = 0; r < kBoxes; ++r) {
+                float factor[8], shift[8];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                Vector<16> packed = {};
-                if (RESIDUAL) packed = added[(2 * r + h) % kAhead];
-                if (RESIDUAL && 2 * r + h + kAhead < kTiles / 2) bring(2 * r + h + kAhead);
-                float out[8];
-#pragma unroll
-                for (int e = 0; e < 8; ++e) out[e] = activate<ACTIVATION, true>(fmaf(sums[r * 4 + e / 2][2 * h + e % 2], factor[e], shift[e]));
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    if (RESIDUAL) out[2 * k] += low_half(packed.w[k]), out[2 * k + 1] += high_half(packed.w[k]);
-                    packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
+                for (int k = 0; k < 8; k += 4) {
+                    const u32 at = columns_at + (column_of(tile) + r * 32 + t * 8 + k) * 4;
+                    load_shared(reinterpret_cast<u32*>(factor) + k, at);
+                    load_shared(reinterpret_cast<u32*>(shift) + k, at + OUT * 4);
                 }
-                if (MOMENTS) {
-                    if (r == 0) first[h] = low_half(packed.w[0]);
 #pragma unroll
-                    for (int e = 0; e < 8; ++e) {
-                        const float apart = (e % 2 ? high_half(packed.w[e / 2]) : low_half(packed.w[e / 2])) - first[h];
-                        total[h] += apart;
-                        squares[h] = fmaf(apart, apart, squares[h]);
+                for (int h = 0; h < 2; ++h) {
+                    const u32 place = own + r * kBoxBytes + h * (8 * 2 * kBox);
+                    u32 packed[4];
+                    if (RESIDUAL) load_shared(packed, place);
+                    float out[8];
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) out[e] = activate<ACTIVATION, true>(fmaf(sums[u][r * 4 + e / 2][2 * h + e % 2], factor[e], shift[e]));
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        if (RESIDUAL) out[2 * k] += low_half(packed[k]), out[2 * k + 1] += high_half(packed[k]);
+                        packed[k] = round2(out[2 * k], out[2 * k + 1]);
                     }
-                }
-                if (row + h * 8 < rows) *reinterpret_cast<Vector<16>*>(y + (row + h * 8) * (OUT * 2) + (column + r * 32) * 2) = packed;
-            }
-        }
-        if (MOMENTS)
+                    if (MOMENTS) {
+                        if (r == 0) first_output[h] = low_half(packed[0]);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                constexpr float kOwn = COLUMNS / 4;
-                const float own = first[h] + total[h] / kOwn, mean = over_quad_sum(own) / 4.0f;
-                const float around = over_quad_sum(squares[h] - total[h] * total[h] / kOwn + kOwn * (own - mean) * (own - mean));
-                if (t == 0 && row + h * 8 < rows) moments[(row + h * 8) * kColumnTiles + tile % kColumnTiles] = make_float2(mean, around);
+                        for (int e = 0; e < 8; ++e) {
+                            const float apart = (e % 2 ? high_half(packed[e / 2]) : low_half(packed[e / 2])) - first_output[h];
+                            total[h] += apart;
+                            squares[h] = fmaf(apart, apart, squares[h]);
+                        }
+                    }
+                    store_shared_four(place, packed);
+                }
             }
+            fence_async();
+            __syncwarp();
+            if (lane == 0) {
+#pragma unroll 1
+                for (int b = 0; b < kBoxes; ++b)
+                    store_box(y, column_of(tile) + b * kBox, row_of(tile) + u * 64 + warp % 4 * 16, units + u * kUnit + b * kBoxBytes + warp % 4 * (kBoxBytes / 4));
+                commit_stores();
+            }
+            if (MOMENTS)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    constexpr float kOwn = COLUMNS / 4;
+                    const float own_mean = first_output[h] + total[h] / kOwn, mean = over_quad_sum(own_mean) / 4.0f;
+                    const float around = over_quad_sum(squares[h] - total[h] * total[h] / kOwn + kOwn * (own_mean - mean) * (own_mean - mean));
+                    const long long row = row_of(tile) + u * 64 + warp % 4 * 16 + h * 8 + g;
+                    if (t == 0 && row < rows) moments[row * kColumnTiles + tile % kColumnTiles] = make_float2(mean, around);
+                }
+        }
+        if (lane == 0) wait_stores_read();
+        __syncwarp();
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) barrier_arrive(gone + 8 * u);
     }
+    cluster_sync();
 }

@@ -73,6 +73,12 @@ __device__ __forceinline__ float exp2_fast(float v) {
     return r;
 }
 
+__device__ __forceinline__ float reciprocal_fast(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 __device__ __forceinline__ float low_half(u32 w) { return widen((u16)w); }
 __device__ __forceinline__ float high_half(u32 w) {
     if constexpr (MODE == 1) return __uint_as_float(w & 0xffff0000u);
@@ -93,6 +99,12 @@ __device__ __forceinline__ void store_shared_pair(u32 address, u32 a, u32 b) {
     asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_four(u32 address, const u32 (&a)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+__device__ __forceinline__ void store_shared_half(u32 address, u16 a) {
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(a) : "memory");
+}
 __device__ __forceinline__ u32 load_shared_one(u32 address) {  // 4 bytes
     u32 r;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
@@ -158,6 +170,12 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
 // One arrival, which also says how many bytes the copy engine will bring.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// What this thread has read or written in shared memory comes before what the copy engine and wgmma do there once they are told.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Several arrivals at once.
+__device__ __forceinline__ void barrier_arrive_for(u32 barrier, int count) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0], %1; }" ::"r"(barrier), "r"(count) : "memory");
 }
 // One thread asks the copy engine; `barrier` counts the bytes that came. Addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void copy_bulk(u32 to, const char* from, int bytes, u32 barrier) {

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.dense_tiling import NO_PATCH, STREAMED_ROWS, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
+from flysurgery.ops.cuda.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, device_arch, load_kernel
 from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
-from flysurgery.ops.cuda.tensor_map import swizzled_boxes
+from flysurgery.ops.cuda.tensor_map import plain_boxes, swizzled_boxes
 from flysurgery.ops.derived import derived
 
 _NARROW = 64
@@ -191,14 +191,13 @@ def _launch_streamed(
         tile.shared_bytes,
         current_stream(device_index),
         *(
-            swizzled_boxes(x, STREAMED_ROWS),
+            swizzled_boxes(x, tile.rows),
+            plain_boxes(y if residual is None else residual, *tile.brought),
+            plain_boxes(y, *tile.fetched),
             image,
             columns,
-            residual,
-            y,
             moments,
             rows,
-            0 if residual is None else residual.stride(0) * residual.element_size(),
         ),
         early=early,
     )

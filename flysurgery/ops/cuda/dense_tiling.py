@@ -11,7 +11,8 @@ from flysurgery.ops.cuda.modes import dtype_of
 MODES = ("fp16", "bf16", "tf32", "fp32")
 BATCH_BYTES = 128
 _WIDEST = 128
-STREAMED_ROWS, _STREAMED_SLOTS = 192, 4
+_UNIT = 64
+_STREAMED_SUMS = 384
 
 
 class Patch(NamedTuple):
@@ -135,19 +136,28 @@ class StreamTiling(DenseTiling):
         return "dense_stream"
 
     @property
+    def rows(self) -> int:
+        """Of a tile: as many as the registers of a warpgroup hold sums of."""
+        return _UNIT * (_STREAMED_SUMS // self.columns)
+
+    @property
     def shared_bytes(self) -> int:
-        return self.stages * ((STREAMED_ROWS + self.columns) * BATCH_BYTES + 16) + self.out_features * 8
+        ring = self.stages * ((self.rows + self.columns) * BATCH_BYTES + 16)
+        return ring + self.rows // _UNIT * (_UNIT * self.columns * 2 + 24) + self.out_features * 8
+
+    brought, fetched = (_UNIT, 32), (_UNIT // 4, 32)
+    """Rows and columns of the boxes of a residual and of y, whose rows are short enough that lanes meet no bank twice."""
 
     @property
     def column_tiles(self) -> int:
         return self.out_features // self.columns
 
     def tiles(self, rows: int) -> int:
-        """How many tiles there are for all rows."""
-        return -(-rows // STREAMED_ROWS) * self.column_tiles
+        """How many tiles there are for all rows, by pairs one above the other."""
+        return 2 * -(-rows // (2 * self.rows)) * self.column_tiles
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
-        return min(self.tiles(rows), multiprocessors)
+        return min(self.tiles(rows), multiprocessors // 2 * 2)
 
     def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH, moments: bool = False) -> dict[str, int]:
         assert patch == NO_PATCH  # which only the kernel whose weights stay reads
@@ -166,12 +176,13 @@ class StreamTiling(DenseTiling):
 def stream_tiling(resident: DenseTiling, shared_limit: int) -> StreamTiling | None:
     """The tiling for many rows, where weights that stay leave only tiles for which x is read too often; None where it is not needed.
 
-    The widest tile of 192 rows beside which four stages fit.
+    The widest tile beside which four stages fit, or three.
     """
     if not resident.wgmma or resident.element_bytes != 2 or resident.gated or resident.columns >= _WIDEST:
         return None
-    for columns in (192, 128, 96, 64):
-        tile = StreamTiling(resident.in_features, resident.out_features, resident.mode, 16, columns, _STREAMED_SLOTS, wgmma=True)
-        if resident.out_features % columns == 0 and tile.shared_bytes <= shared_limit:
-            return tile
+    for stages in (4, 3):
+        for columns in (192, 128, 96):
+            tile = StreamTiling(resident.in_features, resident.out_features, resident.mode, 12, columns, stages, wgmma=True)
+            if resident.out_features % columns == 0 and tile.shared_bytes <= shared_limit:
+                return tile
     return None

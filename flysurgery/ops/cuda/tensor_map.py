@@ -17,20 +17,22 @@ WORDS = 16
 
 
 class Boxes(NamedTuple):
-    """Boxes of a matrix, as an argument of a launch, which takes a map of them as ``WORDS`` integers.
+    """Boxes of a tensor of halves, as an argument of a launch, which takes a map of them as ``WORDS`` integers.
 
-    A row of a box takes 128 bytes of shared memory, whose 16-byte pieces are swizzled as ``kernels/wgmma_rows.cuh`` reads them. What lies
-    outside of the matrix comes as zeros.
+    Dimensions are listed from the innermost on, whose elements are adjacent. What lies outside of the tensor comes as zeros, and is not
+    written. Swizzled, a row of a box takes 128 bytes of shared memory, whose 16-byte pieces stand as ``kernels/wgmma_rows.cuh`` reads them;
+    else a box lies there without gaps.
     """
 
-    at: Any  # what has the address of the matrix
-    shape: tuple[int, int]
-    row_bytes: int
+    at: Any  # what has the address of the tensor
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, of all dimensions but the innermost; multiples of 16
     dtype: torch.dtype
-    box: tuple[int, int]
+    box: tuple[int, ...]
+    swizzled: bool
 
     def words(self, address: int) -> tuple[int, ...]:
-        """The map of such a matrix at an address.
+        """The map of such a tensor at an address.
 
         Raises:
             BackendError: the driver refuses it.
@@ -41,30 +43,53 @@ class Boxes(NamedTuple):
 def swizzled_boxes(
     x: Tensor,  # shape: (rows, features)
     rows: int,
-    columns: int = 64,
 ) -> Boxes:
-    """Boxes of so many rows and columns of halves; rows of x begin at multiples of 16 bytes and do not overlap."""
-    height, width = x.shape
-    return Boxes(x, (height, width), (x.stride(0) if height > 1 else width) * x.element_size(), x.dtype, (rows, columns))
+    """Swizzled boxes of so many rows and 64 columns; rows of x begin at multiples of 16 bytes and do not overlap."""
+    return _boxes(x, (64, rows), swizzled=True)
+
+
+def plain_boxes(
+    x: Tensor,  # shape: (rows, features)
+    rows: int,
+    columns: int,
+) -> Boxes:
+    """Boxes of so many rows and columns, not swizzled; of the same x."""
+    return _boxes(x, (columns, rows), swizzled=False)
+
+
+def head_boxes(
+    x: Tensor,  # shape: (batch, heads, tokens, 64)
+    rows: int,
+) -> Boxes:
+    """Swizzled boxes of so many tokens of a head; tokens begin at multiples of 16 bytes and do not overlap."""
+    return _boxes(x, (64, rows, 1, 1), swizzled=True)
+
+
+def _boxes(x: Tensor, box: tuple[int, ...], *, swizzled: bool) -> Boxes:
+    sizes, strides = x.shape[::-1], x.stride()[::-1]
+    steps = (stride if size > 1 else sizes[0] for size, stride in zip(sizes[1:], strides[1:], strict=True))
+    return Boxes(x, (*sizes,), tuple([step * x.element_size() for step in steps]), x.dtype, box, swizzled)
 
 
 @lru_cache(maxsize=4096)  # the same addresses come again, and the driver takes longer than a launch
-def _map(address: int, shape: tuple[int, int], row_bytes: int, dtype: torch.dtype, box: tuple[int, int]) -> tuple[int, ...]:
+def _map(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...], swizzled: bool
+) -> tuple[int, ...]:
     driver = cuda_module("bindings.driver")
-    kind = driver.CUtensorMapDataType
+    kind, swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     result, made = driver.cuTensorMapEncodeTiled(
         kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        2,
+        len(sizes),
         address,
-        [driver.cuuint64_t(size) for size in reversed(shape)],
-        [driver.cuuint64_t(row_bytes)],
-        [driver.cuuint32_t(size) for size in reversed(box)],
-        [driver.cuuint32_t(1)] * 2,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if result != 0:
-        raise BackendError(f"the CUDA driver makes no map of a matrix of shape {shape} and rows of {row_bytes} bytes: {result.name}")
+        raise BackendError(f"the CUDA driver makes no map of sizes {sizes} and strides of {strides} bytes: {result.name}")
     return tuple((ctypes.c_int64 * WORDS).from_address(int(made.getPtr())))
