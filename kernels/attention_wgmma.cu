@@ -253,10 +253,10 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
                 const u32 a[4] = {hi[2 * s][0], hi[2 * s][1], hi[2 * s + 1][0], hi[2 * s + 1][1]};
                 if constexpr (kPairs) {
                     const u32 small[4] = {lo[2 * s][0], lo[2 * s][1], lo[2 * s + 1][0], lo[2 * s + 1][1]};
-                    multiply_rows(products, small, value_rows + s * 16 * kRow, s > 0);
-                    multiply_rows(products, a, value_rows + kImage + s * 16 * kRow, 1);
+                    multiply_rows(products, small, rows_descriptor(value_rows + s * 16 * kRow), s > 0);
+                    multiply_rows(products, a, rows_descriptor(value_rows + kImage + s * 16 * kRow), 1);
                 }
-                multiply_rows(products, a, value_rows + s * 16 * kRow, kPairs || s > 0);
+                multiply_rows(products, a, rows_descriptor(value_rows + s * 16 * kRow), kPairs || s > 0);
             }
             wgmma_commit();
             wgmma_wait<0>();

@@ -1,20 +1,21 @@
 // y = softmax(scale * q kᵀ) v of halves, as in short_attention.cu, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries
-// each, and a fourth brings what they need.
+// each, and two threads of a fourth have the copy engine bring what they need, and fetch what they made.
 //
 // A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
 // a ring. Warpgroups take tiles of 64 queries in turn, across heads, one after the other, so that products of one run beside the exponentials of
 // another. A thread has the scores of CHUNK keys at once, in two products of half of them, and looks for the maximum of one half while the
 // other is multiplied; more keys come in CHUNKS of them with a running maximum and sum. Accumulators of q kᵀ, through the exponential, are
-// the operand of the product with v. The rows of y take the place of the queries, so that stores are whole rows of a head.
+// the operand of the product with v. The rows of y take the place of the queries, whence they are fetched when all of a head's are there.
 //
-// Up to 8 queries in the last tile, as of 197, are multiplied by mma.sync: the warps of a warpgroup share the keys among them, then the features,
-// and meet twice in between. This passes the turn on at once, and fits between the turns of the others.
+// Up to 8 queries in the last tile, as of 197, would waste the other rows of a product. They are its columns instead: its rows are keys, then
+// features, and its warps meet twice in between. This passes the turn on at once, and fits between the turns of the others.
 //
 //     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
-//     the last tile may read beyond its slot: what it finds there reaches no row of y
+//     a tile of 64 rows may read beyond its slot: what it finds there reaches no row of y
 //
-// Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 33 us, where the bytes take 18 at full bandwidth,
-// and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other.
+// Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 28 us, where the bytes take 18 at full bandwidth,
+// and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other
+// (recipes/results/kernel_trials_h200.csv, runs 22 and 23).
 // Times beside PyTorch's, with the floor's share: recipes/results/attention_h200.csv.
 //
 // Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more),
@@ -22,137 +23,145 @@
 // Limits: sm_90a; keys up to CHUNK*CHUNKS, which is up to ROWS, and less than 16*CHUNKS fewer; queries up to ROWS; scale > 0; features adjacent,
 // rows at multiples of 16 bytes.
 #include "instructions.cuh"
+#include "tensor_map.cuh"
 #include "wgmma_rows.cuh"
 
 typedef long long i64;
 
+constexpr int kKeys = CHUNK * CHUNKS;
 constexpr int kHead = 64, kRow = 2 * kHead, kSlot = ROWS * kRow, kTiles = kHead / 8, kChunkTiles = CHUNK / 8;
-constexpr int kSpare = !LAST && TILES * 64 > ROWS ? (TILES * 64 - ROWS) * kRow : 0;
+constexpr int kRead = LAST ? (kKeys + 63) / 64 * 64 : TILES * 64;  // rows that products read of a slot, and may find beyond the last one
+constexpr int kSpare = kRead > ROWS ? (kRead - ROWS) * kRow : 0;
 constexpr int kWarpgroups = 3;
 constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
-constexpr int kAhead = SLOTS < 6 ? SLOTS - 3 : 3;  // slots on their way; a head's others must arrive while its first is held
+constexpr int kBoxes = (ROWS + 255) / 256, kBoxRows = ROWS / kBoxes;  // of a slot: the copy engine takes up to 256 rows at once
+constexpr int kHeads = (SLOTS + 2) / 3;  // whose queries are in the ring, at most
 constexpr int kEarly = kChunkTiles >= 4 * CHUNKS ? kChunkTiles / 2 : 0;  // tiles whose keys are all there, and that are looked at early
-constexpr int kKeys = CHUNK * CHUNKS, kPitch = 2 * kKeys + 16;  // bytes of a last query's exponentials: 16 more, against bank conflicts
 constexpr float kLog2E = 1.44269504088896341f;
-
-struct Strides {
-    i64 batch, head, token;  // elements
-};
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 // The n-th of what passes through the ring, from both sides.
 struct Ring {
-    u32 slots, arrived, freed;
+    u32 slots, arrived, freed, finished;
     __device__ __forceinline__ u32 slot(int n) const { return slots + n % SLOTS * kSlot; }
-    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrived + 8 * (n % SLOTS), n / SLOTS & 1); }
+    __device__ __forceinline__ u32 arrival(int n) const { return arrived + 8 * (n % SLOTS); }
+    __device__ __forceinline__ void wait_arrived(int n) const { barrier_wait(arrival(n), n / SLOTS & 1); }
     __device__ __forceinline__ void wait_freed(int n) const { barrier_wait(freed + 8 * (n % SLOTS), ~(n / SLOTS) & 1); }
     __device__ __forceinline__ void free(int n) const { barrier_arrive(freed + 8 * (n % SLOTS)); }
-    __device__ __forceinline__ void hand_over(int n) const {  // wgmma reads what this thread has copied
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        barrier_arrive(arrived + 8 * (n % SLOTS));
+    __device__ __forceinline__ void free_for_all(int n) const { barrier_arrive_for(freed + 8 * (n % SLOTS), 128 * TILES); }
+    // rows of y stand in the place of the queries of a block's head
+    __device__ __forceinline__ void finish(int turn) const {
+        fence_async();
+        barrier_arrive(finished + 8 * (turn % kHeads));
     }
+    __device__ __forceinline__ void wait_finished(int turn) const { barrier_wait(finished + 8 * (turn % kHeads), turn / kHeads & 1); }
 };
 
 __device__ __forceinline__ u32 place(int row, int piece) { return row * kRow + ((piece ^ row % 8) << 4); }
 
-// A warpgroup starts the copies of a slot.
-__device__ __forceinline__ void bring(u32 slot, const u16* from, i64 token, int rows) {
-    const int first = threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
-    from += first * token + piece * 8;
-#pragma unroll 2
-    for (int n = 0; n < ROWS; n += 16) {
-        const int row = n + first;
-        copy_async<16>(slot + place(row, piece), row < rows ? from : from - row * token, row < rows ? 16 : 0);
-        from += 16 * token;
-    }
-    commit_copies();
+// c[i] = 64 rows of keys * 8 queriesᵀ, for every tile of keys.
+template <int I, int T>
+__device__ __forceinline__ void multiply_keys(float (&c)[T][4], u64 keys, u64 queries) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) WgmmaRows<8>::template run<I>(c, rows_further(keys, I * 64 * kRow + s * 32), rows_further(queries, s * 32), s > 0);
+    if constexpr (I + 1 < T) multiply_keys<I + 1>(c, keys, queries);
 }
 
-// A warpgroup multiplies the last queries of a head, 8 rows of tiles of 16 whose others are zeros: a warp has every fourth 8 keys, then 16 features.
-// Exponentials, maxima and sums meet in shared memory from `met` on. The same bytes served the head before: its last queries are done, as the
-// warpgroup that multiplied them has taken another tile since, or is this one, and turns follow each other.
-__device__ __forceinline__ void attend_last(const Ring& ring, int of_keys, u32 met, int barrier, u16* y_rows, i64 y_token, int queries, int keys,
-                                            float scale) {
-    constexpr int kOwn = (kKeys / 8 + 3) / 4;  // tiles of 8 keys of a warp
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, of_queries = of_keys + 1, of_values = of_keys + 2;
-    const u32 query_rows = ring.slot(of_queries) + (TILES - 1) * 64 * kRow, key_rows = ring.slot(of_keys), value_rows = ring.slot(of_values);
-    const u32 maxima = met + 8 * kPitch, sums = maxima + 4 * 32;
-    u32 own[2][4];
+// c = 64 features of 16 values, transposed * 16 keys' weights of 8 queries, or c += them.
+__device__ __forceinline__ void multiply_values(float (&c)[4], u64 values, u64 weights, int accumulate) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;"
+                 " wgmma.mma_async.sync.aligned.m64n8k16.f32." WGMMA_HALF "." WGMMA_HALF " {%0,%1,%2,%3}, %4, %5, p, 1, 1, 1, 1; }"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "l"(values), "l"(weights), "r"(accumulate));
+}
+
+// A warpgroup multiplies the last queries of a head, up to 8, with keys and values in the place of rows: a thread has the scores of two queries and
+// of every eighth key, then sums of two queries and of two features. Weights, maxima and sums meet in shared memory from `met` on. The same
+// bytes served the head before: its last queries are done, as the warpgroup that multiplied them has taken another tile since, or is this
+// one, and turns follow each other.
+__device__ __forceinline__ void attend_last(const Ring& ring, int turn, u32 met, int barrier, int keys, float scale) {
+    constexpr int kKeyTiles = (kKeys + 63) / 64;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+    const int of_keys = 3 * turn, of_queries = of_keys + 1, of_values = of_keys + 2;
+    const u32 query_rows = ring.slot(of_queries) + (TILES - 1) * 64 * kRow, maxima = met + kKeys * 16, sums = maxima + 4 * 32;
+    const u64 own_queries = rows_descriptor(query_rows), key_rows = rows_descriptor(ring.slot(of_keys));
+    float scores[kKeyTiles][4], highest[2] = {-infinity(), -infinity()}, total[2] = {};
+    wgmma_fence();
+    multiply_keys<0>(scores, key_rows, own_queries);
+    wgmma_commit();
+    wgmma_wait<0>();
+    ring.free(of_keys);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) load_matrices(own[h], query_rows + place(lane & 7, 4 * h + (lane >> 3)));
-    float scores[kOwn][4] = {}, highest = -infinity();
+    for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        const int first = (4 * i + warp) * 8;
-        if (first >= kKeys) continue;
+        for (int e = 0; e < 4; ++e) {
+            if (64 * i + 16 * warp + g + e / 2 * 8 >= keys) scores[i][e] = -infinity();
+            highest[e % 2] = fmaxf(highest[e % 2], scores[i][e]);
+        }
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+#pragma unroll
+        for (int apart = 4; apart < 32; apart *= 2) highest[q] = fmaxf(highest[q], __shfl_xor_sync(0xffffffffu, highest[q], apart));
+    if (g == 0) store_shared_pair(maxima + 32 * warp + 8 * t, __float_as_uint(highest[0]), __float_as_uint(highest[1]));
+    named_barrier_wait(barrier, 128);
+    float shift[2];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) highest[q] = fmaxf(highest[q], __uint_as_float(load_shared_one(maxima + 32 * w + 8 * t + 4 * q)));
+        shift[q] = -highest[q] * scale;
+    }
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            u32 b[4];
-            load_matrices(b, key_rows + place(first + (lane & 7), 4 * h + (lane >> 3)));
-            mma(scores[i], {own[h][0], 0, own[h][1], 0}, b[0], b[1]);
-            mma(scores[i], {own[h][2], 0, own[h][3], 0}, b[2], b[3]);
+            const int key = 64 * i + 16 * warp + 8 * h + g;
+            const float one = exp2_fast(fmaf(scores[i][2 * h], scale, shift[0])), two = exp2_fast(fmaf(scores[i][2 * h + 1], scale, shift[1]));
+            total[0] += one, total[1] += two;
+            if (key < kKeys) store_shared(met + key * 16 + 4 * t, round2(one, two));
         }
-    }
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i)
+    for (int q = 0; q < 2; ++q)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            if ((4 * i + warp) * 8 + 2 * t + e >= keys) scores[i][e] = -infinity();
-            highest = fmaxf(highest, scores[i][e]);
-        }
-    ring.free(of_queries);
-    ring.free(of_keys);
-    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-    if (t == 0) store_shared(maxima + 32 * warp + 4 * g, __float_as_uint(highest));
-    named_barrier_wait(barrier, 128);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) highest = fmaxf(highest, __uint_as_float(load_shared_one(maxima + 32 * w + 4 * g)));
-    const float shift = -highest * scale;
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        const int first = (4 * i + warp) * 8;
-        if (first >= kKeys) continue;
-        const float one = exp2_fast(fmaf(scores[i][0], scale, shift)), two = exp2_fast(fmaf(scores[i][1], scale, shift));
-        total += one + two;
-        store_shared(met + g * kPitch + 2 * first + 4 * t, round2(one, two));
-    }
-    total = over_quad_sum(total);
-    if (t == 0) store_shared(sums + 32 * warp + 4 * g, __float_as_uint(total));
+        for (int apart = 4; apart < 32; apart *= 2) total[q] += __shfl_xor_sync(0xffffffffu, total[q], apart);
+    if (g == 0) store_shared_pair(sums + 32 * warp + 8 * t, __float_as_uint(total[0]), __float_as_uint(total[1]));
+    fence_async();
     ring.wait_arrived(of_values);
     named_barrier_wait(barrier, 128);
 
-    float out[2][2][4] = {};  // of every second step; of 8 features
+    const u64 value_rows = rows_descriptor(ring.slot(of_values)), weights = wgmma_descriptor(met, 8);
+    float out[4];
+    wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < kKeys / 16; ++s) {
-        u32 a[4], b[4];
-        load_two_matrices(a, met + (lane & 7) * kPitch + 32 * s + (lane >> 3 & 1) * 16);
-        load_transposed(b, value_rows + place(16 * s + (lane & 15), 2 * warp + (lane >> 4)));
-        mma(out[s % 2][0], {a[0], 0, a[1], 0}, b[0], b[1]);
-        mma(out[s % 2][1], {a[0], 0, a[1], 0}, b[2], b[3]);
-    }
+    for (int s = 0; s < kKeys / 16; ++s) multiply_values(out, rows_further(value_rows, s * 16 * kRow), rows_further(weights, s * 16 * 16), s > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
     ring.free(of_values);
-    total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) total += __uint_as_float(load_shared_one(sums + 32 * w + 4 * g));
-    const float by = 1.0f / total;
+    for (int q = 0; q < 2; ++q) {
+        total[q] = 0.0f;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-        if (g < queries)
-            *reinterpret_cast<u32*>(y_rows + g * y_token + warp * 16 + n * 8 + 2 * t) =
-                round2((out[0][n][0] + out[1][n][0]) * by, (out[0][n][1] + out[1][n][1]) * by);
+        for (int w = 0; w < 4; ++w) total[q] += __uint_as_float(load_shared_one(sums + 32 * w + 8 * t + 4 * q));
+        const float by = reciprocal_fast(total[q]);
+        const u32 both = round2(out[q] * by, out[2 + q] * by);  // of the features g and 8 + g of this warp's 16
+        store_shared_half(query_rows + place(2 * t + q, 2 * warp) + 2 * g, (u16)both);
+        store_shared_half(query_rows + place(2 * t + q, 2 * warp + 1) + 2 * g, (u16)(both >> 16));
+    }
+    ring.finish(turn);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
-short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ y, Strides of_q, Strides of_k,
-                Strides of_v, i64 queries, i64 keys, i64 heads, i64 all_heads, int scale_bits) {
+short_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+                const __grid_constant__ TensorMap y, i64 queries, i64 keys, i64 heads, i64 all_heads, int scale_bits) {
     extern __shared__ __align__(1024) char memory[];
     Ring ring;
     ring.slots = shared_address(memory), ring.arrived = ring.slots + SLOTS * kSlot + kSpare, ring.freed = ring.arrived + 8 * SLOTS;
+    ring.finished = ring.freed + 8 * SLOTS;
+    const u32 met = ring.finished + 8 * (kHeads + kHeads % 2);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 128), barrier_init(ring.freed + 8 * s, 128 * TILES);
+        for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 1), barrier_init(ring.freed + 8 * s, 128 * TILES);
+        for (int h = 0; h < kHeads; ++h) barrier_init(ring.finished + 8 * h, 128 * TILES);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -161,20 +170,32 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 
     if (warpgroup == kWarpgroups) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
-        int n = 0;
-        const auto pass = [&](const u16* from, const Strides& of, int at, i64 rows) {
-            ring.wait_freed(n);
-            bring(ring.slot(n), from + at / (int)heads * of.batch + at % (int)heads * of.head, of.token, (int)rows);
-            if (n >= kAhead) {
-                wait_copies<kAhead>();
-                ring.hand_over(n - kAhead);
-            }
-            ++n;
-        };
+        if (threadIdx.x % 128 == 0) {
+            int n = 0;
+            const auto bring = [&](const TensorMap& map, int at) {
+                ring.wait_freed(n);
+                barrier_expect(ring.arrival(n), kSlot);
+#pragma unroll
+                for (int b = 0; b < kBoxes; ++b)
+                    copy_head(ring.slot(n) + b * kBoxRows * kRow, map, b * kBoxRows, at % (int)heads, at / (int)heads, ring.arrival(n));
+                ++n;
+            };
 #pragma unroll 1
-        for (int at = blockIdx.x; at < (int)all_heads; at += gridDim.x) pass(k, of_k, at, keys), pass(q, of_q, at, queries), pass(v, of_v, at, keys);
-        wait_copies<0>();
-        for (int last = max(n - kAhead, 0); last < n; ++last) ring.hand_over(last);
+            for (int at = blockIdx.x; at < (int)all_heads; at += gridDim.x) bring(k, at), bring(q, at), bring(v, at);
+        } else if (threadIdx.x % 128 == 32) {
+            int turn = 0;
+#pragma unroll 1
+            for (int at = blockIdx.x; at < (int)all_heads; at += gridDim.x, ++turn) {
+                const int of_queries = 3 * turn + 1;
+                ring.wait_finished(turn);
+#pragma unroll
+                for (int b = 0; b < kBoxes; ++b)
+                    store_head(y, b * kBoxRows, at % (int)heads, at / (int)heads, ring.slot(of_queries) + b * kBoxRows * kRow);
+                commit_stores();
+                wait_stores_read();
+                ring.free_for_all(of_queries);
+            }
+        }
         return;
     }
 
@@ -195,8 +216,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         ring.wait_arrived(of_queries);
         if (LAST && tile == TILES - 1) {
             named_barrier_arrive(turn_of(unit + 1), 256);
-            u16* const y_rows = y + ((at / (int)heads * queries + tile * 64) * heads + at % (int)heads) * kHead;
-            attend_last(ring, of_keys, ring.freed + 8 * SLOTS, 1 + warpgroup, y_rows, heads * kHead, (int)queries - tile * 64, (int)keys, scale);
+            attend_last(ring, turn, met, 1 + warpgroup, (int)keys, scale);
             continue;
         }
 
@@ -204,7 +224,8 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             float scores[kChunkTiles][4], highest[2] = {most[0], most[1]};
-            const u32 key_rows = ring.slot(of_keys) + chunk * CHUNK * kRow, value_rows = ring.slot(of_values) + chunk * CHUNK * kRow;
+            const u64 own_queries = rows_descriptor(query_rows + tile * 64 * kRow), key_rows = rows_descriptor(ring.slot(of_keys) + chunk * CHUNK * kRow);
+            const u64 value_rows = rows_descriptor(ring.slot(of_values) + chunk * CHUNK * kRow);
             const auto raise = [&](int from, int to) {
 #pragma unroll
                 for (int n = from; n < to; ++n)
@@ -212,9 +233,9 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                     for (int h = 0; h < 2; ++h) highest[h] = fmaxf(highest[h], fmaxf(scores[n][2 * h], scores[n][2 * h + 1]));
             };
             wgmma_fence();
-            multiply_by_rows<CHUNK / 2, 0>(scores, query_rows + tile * 64 * kRow, key_rows);
+            multiply_by_rows<CHUNK / 2, 0>(scores, own_queries, key_rows);
             wgmma_commit();
-            multiply_by_rows<CHUNK / 2, kChunkTiles / 2>(scores, query_rows + tile * 64 * kRow, key_rows + CHUNK / 2 * kRow);
+            multiply_by_rows<CHUNK / 2, kChunkTiles / 2>(scores, own_queries, rows_further(key_rows, CHUNK / 2 * kRow));
             wgmma_commit();
             wgmma_wait<1>();
             raise(0, kEarly);
@@ -260,7 +281,7 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 #pragma unroll
             for (int s = 0; s < CHUNK / 16; ++s) {
                 const u32 a[4] = {weights[2 * s][0], weights[2 * s][1], weights[2 * s + 1][0], weights[2 * s + 1][1]};
-                multiply_rows(out, a, value_rows + s * 16 * kRow, chunk + s > 0);
+                multiply_rows(out, a, rows_further(value_rows, s * 16 * kRow), chunk + s > 0);
             }
             wgmma_commit();
             wgmma_wait<0>();
@@ -271,21 +292,12 @@ short_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         if (first < queries) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float by = 1.0f / over_quad_sum(total[h]);
+                const float by = reciprocal_fast(over_quad_sum(total[h]));
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n)
                     store_shared(query_rows + place(first + g + 8 * h, n) + 4 * t, round2(out[n][2 * h] * by, out[n][2 * h + 1] * by));
             }
-            __syncwarp();
-            u16* const y_head = y + (at / (int)heads * queries * heads + at % (int)heads) * kHead;
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const int row = first + n * 4 + lane / 8, piece = lane % 8;
-                Vector<16> rounded;
-                load_shared(rounded.w, query_rows + place(row, piece));
-                if (row < queries) *reinterpret_cast<Vector<16>*>(y_head + row * heads * kHead + piece * 8) = rounded;
-            }
         }
-        ring.free(of_queries);
+        ring.finish(turn);
     }
 }

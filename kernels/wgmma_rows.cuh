@@ -168,20 +168,23 @@ template <> struct WgmmaRows<104> {
     }
 };
 
-// c[O..] = a * bᵀ: 64 rows from `a` on, N rows from `b` on.
+// The same so many bytes further, which costs less than another descriptor.
+__device__ __forceinline__ unsigned long long rows_further(unsigned long long descriptor, int bytes) { return descriptor + (bytes >> 4); }
+
+// c[O..] = a * bᵀ: 64 rows from `a` on, N rows from `b` on, which are descriptors.
 template <int N, int O, int T>
-__device__ __forceinline__ void multiply_by_rows(float (&c)[T][4], unsigned int a, unsigned int b) {
+__device__ __forceinline__ void multiply_by_rows(float (&c)[T][4], unsigned long long a, unsigned long long b) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) WgmmaRows<N>::template run<O>(c, rows_descriptor(a + s * 32), rows_descriptor(b + s * 32), s > 0);
+    for (int s = 0; s < 4; ++s) WgmmaRows<N>::template run<O>(c, rows_further(a, s * 32), rows_further(b, s * 32), s > 0);
 }
 
-// c = a * b, or c += a * b: a from registers, 16 rows from `b` on.
-__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned int (&a)[4], unsigned int b, int accumulate) {
+// c = a * b, or c += a * b: a from registers, 16 rows from the descriptor `b` on.
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
     constexpr int O = 0;
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;"
                  " wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_HALF "." WGMMA_HALF
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
                  " {%32,%33,%34,%35}, %36, p, 1, 1, 1; }"
                  : WGMMA_R(0), WGMMA_R(1), WGMMA_R(2), WGMMA_R(3), WGMMA_R(4), WGMMA_R(5), WGMMA_R(6), WGMMA_R(7)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows_descriptor(b)), "r"(accumulate));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }

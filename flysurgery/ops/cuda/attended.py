@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits
 from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.tensor_map import head_boxes
 
 
 class AttentionLaunch(NamedTuple):
@@ -21,6 +22,7 @@ class AttentionLaunch(NamedTuple):
     shared_bytes: int
     more: tuple[int, ...] = ()  # what the kernel must know beside the sizes of q and k
     early: bool = False  # whether it may begin while the kernel before still runs, for which it waits by itself
+    boxes: int = 0  # rows of boxes, where the kernel takes maps of q, k, v and y; else it takes their addresses and strides
 
 
 def attended(
@@ -42,11 +44,13 @@ def attended(
     if y.numel() == 0:
         return y
     q, k, v = [part if _readable(part) else part.contiguous() for part in (q, k, v)]
-    kernel, grid, threads, shared_bytes, more, early = launch_for(q, k)
-    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-    sizes = q.shape[2], k.shape[2], q.shape[1]
-    numbers = *strides, *sizes, *more, float_bits(scale)
-    kernel.launch(grid, (threads, 1, 1), shared_bytes, current_stream(device_index), q, k, v, y, *numbers, early=early)
+    kernel, grid, threads, shared_bytes, more, early, boxes = launch_for(q, k)
+    if boxes:
+        places = [head_boxes(part, boxes) for part in (q, k, v, y)]
+    else:
+        places = [q, k, v, y, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
+    numbers = q.shape[2], k.shape[2], q.shape[1], *more, float_bits(scale)
+    kernel.launch(grid, (threads, 1, 1), shared_bytes, current_stream(device_index), *places, *numbers, early=early)
     return y
 
 
@@ -57,5 +61,6 @@ def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, 
 
 
 def _readable(part: Tensor) -> bool:
-    (first, second, third, adjacent), unit = part.stride(), 16 // part.element_size()
-    return adjacent == 1 and part.data_ptr() % 16 == 0 and (first % unit or second % unit or third % unit) == 0
+    steps, unit = part.stride(), 16 // part.element_size()
+    aligned = part.data_ptr() % 16 == 0 and all(step % unit == 0 for step in steps[:3])
+    return aligned and steps[3] == 1 and all(step > 0 or size == 1 for step, size in zip(steps, part.shape, strict=True))

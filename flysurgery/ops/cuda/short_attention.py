@@ -36,6 +36,7 @@ class WarpAttention:
 
     source = "short_attention.cu"
     most_warps = 7
+    boxes = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -83,11 +84,16 @@ class WarpgroupAttention:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the ring, two barriers a slot, and what the last tile reads beyond it or its warps exchange."""
-        ring = self.slots * (self.rows * _ROW_BYTES + 16)
-        if self.last:
-            return ring + self.most_last * (2 * self.chunk * self.chunks + 16) + 2 * 4 * 4 * self.most_last
-        return ring + max(64 * self.tiles - self.rows, 0) * _ROW_BYTES
+        """Dynamic shared memory of a block: the ring, its barriers, and what the last tile reads beyond it or its warps exchange."""
+        ring = self.slots * (self.rows * _ROW_BYTES + 16) + _up(-(-self.slots // 3), 2) * 8
+        read = _up(self.chunk * self.chunks, 64) if self.last else 64 * self.tiles
+        met = 16 * self.chunk * self.chunks + 2 * 4 * 4 * self.most_last if self.last else 0
+        return ring + max(read - self.rows, 0) * _ROW_BYTES + met
+
+    @property
+    def boxes(self) -> int:
+        """Rows of the boxes by which the copy engine brings and fetches a slot: up to 256."""
+        return self.rows // -(-self.rows // 256)
 
     def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
         """The number of blocks for the heads of all images, and what the kernel must know of these."""
@@ -153,7 +159,7 @@ def _launch(q: Tensor, k: Tensor, sizes: WarpAttention | WarpgroupAttention) -> 
     blocks, all_heads = sizes.grid(q.shape[0] * q.shape[1], q.device.index)
     kernel = _kernel(sizes, HALF_MODES[q.dtype], q.device.index)
     early = isinstance(sizes, WarpgroupAttention)  # whose devices, of compute capability 9.0, begin early
-    return AttentionLaunch(kernel, (blocks, 1, 1), 32 * sizes.warps, sizes.shared_bytes, all_heads, early)
+    return AttentionLaunch(kernel, (blocks, 1, 1), 32 * sizes.warps, sizes.shared_bytes, all_heads, early, sizes.boxes)
 
 
 @lru_cache(maxsize=1024)
