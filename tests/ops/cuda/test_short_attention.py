@@ -81,6 +81,12 @@ def test_views_of_one_projection_and_other_scales(wgmma: bool, halves: Arithmeti
     assert_equal(attend(wgmma, q, k, v, scale), attend(wgmma, q.contiguous(), k.contiguous(), v.contiguous(), scale))
 
 
+@pytest.mark.parametrize("tokens", [50, 197])
+def test_heads_that_share_keys_and_values(wgmma: bool, halves: Arithmetic, tokens: int) -> None:
+    q, k, v = operands(2, 3, tokens, 64, tokens, halves.dtype)
+    check(wgmma, halves, (q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)))
+
+
 @pytest.mark.parametrize("tokens", [100, 197, 257])
 def test_a_softmax_that_takes_one_key(wgmma: bool, halves: Arithmetic, tokens: int) -> None:
     q, k, v = operands(1, 2, tokens, 64, tokens, halves.dtype)
