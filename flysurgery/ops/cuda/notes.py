@@ -83,13 +83,11 @@ class Notes:
     def _placed(self, argument: Any) -> Any:
         if argument is None or isinstance(argument, int):
             return argument
-        if not isinstance(argument, Tensor):  # boxes of one
-            return argument._replace(at=self._placed(argument.at))
         if any(argument is each for each in (*self.constants, *self.sources)):
             return argument.data_ptr()
-        place = self.place_of(argument)
+        place = self.place_of(argument if isinstance(argument, Tensor) else argument.at)  # of boxes
         self.complete = self.complete and place is not None
-        return place
+        return place if isinstance(argument, Tensor) else argument._replace(at=place)
 
 
 def _version(tensor: Tensor) -> int:
