@@ -48,8 +48,8 @@ def unwatched(x: Tensor) -> AbstractContextManager[object]:
 
 
 def watched() -> bool:
-    """Whether a compiler, or a mode that watches functions of PyTorch, wants to see all that a module calls."""
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_function_stack())
+    """Whether a compiler, a mode that watches functions of PyTorch, or a hook on all modules wants to see all that a module calls."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_function_stack() or nn.modules.module._has_any_global_hook())
 
 
 def under_autocast(x: Tensor) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -58,6 +60,9 @@ class EmbeddingStep(Step):
             return f"position is that of images of {self.image}, got {tuple(x.shape)}"
         weight, bias = self.convolution.weight, self.convolution.bias
         return ops.patch_embedding_way(x, weight, bias, value_of(self._position), [getattr(*each) for each in self._prefix])
+
+    def read(self) -> Iterable[nn.Module]:
+        return [self.convolution, *[owner for owner, _ in (*self._prefix, *((self._position,) if self._position else ()))]]
 
     def likeness(self) -> tuple[object, ...]:
         return (*shapes_of(self.convolution), self._position is None, len(self._prefix))

@@ -24,7 +24,6 @@ class Step(nn.Module):
     """A group of operators. ``enabled`` is false where the kernel is not to be used although it could run."""
 
     enabled = True
-    _scale: tuple[nn.Module, str] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +46,14 @@ class Step(nn.Module):
         way = self.way(x, *others)
         return None if isinstance(way, str) else way.run()
 
-    def _read(self) -> Iterable[nn.Module]:
-        """The modules whose parameters it reads."""
-        return [*self.modules(), *([] if self._scale is None else [self._scale[0]])]
+    def read(self) -> Iterable[nn.Module]:
+        """The modules whose own parameters, not those of their children, ``fused`` reads."""
+        return self.modules()
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         with kernels.unwatched(x):
             if self.enabled and kernels.under_autocast(x) is None:
-                y = self._repeating(self.fused, self._read, x, *others)
+                y = self._repeating(self.fused, self.read, x, *others)
                 if y is not None:
                     return y
         return self.plain(x, *others)
@@ -109,6 +108,9 @@ class LinearResidual(Step):
     def way(self, x: Tensor, *others: Tensor) -> Way | str:
         linear = kernels.linear_of(self.linear)
         return UNKNOWN if linear is None else ops.linear_residual_way(x, linear, others[0], value_of(self._scale))
+
+    def read(self) -> Iterable[nn.Module]:
+        return _with_owner(self.modules(), self._scale)
 
     def leaves_moments(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``with_moments`` can be called for these inputs."""
@@ -179,6 +181,9 @@ class FeedForward(Step):
         up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
         return ops.ffn_way(x, norm, up, second, self.activation, value_of(self._scale), self.residual, inner[0] if inner else None, *others)
 
+    def read(self) -> Iterable[nn.Module]:
+        return _with_owner(self.modules(), self._scale)
+
     def reads_moments(self, x: Tensor) -> bool:
         """Whether a call with x has a use for the moments of its rows, as a second argument."""
         if not self.enabled or kernels.under_autocast(x) is not None:
@@ -209,6 +214,10 @@ def shapes_of(*modules: nn.Module) -> tuple[object, ...]:
 
 def value_of(scale: tuple[nn.Module, str] | None) -> Tensor | None:
     return None if scale is None else getattr(*scale)
+
+
+def _with_owner(modules: Iterable[nn.Module], scale: tuple[nn.Module, str] | None) -> list[nn.Module]:
+    return [*modules, *(() if scale is None else scale[:1])]
 
 
 def _scaled(branch: Tensor, scale: tuple[nn.Module, str] | None) -> Tensor:
