@@ -26,6 +26,7 @@
 // residual begin at multiples of 16 bytes.
 #include "activation.cuh"
 #include "block_rows.cuh"
+#include "row_pairs.cuh"
 
 constexpr int kTiles = COLUMNS / 8, kRun = 2 * RUN * D;
 constexpr int kPanel = 64 * COLUMNS * 2;      // bytes of a stage's weights
@@ -40,15 +41,6 @@ static_assert(!ACTIVATION || !RESIDUAL, "nothing is added behind an activation")
 
 __device__ __forceinline__ void store_shared(u32 address, const u32 (&w)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
-}
-
-// The lanes of two neighbouring rows have two vectors each, 64 bytes apart; then the even row's are in `first`, the odd row's in `second`.
-__device__ __forceinline__ void exchange_rows(Vector<16>& first, Vector<16>& second, bool odd) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const u32 got = __shfl_xor_sync(0xffffffffu, odd ? first.w[k] : second.w[k], 4);
-        (odd ? first.w[k] : second.w[k]) = got;
-    }
 }
 
 // -mean * s and s of a row, whose four lanes have the moments of every fourth part each.

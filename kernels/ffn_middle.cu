@@ -3,7 +3,7 @@
 //        u: shared memory, a class at a time ──K2──> h: registers ──K3──> v: registers
 //        64 rows a warpgroup, three of which share the panels of weights in a ring
 //
-// Factors are patterns (1,b,64*STAGES,CLASSES) and (BLOCKS,128,128*PIECES*CLASSES,1). A row of u is too long to stay beside the weights, so a
+// Factors are patterns (1,b,64*STAGES,CLASSES) and (A3,128,128*PIECES*CLASSES,1). A row of u is too long to stay beside the weights, so a
 // warpgroup goes over the classes: it keeps the columns of one, and makes with them their part of all of v. That part waits, rounded to halves,
 // where v will be, each lane's in places of its own in the rows of its warp, and the next class adds to it. So v has whole units of 64 rows. A
 // piece of 128 hidden units, rounded and activated, is an operand of the third factor at once.
@@ -16,10 +16,11 @@
 //
 // Floor: the products.
 //
-// MODE 0 fp16, 1 bf16. Defines: MODE, CLASSES, STAGES, BLOCKS, PIECES (of a class and a block), ACTIVATION (activation.cuh), SLOTS.
+// MODE 0 fp16, 1 bf16. Defines: MODE, CLASSES, STAGES, A3 (blocks of the third factor), PIECES (of a class and a block), ACTIVATION (activation.cuh), SLOTS.
 // Limits: sm_90a; rows of u begin at multiples of 16 bytes.
 #include "activation.cuh"
 #include "instructions.cuh"
+#include "row_pairs.cuh"
 #include "tensor_map.cuh"
 #include "wgmma_shared.cuh"
 
@@ -28,9 +29,9 @@ constexpr int kRegisters = 160, kBringing = 32;                     // of a thre
 constexpr int kColumns = 128, kTiles = kColumns / 8;                // of a panel
 constexpr int kSteps = 4, kDownPanels = kColumns / 16 / kSteps;     // k16 steps of a panel, panels of the third factor in a piece
 constexpr int kPanel = 16 * kSteps * kColumns * 2;                  // bytes of one
-constexpr int kPanels = CLASSES * BLOCKS * PIECES * (STAGES + kDownPanels);  // of a round
+constexpr int kPanels = CLASSES * A3 * PIECES * (STAGES + kDownPanels);  // of a round
 constexpr int kStretch = 64 * 128;                                  // bytes of 64 columns of a warpgroup's rows of u
-constexpr int kRow = BLOCKS * kColumns * 2;                         // bytes of a row of v
+constexpr int kRow = A3 * kColumns * 2;                         // bytes of a row of v
 
 // The order of the panels, and the slots that they pass through; behind the slots a barrier each: its panel is there, all warps have left it.
 struct Ring {
@@ -69,15 +70,6 @@ struct Ring {
 // Descriptors from an address / 16; `bytes` further on they are greater by bytes / 16.
 __device__ __forceinline__ u64 stretch_of(u32 sixteenths) { return (u64)(1u << 30 | 1024 >> 4) << 32 | (1u << 16) + sixteenths; }
 __device__ __forceinline__ u64 panel_of(u32 sixteenths) { return (u64)(128 >> 4) << 32 | (u32)(kColumns << 16) + sixteenths; }
-
-// The lanes of two neighbouring rows have two vectors each, 64 bytes apart; then the even row's are in `first`, the odd row's in `second`.
-__device__ __forceinline__ void exchange_rows(Vector<16>& first, Vector<16>& second, bool odd) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const u32 got = __shfl_xor_sync(0xffffffffu, odd ? first.w[k] : second.w[k], 4);
-        (odd ? first.w[k] : second.w[k]) = got;
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, const char* __restrict__ biases, const int* __restrict__ places,
@@ -138,14 +130,14 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
             char* const rows_of_warp = v + ((long long)unit_of(round, warpgroup) * 64 + warp % 4 * 16) * kRow;
 #pragma unroll 1
             for (int j = 0; j < CLASSES; ++j, ++fill) {
-                const char* piece_biases = biases + j * (BLOCKS * PIECES * kColumns * 4);
+                const char* piece_biases = biases + j * (A3 * PIECES * kColumns * 4);
 #pragma unroll 1
-                for (int i = 0; i < BLOCKS; ++i) {
+                for (int i = 0; i < A3; ++i) {
                     char* const part = rows_of_warp + i * (kColumns * 2) + (lane >> 4) * kRow + (lane & 15) * 16;  // two rows a vector of all lanes
                     float sums[kTiles][4] = {};
 #pragma unroll 1
                     for (int piece = 0; piece < PIECES; ++piece) {
-                        const bool begins = i == 0 && piece == 0, ends = i == BLOCKS - 1 && piece == PIECES - 1;
+                        const bool begins = i == 0 && piece == 0, ends = i == A3 - 1 && piece == PIECES - 1;
                         u32 from;  // asm keeps the compiler from holding the descriptors of all stretches
                         asm volatile("mov.u32 %0, %1;" : "=r"(from) : "r"(own));
                         float h[kTiles][4];

@@ -13,6 +13,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.block_linear import ACTIVATIONS, BlockTiling, pack_blocks
 from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import current_stream, load_kernel
+from flysurgery.ops.cuda.notes import fresh, rely_on
 from flysurgery.ops.cuda.obstacles import multiprocessors_of
 from flysurgery.ops.cuda.tensor_map import swizzled_boxes
 from flysurgery.patterns import Pattern
@@ -67,7 +68,7 @@ class MiddleTiling:
             "MODE": mode,
             "CLASSES": self.classes,
             "STAGES": self.stages,
-            "BLOCKS": self.down.tiles,
+            "A3": self.down.tiles,
             "PIECES": self.pieces,
             "ACTIVATION": activation,
             "SLOTS": self.slots,
@@ -135,10 +136,11 @@ class FfnMiddle:
         """``activation(u @ K2.T + bias) @ K3.T`` on the current stream."""
         tile, rows = self.tile, u.shape[0]
         units = -(-rows // ROWS_OF_WARPGROUP)
-        v = u.new_empty((units * ROWS_OF_WARPGROUP, tile.down.factor.out_features))[:rows]
+        v = fresh((units * ROWS_OF_WARPGROUP, tile.down.factor.out_features), u.dtype, u.device)[:rows]
         if rows == 0:
             return v
         sources = (second, third) if bias is None else (second, third, bias)
+        rely_on([self._places])
         token = ("ffn middle", self, bias is None)
         (image, biases), early = kept(token, sources, lambda: pack_middle(tile, second, bias, third, self.dtype))
         self._kernel.launch(
@@ -146,8 +148,7 @@ class FfnMiddle:
             (128 * (WARPGROUPS + 1), 1, 1),
             tile.shared_bytes,
             current_stream(self.device_index),
-            *swizzled_boxes(u, ROWS_OF_WARPGROUP),
-            *(image, biases, self._places, v, rows),
+            *(swizzled_boxes(u, ROWS_OF_WARPGROUP), image, biases, self._places, v, rows),
             early=early,
         )
         return v
