@@ -22,8 +22,8 @@
 // in the rows of ViT-B/16.
 //
 // MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), LAST (k16 steps of the last of them), COLUMNS, RUN, WARPGROUPS, SLOTS,
-// BOXES (block_rows.cuh), ACTIVATION (activation.cuh), NORM, FEATURES (columns of x), RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a; rows of x, y and the
-// residual begin at multiples of 16 bytes.
+// BOXES (block_rows.cuh), ACTIVATION (activation.cuh), NORM, FEATURES (columns of x), RESIDUAL, SCALED (whether there is a factor). Limits: sm_90a;
+// rows of x, y and the residual begin at multiples of 16 bytes.
 #include "activation.cuh"
 #include "block_rows.cuh"
 #include "row_pairs.cuh"
@@ -59,10 +59,14 @@ __device__ __forceinline__ float2 scale_of(const Vector<8> (&parts)[kParts], int
 }
 
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
-block_linear(const __grid_constant__ Source x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
-             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long residual_stride,
-             int backwards, int eps_bits) {
-    extern __shared__ __align__(1024) char memory[];
+#if BOXES
+block_linear(const __grid_constant__ TensorMap x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
+#else
+block_linear(const char* __restrict__ x, const char* __restrict__ image, const int* __restrict__ pieces, const float* __restrict__ columns,
+#endif
+             const char* __restrict__ moments, const char* __restrict__ residual, char* __restrict__ y, long long rows, long long x_stride,
+             long long residual_stride, int backwards, int eps_bits) {
+    extern __shared__ __align__(BOXES ? 1024 : 128) char memory[];
     // panels of weights | staged x | rows of y that are turned | factors and shifts of the columns, sums of their weights
     //   | bytes from a row's start to each piece | a barrier a panel: it is there | barriers of x
     const u32 weights = shared_address(memory), staged_at = weights + kStages * kPanel;
@@ -88,7 +92,7 @@ block_linear(const __grid_constant__ Source x, const char* __restrict__ image, c
     wait_for_kernels_before();  // weights come while the kernel before ends
 
     const Units units{rows, blockIdx.x / TILES, gridDim.x / TILES, backwards != 0};
-    StagedRows staged(x, units, staged_at, row_barriers, pieces_at, warp, lane);
+    StagedRows staged(x, x_stride, units, staged_at, row_barriers, pieces_at, warp, lane);
     staged.begin();
 
     if (ACTIVATION) {  // one warpgroup after the other, so that one's activations run beside the others' products
@@ -127,16 +131,17 @@ block_linear(const __grid_constant__ Source x, const char* __restrict__ image, c
             }
         };
         float acc[D][kTiles][4] = {};
+        Operands operands;
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
             const int steps = s % STEPS == STEPS - 1 ? LAST : 4;
-            staged.wait(s, steps);
+            staged.wait(operands, s, steps);
             barrier_wait(full + 8 * s, 0);
             const u64 b = wgmma_descriptor(b_from + s * kPanel, COLUMNS);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                if (k < steps) staged.multiply<COLUMNS>(acc[s / STEPS], s, k, b + k * (COLUMNS * 32 >> 4));
+                if (k < steps) staged.multiply<COLUMNS>(acc[s / STEPS], operands, s, k, b + k * (COLUMNS * 32 >> 4));
             wgmma_commit();
             staged.proceed(s);
         }

@@ -24,17 +24,17 @@ struct Units {
 #if BOXES
 // Columns of a stage lie side by side: a thread of the warpgroup has the copy engine bring all 64 rows by one request. Products read them from
 // shared memory; a slot is filled again when all warps are done with it.
-typedef TensorMap Source;
+struct Operands {};
 
 struct StagedRows {
-    const Source& x;
+    const TensorMap& x;
     Units units;
     u32 slots, arrived, left, pieces;
     int warp, lane, stage = 0, to = 0, from = 0, round = 0;
     u32 phase = 0, to_phase = 1;
     long long first;
 
-    __device__ __forceinline__ StagedRows(const Source& x_, Units units_, u32 staged_at, u32 barriers, u32 pieces_, int warp_, int lane_)
+    __device__ __forceinline__ StagedRows(const TensorMap& x_, long long, Units units_, u32 staged_at, u32 barriers, u32 pieces_, int warp_, int lane_)
         : x(x_), units(units_), slots(staged_at + warp_ / 4 * SLOTS * 4 * kSlot), arrived(barriers + warp_ / 4 * SLOTS * 16), left(arrived + SLOTS * 8),
           pieces(pieces_), warp(warp_), lane(lane_) {}
     static __device__ __forceinline__ void prepare(u32 barriers) {
@@ -58,9 +58,9 @@ struct StagedRows {
             first = units.first(++round, warp / 4);
         }
     }
-    __device__ __forceinline__ void wait(int, int) { barrier_wait(arrived + 8 * from, phase); }
+    __device__ __forceinline__ void wait(Operands&, int, int) { barrier_wait(arrived + 8 * from, phase); }
     template <int COLUMNS_>
-    __device__ __forceinline__ void multiply(float (&sums)[COLUMNS_ / 8][4], int, int k, u64 b) {
+    __device__ __forceinline__ void multiply(float (&sums)[COLUMNS_ / 8][4], const Operands&, int, int k, u64 b) {
         WgmmaShared<COLUMNS_>::run(sums, rows_descriptor(__shfl_sync(0xffffffffu, slots + from * 4 * kSlot, 0)) + (k * 32 >> 4), b);
     }
     __device__ __forceinline__ void leave(int slot) {
@@ -81,9 +81,8 @@ struct StagedRows {
 #else
 // Columns are gathered in pieces of 8: a warp brings its own 16 rows by cp.async, SLOTS - 1 stages ahead, and reads them by ldmatrix as operands, a
 // stage while the one before is multiplied. The 16-byte pieces of a row are turned by row against bank conflicts.
-struct Source {
-    const char* rows;
-    long long stride;
+struct Operands {
+    u32 a[2][4][4];  // of a round's stages in turn; kept from round to round they cost up to a twentieth of the time
 };
 
 struct StagedRows {
@@ -93,10 +92,9 @@ struct StagedRows {
     u32 slots, pieces;
     int warp, lane, stage = 0, to = 0, from = 0, round = 0, inside;
     const char* row;
-    u32 a[2][4][4];
 
-    __device__ __forceinline__ StagedRows(const Source& x_, Units units_, u32 staged_at, u32, u32 pieces_, int warp_, int lane_)
-        : x(x_.rows), units(units_), stride(x_.stride), slots(staged_at + warp_ * SLOTS * kSlot), pieces(pieces_), warp(warp_), lane(lane_) {}
+    __device__ __forceinline__ StagedRows(const char* x_, long long stride_, Units units_, u32 staged_at, u32, u32 pieces_, int warp_, int lane_)
+        : x(x_), units(units_), stride(stride_), slots(staged_at + warp_ * SLOTS * kSlot), pieces(pieces_), warp(warp_), lane(lane_) {}
     static __device__ __forceinline__ void prepare(u32) {}
     __device__ __forceinline__ void set_rows() {
         const long long first = units.first(round, warp / 4) + warp % 4 * 16 + (lane >> 3);
@@ -126,21 +124,21 @@ struct StagedRows {
         }
     }
     // The operands of stage `s`, of so many k16 steps; then the one that is to come in its place is asked for.
-    __device__ __forceinline__ void wait(int s, int steps) {
+    __device__ __forceinline__ void wait(Operands& operands, int s, int steps) {
         const u32 at = slots + from * kSlot;
         wait_copies<SLOTS - 2>();
         __syncwarp();
         const int own = lane & 15;
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            if (k < steps) load_matrices(a[s % 2][k], at + own * 128 + ((2 * k + (lane >> 4)) ^ (own & 7)) * 16);
+            if (k < steps) load_matrices(operands.a[s % 2][k], at + own * 128 + ((2 * k + (lane >> 4)) ^ (own & 7)) * 16);
         __syncwarp();
         if (++from == SLOTS) from = 0;
         load();
     }
     template <int COLUMNS_>
-    __device__ __forceinline__ void multiply(float (&sums)[COLUMNS_ / 8][4], int s, int k, u64 b) {
-        Wgmma<COLUMNS_>::template run<0>(sums, a[s % 2][k], b, 1);
+    __device__ __forceinline__ void multiply(float (&sums)[COLUMNS_ / 8][4], const Operands& operands, int s, int k, u64 b) {
+        Wgmma<COLUMNS_>::template run<0>(sums, operands.a[s % 2][k], b, 1);
     }
     __device__ __forceinline__ void proceed(int s) {
         if (STEPS == 1) wgmma_wait<0>();  // the next stage begins other sums

@@ -285,14 +285,13 @@ class BlockLinear:
         strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
         if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
             x = x.contiguous()  # the copy engine takes no rows that overlap
-        source = (swizzled_boxes(x, _UNIT),) if tile.boxes else (x, strides[0])
         self._kernel(parts, residual is not None, scale is not None).launch(
             (blocks * tile.tiles, 1, 1),
             (128 * tile.warpgroups, 1, 1),
             tile.shared_bytes,
             current_stream(self.device_index),
-            *source,
             *(
+                swizzled_boxes(x, _UNIT) if tile.boxes else x,
                 image,
                 self._pieces,
                 columns,
@@ -300,7 +299,7 @@ class BlockLinear:
                 residual,
                 y,
                 rows,
-                strides[1],
+                *strides,
                 int(backwards),
                 0 if norm is None else float_bits(norm.eps),
             ),
