@@ -50,6 +50,9 @@ constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2)
 constexpr bool kPatches = PATCH_WIDE > 0;
 constexpr int kLine = kPatches ? PATCH_WIDE * kElem : 128;                     // adjacent bytes of a patch
 constexpr int kChannels = kPatches ? IN * kElem / (PATCH_HIGH * kLine) : 1;
+// Pieces of 16 bytes of a row that lanes side by side ask for, rows that a warp asks for together, and in how many turns all 16. The lines of
+// patches side by side are adjacent: the more of them at once, the fewer reads begin or end inside of 128 bytes.
+constexpr int kAdjacent = kPatches && kLine < 128 ? 4 : 8, kTogether = 32 / kAdjacent, kTurns = 16 / kTogether;
 constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches;
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
@@ -89,8 +92,8 @@ struct StagedRows {
     long long height;        // of images
     u32 stages;
     int warp, lane, round = 0, batch = 0, to = 0, from = 0;
-    const char* row[kPatches ? 4 : 1];  // the lane's piece of its first row; of each of its patches
-    int inside;                         // rows from the first to the end; those past it are filled with zeros
+    const char* row[kPatches ? kTurns : 1];  // the lane's first piece of its first row; of each of its patches
+    int inside;                              // rows from the first to the end; those past it are filled with zeros
 
     __device__ __forceinline__ static int turned(int piece, int row) { return piece ^ ((row & 1) << 2 | (row >> 1 & 3)); }
 
@@ -100,18 +103,18 @@ struct StagedRows {
     }
 
     __device__ __forceinline__ void set_rows() {
-        const long long first = first_row(round, warp) + warp % kUnitWarps * 16 + (lane >> 3);
+        const long long first = first_row(round, warp) + warp % kUnitWarps * 16 + lane / kAdjacent;
         inside = (int)min(max(rows - first, 0ll), 16ll);
         if constexpr (kPatches) {
-            const u32 byte = (lane & 7) * 16, across = patches_across(stride), down = (u32)height / PATCH_HIGH;
+            const u32 byte = lane % kAdjacent * 16, across = patches_across(stride), down = (u32)height / PATCH_HIGH;
             const Patch patch(first, patches_of_image(stride, height));
             u32 i = patch.place / across, j = patch.place - i * across;
             const char* at = x + ((long long)patch.image * kChannels * height + i * PATCH_HIGH + byte / kLine) * stride + j * kLine + byte % kLine;
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            for (int m = 0; m < kTurns; ++m) {
                 row[m] = at;
-                at += 4 * kLine;
-                for (j += 4; j >= across; j -= across) {  // over the end of a row of patches, and of an image
+                at += kTogether * kLine;
+                for (j += kTogether; j >= across; j -= across) {  // over the end of a row of patches, and of an image
                     at += (PATCH_HIGH - 1) * stride;
                     if (++i == down) i = 0, at += (kChannels - 1) * height * stride;
                 }
@@ -121,20 +124,26 @@ struct StagedRows {
         }
     }
 
-    // Where the lane's piece of a batch begins, in its rows first + 4*m.
-    __device__ __forceinline__ const char* piece(int m) const {
-        if constexpr (!kPatches) return row[0] + 4 * m * stride + batch * 128;
-        else return row[m] + (batch / kBatchesOfChannel * height + batch % kBatchesOfChannel * (128 / kLine)) * stride;
+    // Where the lane's n-th piece of a batch begins, in its m-th row.
+    __device__ __forceinline__ const char* piece(int m, int n) const {
+        if constexpr (kPatches) {
+            const int line = batch % kBatchesOfChannel * (128 / kLine) + n * (kAdjacent * 16 / kLine);
+            return row[m] + (batch / kBatchesOfChannel * height + line) * stride;
+        } else {
+            return row[0] + kTogether * m * stride + batch * 128;
+        }
     }
 
     // Ask for the next batch.
     __device__ __forceinline__ void load() {
         const u32 stage = stages + to * kStageBytes;
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int own = 4 * m + (lane >> 3);
-            copy_async<16>(stage + own * 128 + turned(lane & 7, own) * 16, piece(m), 4 * m < inside ? 16 : 0);
-        }
+        for (int n = 0; n < 8 / kAdjacent; ++n)
+#pragma unroll
+            for (int m = 0; m < kTurns; ++m) {
+                const int own = kTogether * m + lane / kAdjacent, to_piece = turned(n * kAdjacent + lane % kAdjacent, own);
+                copy_async<16>(stage + own * 128 + to_piece * 16, piece(m, n), kTogether * m < inside ? 16 : 0);
+            }
         commit_copies();
         if (++to == STAGES) to = 0;
         if (++batch == kBatches) {
