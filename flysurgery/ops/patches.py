@@ -128,9 +128,10 @@ def _wrong_rows(patches: Patches, count: int) -> str | None:
         if rows.dim() < 2 or rows.shape[-1] != features or rows.shape[:-2].numel() != 1:
             return f"expected position and prefix to be rows of {features} features, got a tensor of shape {tuple(rows.shape)}"
     tokens = sum(rows.shape[-2] for rows in prefix)
-    if position is None or position.shape[-2] in (count, tokens + count):
+    beyond = 0 if position is None else position.shape[-2] - count  # PyTorch 2.11's compiler takes a symbol for no member of a tuple
+    if beyond == 0 or beyond == tokens:
         return None
-    return f"{count} patches and {tokens} tokens before them have no position of {position.shape[-2]} rows"
+    return f"{count} patches and {tokens} tokens before them have no position of {count + beyond} rows"
 
 
 def _tensors(patches: Patches) -> tuple[Tensor, ...]:
