@@ -163,20 +163,20 @@ struct Rows {
 };
 
 // What normalizes the lane's two rows: (x - mean) * factor, which is NORMALIZED times as long as a normalized row. Sums are of what differs from
-// the mean of the row's first values, so the difference loses no more than a factor of columns / first values of the variance.
+// the mean of the row's last values, so the difference loses no more than a factor of columns / last values of the variance.
 struct Moments {
-    static constexpr int kSteps = kIn % 32 == 0 && kIn <= 384 ? kIn / 32 : kIn % 64 == 0 ? 4 : 1;  // whose values are on their way together
+    static constexpr int kSteps = kIn / 16 % 12 == 0 ? 12 : kIn / 16 % 4 == 0 ? 4 : 1;  // whose values are on their way together
     float mean[2], factor[2];
 
     __device__ __forceinline__ void take(const char* const (&rows)[2], float eps) {
         float shift[2], sum[2] = {}, squares[2] = {};
 #pragma unroll 1
-        for (int s = 0; s < kIn / 16; s += kSteps) {
+        for (int s = kIn / 16 - kSteps; s >= 0; s -= kSteps) {  // the first ones last: they are asked for again at once
             Rows<kSteps> part;
             part.load(rows, s * 64);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                if (s == 0) {
+                if (s == kIn / 16 - kSteps) {
                     float start = 0.0f;
 #pragma unroll
                     for (int e = 0; e < 4 * kSteps; ++e) start += part.at(h, e);
