@@ -96,7 +96,7 @@ def dense_linear(layer: Layer) -> nn.Linear:
     new.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
     if biases[0] is not None:
         new.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
-    return new
+    return new.train(layer.training)
 
 
 def with_backend(layer: Layer, backend: str) -> Layer:

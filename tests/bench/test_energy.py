@@ -12,6 +12,8 @@ from torch import Tensor
 from flysurgery.bench.ceilings import Ceilings
 from flysurgery.bench.energy import Energy, EnergyMeter
 from flysurgery.bench.energy_rows import EnergyRow, energy_of_factor, energy_of_model
+from flysurgery.bench.units import converted_timm
+from flysurgery.bench.variants import VARIANTS
 from flysurgery.patterns import Pattern
 
 HOW: dict[str, Any] = {"idle_watts": 1.0, "seconds": 0.0, "windows": 2}
@@ -74,3 +76,8 @@ def test_windows_last_as_long_as_they_must_where_calls_are_faster_than_thought(m
     assert energy.windows == 2 and energy.window_s is not None and energy.window_s >= 0.05
     assert energy.watts == pytest.approx(100, rel=0.01)
     assert energy.joules is not None and energy.above_idle_joules == pytest.approx(0.8 * energy.joules, rel=0.01)
+
+
+def test_the_dense_model_is_for_inference_as_a_whole_so_that_it_can_be_optimized() -> None:
+    dense = VARIANTS["dense"](converted_timm("test_vit", {}, "monarch"))
+    assert not any(module.training for module in dense.modules())
