@@ -19,7 +19,7 @@ MOMENTS = "moments"
 NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
 """Features from which on a launch a factor is the faster way for feed-forward blocks, and for linears that share x.
 
-``recipes/wide_table.py`` times both ways, for few rows and many. On an H200 in fp16 it was so for all, but for Monarch's q, k and v of
+``recipes/wide_table.py`` times both ways, for few rows and many. On an H200 in fp16 it was so for all, but for q, k and v of
 768 features: from 12608 rows on they take up to a quarter longer than in one launch.
 """
 
