@@ -74,14 +74,7 @@ class Trained:
         if gather is None or not all(map(Tensor.is_contiguous, parameters)):
             return None
         meet(self, x)
-        x_at = x.data_ptr()
-        key = x.shape, x.stride(), x_at % 16
-        plan = self._plans.get(key)
-        if plan is None:
-            own = self.product.readable(x)
-            if own is not x:
-                return self.forward(own, parameters)
-            plan = self._plans[key] = self._plan(x, parameters, gather, self.chain.images)
+        x, x_at, plan = self._planned(self._plans, x, parameters, gather, self.chain.images)
         memory = x.new_empty(plan.size)
         start = memory.data_ptr()
         places = [start + offset for offset in plan.offsets]
@@ -103,14 +96,7 @@ class Trained:
         gather = self._forward_packer.gather
         if gather is None or not self.product.is_one_launch or not all(map(Tensor.is_contiguous, parameters)):
             return self._apart_by_pytorch(x, parameters)
-        x_at = x.data_ptr()
-        key = x.shape, x.stride(), x_at % 16
-        plan = self._apart_plans.get(key)
-        if plan is None:
-            own = self.product.readable(x)
-            if own is not x:
-                return self.apart(own, parameters)
-            plan = self._apart_plans[key] = self._plan(x, parameters, gather, self._kept)
+        x, x_at, plan = self._planned(self._apart_plans, x, parameters, gather, self._kept)
         images = x.new_empty(gather.size)
         start = images.data_ptr()
         y, *kept = found = [x.new_empty(shape) for shape in plan.results]
@@ -136,6 +122,20 @@ class Trained:
             features = self.chain.architecture.inner_features[0]
             x = behind[: x.numel() // x.shape[-1] * features].view(*x.shape[:-1], features)
         return self.product.run(x, images[: -self.chain.images], self._with_bias)
+
+    def _planned(
+        self, plans: dict[tuple[Hashable, ...], _Plan], x: Tensor, parameters: Sequence[Tensor], gather: Gather, behind_product: int
+    ) -> tuple[Tensor, int, _Plan]:
+        """x as the product reads it, its address, and the plan for inputs like it."""
+        at = x.data_ptr()
+        key = x.shape, x.stride(), at % 16
+        plan = plans.get(key)
+        if plan is None:
+            own = self.product.readable(x)
+            if own is not x:
+                return self._planned(plans, own, parameters, gather, behind_product)
+            plan = plans[key] = self._plan(x, parameters, gather, behind_product)
+        return x, at, plan
 
     def _plan(self, x: Tensor, parameters: Sequence[Tensor], gather: Gather, behind_product: int) -> _Plan:
         at, inner = in_rows(x)[1], self.chain.architecture.inner_features if self._keeps else ()

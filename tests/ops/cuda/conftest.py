@@ -14,6 +14,7 @@ from flysurgery.ops.cuda.gather import Gather
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
 from flysurgery.ops.derived import forget_derived
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
+from tests.support.tolerance import MODES
 
 
 @pytest.fixture
@@ -21,6 +22,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder for this test."""
     monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Lets PyTorch's own products round as the mode does."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
+    yield request.param
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture

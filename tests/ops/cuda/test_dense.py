@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -42,15 +42,6 @@ def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dense, "_tiling", tiling)
     monkeypatch.setattr(dense, "launcher", dense.launcher.__wrapped__)  # which remembers the tiling
     return request.param
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Lets PyTorch's own products round as the mode does."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
-    yield request.param
-    torch.set_float32_matmul_precision(before)
 
 
 def runner(mode: str) -> Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]:

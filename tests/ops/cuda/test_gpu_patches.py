@@ -43,15 +43,6 @@ def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     dense.launcher.cache_clear()
 
 
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Lets PyTorch's own products round as the mode does."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
-    yield request.param
-    torch.set_float32_matmul_precision(before)
-
-
 def as_images(rows: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
     """The images whose patches, flattened, are the rows."""
     images, high, wide = grid
