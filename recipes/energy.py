@@ -2,9 +2,11 @@
 
     python recipes/energy.py --out recipes/results/energy_h200.csv --plot recipes/results/energy_h200.png
 
-Energy is read from NVML's counter of the whole device, over windows of at least a second of replayed graphs; idle power is measured
-at the start and noted in each row. ``bound_ms`` is what a large copy and a large matrix product, measured in the same run, allow for a
-call, which takes ``call_ms``. Patterns come in one shuffled order, so that runs that go on add to a random subset.
+Energy is read from NVML's counter of the whole device, between two of its steps at least a second apart, with graphs replayed all the
+time; idle power is measured at the start and noted in each row. The candidates of a model come in a shuffled order, dense twice among
+them, and those of a pattern in one layout likewise, bmm twice; where these two differ by more than 3 %, all rows beside them say noisy.
+``bound_ms`` is what a large copy and a large matrix product, measured in the same run, allow for a call, which takes ``call_ms``. Patterns
+come in one shuffled order, so that runs that go on add to a random subset.
 Needs an NVIDIA GPU and nvidia-ml-py; elsewhere it says so and measures nothing.
 """
 
@@ -21,7 +23,7 @@ from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled
 
 COLUMNS = (
     *("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts"),
-    *("call_ms", "share_of_bound", "status"),
+    *("call_ms", "share_of_bound", "noise", "status"),
 )
 
 
@@ -45,8 +47,7 @@ def main() -> None:
         for mode in modes:
             names = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
             head = {"what": options.model, "rows": options.batch, "mode": mode}
-            names = [name for name in names if not run.has(head | {"candidate": name})]
-            if names:
+            if not all(run.has(head | {"candidate": name}) for name in names):
                 what = options.model, {}, "gonon", options.batch
                 found = energy_of_model(meter, *what, mode, device, ceilings(mode), candidates=names, **how)
                 run.add(found, options.model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.layouts import FIRST, LAST, PRODUCT_ONLY, Run, blocks_of, factor_runs, problem_of_factor, product_only
+from flysurgery.bench.layouts import FIRST, LAST, PRODUCT_ONLY, blocks_of, factor_runs, problem_of_factor, product_only, rows_first
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.timing import time_interleaved
@@ -81,7 +81,7 @@ def _one_layout(
     rows = x.shape[0 if layout == FIRST else 1]
     runs, refused = factor_runs(factor, layout, problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32"))
     measured = measure(
-        {name: run if layout == FIRST else _rows_first(run) for name, run in runs.items()},
+        {name: run if layout == FIRST else rows_first(run) for name, run in runs.items()},
         x,
         truth,
         baseline="dense" if "dense" in runs else "bmm",
@@ -103,8 +103,3 @@ def _one_layout(
     spent = work.bytes_moved, work.flops, bound, bound / median
     measured[PRODUCT_ONLY] = Measured(timing.launch, "ok", None, None, median, timing.iqr_ms, None, *spent)
     return measured
-
-
-def _rows_first(run: Run) -> Run:
-    """The same, with the result seen as (rows, features): a view, which costs nothing."""
-    return lambda x: run(x).T

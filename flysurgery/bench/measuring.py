@@ -151,11 +151,11 @@ def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | 
     return abs(timings[baseline + AGAIN].median_ms / timings[baseline].median_ms - 1)
 
 
-def status_of(noise: float | None, device_type: str, baseline: str = "dense") -> str:
-    """What right rows of a run say whose twins differ by ``noise``: "ok", or that they are noisy."""
+def status_of(noise: float | None, device_type: str, baseline: str = "dense", measured: str = "timed") -> str:
+    """What right rows of a run say whose twins, ``measured`` both, differ by ``noise``: "ok", or that they are noisy."""
     if noise is None or noise <= NOISE["cuda" if device_type == "cuda" else "cpu"]:
         return "ok"
-    return f"noisy: {baseline} timed twice differs by {noise:.0%}"
+    return f"noisy: {baseline} {measured} twice differs by {noise:.0%}"
 
 
 def _measured(

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings
-from flysurgery.bench.energy import Energy, EnergyMeter
+from flysurgery.bench.energy import Busy, Energy, EnergyMeter
 from flysurgery.bench.energy_rows import EnergyRow, energy_of_factor, energy_of_model
+from flysurgery.bench.measuring import status_of
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import VARIANTS
+from flysurgery.errors import OptionError
 from flysurgery.patterns import Pattern
 
 HOW: dict[str, Any] = {"idle_watts": 1.0, "seconds": 0.0, "windows": 2}
@@ -24,7 +26,7 @@ class Counter:
     """Every call takes 4 ms and 2 joules."""
 
     def measure(self, run: Any, x: Tensor, **how: Any) -> Energy:
-        return Energy("ok", 2.0, call_ms=4.0)
+        return Energy("ok", None, 2.0, call_ms=4.0)
 
 
 def rows_of_factor() -> dict[tuple[str, str], EnergyRow]:
@@ -54,28 +56,101 @@ def test_a_wrong_result_has_no_joules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_converted_model_must_spend_less_than_dense() -> None:
     names = ("dense", "layer")
     found = energy_of_model(Counter(), "test_vit", {}, "monarch", 1, "fp32", CPU, Ceilings(1e6, 1e6), candidates=names, **HOW)
-    dense, layer = found
-    assert (dense.candidate, layer.candidate) == names
+    dense, layer, again = found
+    assert (dense.candidate, layer.candidate, again.candidate) == (*names, "dense again")
+    assert again.energy.noise == 0 and again.flops == dense.flops
     assert 0 < layer.flops < dense.flops and 0 < layer.bytes_moved < dense.bytes_moved
     assert layer.share_of_bound == pytest.approx(layer.bound_ms / 4.0)
 
 
-def test_windows_last_as_long_as_they_must_where_calls_are_faster_than_thought(monkeypatch: pytest.MonkeyPatch) -> None:
-    class At100Watts(EnergyMeter):
-        def __init__(self) -> None:
-            pass
+def test_twins_are_metered_among_the_others_and_make_a_run_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    metered: list[float] = []
 
-        def joules(self) -> float:
-            return 100 * time.perf_counter()
+    class Drifting(Counter):
+        """Each measurement takes 4 % more than the one before."""
 
-        def _time(self, work: Any) -> float:
+        def measure(self, run: Any, x: Tensor, **how: Any) -> Energy:
+            metered.append(2.0 * 1.04 ** len(metered))
+            return Energy("ok", None, metered[-1], call_ms=4.0)
+
+    pattern, ceilings = Pattern(2, 3, 4, 5), Ceilings(1000.0, 1e9)
+    found = energy_of_factor(Drifting(), pattern, 100, "fp32", CPU, ceilings, **HOW)
+    for layout in ("first", "last"):
+        of = {row.candidate: row.energy for row in found if row.layout == layout and row.energy.joules}
+        assert of.keys() == {"bmm", "bmm again", "einsum", "bsr"}
+        noise = of["bmm"].noise
+        assert noise is not None and noise == pytest.approx(abs(of["bmm again"].joules / of["bmm"].joules - 1))
+        assert {(each.noise, each.status) for each in of.values()} == {(noise, status_of(noise, "cpu", "bmm", "metered"))}
+    assert len(metered) == 8
+    absent = next(row.energy for row in found if row.candidate == "cuda" and row.layout == "last")
+    assert absent.noise is None and absent.status.startswith("no: our kernels")
+
+
+class Stepping(EnergyMeter):
+    """A device at 100 watts, whose counter is a sum that is brought up to date every 20 ms."""
+
+    def __init__(self) -> None:
+        pass
+
+    def joules(self) -> float:
+        return 100 * (time.perf_counter() // 0.02 * 0.02)
+
+
+def test_power_is_told_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting:
+        """Each call of the work takes 10 ms."""
+
+        def __init__(self, work: Any) -> None:
+            self.go_on = work
+
+        def work_ms(self) -> float:
             return 10.0
 
-    monkeypatch.setattr("flysurgery.bench.energy._work", lambda run, inputs: (lambda: time.sleep(0.0095), 1))
-    energy = At100Watts().measure(lambda x: x, torch.zeros(1), windows=2, seconds=0.05, idle_watts=20.0)
-    assert energy.windows == 2 and energy.window_s is not None and energy.window_s >= 0.05
-    assert energy.watts == pytest.approx(100, rel=0.01)
-    assert energy.joules is not None and energy.above_idle_joules == pytest.approx(0.8 * energy.joules, rel=0.01)
+    monkeypatch.setattr("flysurgery.bench.energy.Busy", Waiting)
+    monkeypatch.setattr("flysurgery.bench.energy._work", lambda run, inputs: (lambda: time.sleep(1e-4), 2))
+    energy = Stepping().measure(lambda x: x, torch.zeros(1), windows=3, seconds=0.05, idle_watts=20.0)
+    assert energy.windows == 3 and energy.window_s is not None and energy.window_s >= 0.05
+    assert energy.watts == pytest.approx(100, rel=0.02)
+    assert energy.call_ms == 5.0 and energy.joules == pytest.approx(0.5, rel=0.02)  # two inputs a time
+    assert energy.above_idle_joules == pytest.approx(0.8 * energy.joules, rel=0.01)
+
+
+def test_a_counter_that_stands_still_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.bench.energy.STUCK_SECONDS", 0.01)
+    monkeypatch.setattr(Stepping, "joules", lambda self: 1.0)
+    with pytest.raises(OptionError, match="energy counter stood still"):
+        Stepping()._watts(lambda: None, 1.0)
+
+
+def test_the_device_has_always_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = done = 0.0
+
+    class Mark:
+        def __init__(self) -> None:
+            self.at = done
+
+        def query(self) -> bool:
+            return self.at <= now
+
+        def elapsed_time(self, end: Mark) -> float:
+            return end.at - self.at
+
+        def synchronize(self) -> None:
+            nonlocal now
+            now = max(now, self.at)
+
+    def work() -> None:  # 2 ms on the device
+        nonlocal done
+        done = max(done, now) + 2
+
+    monkeypatch.setattr("flysurgery.bench.energy._mark", Mark)
+    busy, idle = Busy(work), 0
+    for _ in range(1000):
+        now += 0.1
+        busy.go_on()
+        idle += done <= now
+    assert idle == 0 and done - now <= 2 * 6, "parts of three works, two of them ahead at most"
+    assert busy.work_ms() == pytest.approx(2)
 
 
 def test_the_dense_model_is_for_inference_as_a_whole_so_that_it_can_be_optimized() -> None:
