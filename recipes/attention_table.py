@@ -9,7 +9,7 @@ inputs larger than the L2 cache, all candidates of a case in one shuffled run, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
-from flysurgery.bench import MODES, Record, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, Work
 
 HEAD = 64
 CHECKED = 8
@@ -37,22 +37,18 @@ SIZES = (
 )
 """Images, tokens and heads."""
 
-Run = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. ``error`` is relative to float64, in the Frobenius norm."""
+    """One candidate of one size."""
 
     mode: str
     images: int
     tokens: int
     heads: int
     candidate: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_pytorch: float
+    times: recipe.Times
+    ratio_to_pytorch: float | None
     judged: recipe.Judged
 
 
@@ -65,7 +61,7 @@ def by_pytorch(x: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v)
 
 
-def by_backend(backend: SDPBackend) -> Run:
+def by_backend(backend: SDPBackend) -> recipe.Run:
     def run(x: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return by_pytorch(x)
@@ -78,30 +74,21 @@ def ours(x: Tensor) -> Tensor:
     return ops.attention(q, k, v)
 
 
-RUNS: dict[str, Run] = {
+RUNS: dict[str, recipe.Run] = {
     "pytorch": by_pytorch,
-    "pytorch again": by_pytorch,
     **{name: by_backend(backend) for name, backend in BACKENDS.items()},
-    "flysurgery": ours,
 }
 
 
-def measure(mode: str, images: int, tokens: int, heads: int) -> list[Row]:
+def measure(table: recipe.Table, mode: str, images: int, tokens: int, heads: int) -> list[Row]:
     """Check and time all candidates of one case."""
-    torch.manual_seed(0)
-    x = torch.randn((images, tokens, 3 * heads * HEAD), device="cuda").to(MODES[mode])
-    with torch.inference_mode():
-        truth = by_pytorch(x[:CHECKED].double())
-        errors = {name: float((run(x)[:CHECKED].double() - truth).norm() / truth.norm()) for name, run in RUNS.items()}
-        if not errors["flysurgery"] < 1.25 * errors["pytorch"]:
-            raise SystemExit(f"{mode}, {images} images, {tokens} tokens, {heads} heads: wrong, relative error {errors['flysurgery']:.2g}")
-        timings = time_interleaved(RUNS, x, rounds=15, seconds=0.1)
+    x = torch.randn((images, tokens, 3 * heads * HEAD), device=table.device).to(MODES[mode])
+    checked = range(min(CHECKED, images))
+    truth = by_pytorch(x[list(checked)].double())
     work = Work(x.nbytes * 4 // 3, 4 * images * heads * tokens * tokens * HEAD)
-    base, judged = timings["pytorch"].median_ms, recipe.judge(mode, timings, dict.fromkeys(RUNS, work), "pytorch")
-    return [
-        Row(mode, images, tokens, heads, name, errors[name], 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / base, judged[name])
-        for name, t in timings.items()
-    ]
+    runs = RUNS | {"flysurgery": table.kernel(ours)}
+    found = table.measure(mode, runs, x, truth, work, baseline="pytorch", worst=1.25, rows=checked)
+    return [Row(mode, images, tokens, heads, name, *recipe.cells(each, found["pytorch"])) for name, each in found.items()]
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -111,18 +98,9 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    options = recipe.on_cuda(recipe.table_arguments(__doc__, modes=("fp16", "bf16")))
-    found: list[Row] = []
-    for mode in options.modes:
-        for size in SIZES:
-            with in_mode(mode):
-                rows = measure(mode, *size)
-            found += rows
-            times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
-            print(f"{mode}, images, tokens and heads {size}: {times} us", flush=True)
-            recipe.keep(options, found)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    table = recipe.table_of(recipe.arguments(__doc__, modes="fp16,bf16", seconds=0.1))
+    sizes = [dict(zip(("images", "tokens", "heads"), size, strict=True)) for size in table.few(SIZES)]
+    table.make(Row, [{"mode": mode} | size for mode in table.modes for size in sizes], measure, draw)
 
 
 if __name__ == "__main__":

@@ -10,33 +10,34 @@ what a large copy and a large matrix product, measured in the same run, allow fo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import recipe
 import torch
 from single_factor_cases import compile_all, grad_jobs
 from torch import Tensor
 
-from flysurgery.bench import Record, in_mode, time_interleaved
-from flysurgery.bench.paper_patterns import ROWS
-from flysurgery.errors import BackendError
+from flysurgery.bench import MODES, Record
 from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason, gradient_configs
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.patterns import Pattern
 
-# The factors of ViT-S/16 in the patterns of Gonon et al., in Monarch ones with nblocks = 4, and two for comparison
-PATTERNS = [
+TOKENS = 196
+PATTERNS = (
     *((1, 192, 48, 2), (2, 48, 192, 1), (1, 768, 192, 2), (6, 64, 64, 1), (1, 128, 128, 3), (6, 64, 256, 1)),
     *((1, 96, 96, 4), (4, 96, 96, 1), (1, 384, 96, 4), (4, 96, 384, 1), (1, 384, 384, 1), (1, 64, 64, 16)),
-]
+)
+"""The factors of ViT-S/16 in the patterns of Gonon et al., in Monarch ones with nblocks = 4, and two for comparison."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of one gradient. ``error`` is relative to float64, in the Frobenius norm."""
+    """One candidate of one gradient."""
 
     a: int
     b: int
@@ -44,53 +45,63 @@ class Row:
     d: int
     mode: str
     candidate: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_einsum: float
+    times: recipe.Times
+    ratio_to_einsum: float | None
     judged: recipe.Judged
 
 
-def measure(pattern: Pattern, mode: str, count: int) -> list[Row]:
-    """Check and time one gradient in its first ``count`` configurations, and einsum."""
+def kernels(pattern: Pattern, mode: str, count: int) -> list[FactorGrad]:
+    """The kernel in its first ``count`` configurations, none where it cannot run."""
+    limit = shared_limit_of(0)
+    if grad_reason(pattern, mode, limit) is not None:
+        return []
+    configs = gradient_configs(pattern, mode, limit, wgmma=device_arch(0) == "sm_90a")[:count]
+    return [FactorGrad(pattern, mode, config, shared_limit=limit) for config in configs]
+
+
+def measure(table: recipe.Table, a: int, b: int, c: int, d: int, mode: str) -> list[Row]:
+    """Check and time one gradient in its first configurations, and einsum."""
+    pattern, rows = Pattern(a, b, c, d), table.rows(TOKENS)
 
     def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, a*c*d), (rows, a*b*d)
-        x, dy = both.split((ROWS * pattern.in_features, ROWS * pattern.out_features))
-        return x.view(ROWS, -1), dy.view(ROWS, -1)
+        x, dy = both.split((rows * pattern.in_features, rows * pattern.out_features))
+        return x.view(rows, -1), dy.view(rows, -1)
 
     def einsum(both: Tensor) -> Tensor:
         x, dy = parts(both)
-        left, right = dy.unflatten(1, (pattern.a, pattern.b, pattern.d)), x.unflatten(1, (pattern.a, pattern.c, pattern.d))
-        return torch.einsum("nipj,niqj->ipqj", left, right)
+        return torch.einsum("nipj,niqj->ipqj", dy.unflatten(1, (a, b, d)), x.unflatten(1, (a, c, d)))
 
-    torch.manual_seed(0)
-    limit = shared_limit_of(0)
-    with in_mode(mode) as dtype:
-        both = torch.randn(ROWS * (pattern.in_features + pattern.out_features), device="cuda").to(dtype)
-        runs: dict[str, Callable[[Tensor], Tensor]] = {}
-        for nth, config in enumerate(gradient_configs(pattern, mode, limit, wgmma=device_arch(0) == "sm_90a")[:count]):
-            product = FactorGrad(pattern, mode, config, shared_limit=limit)
-            runs[f"configuration {nth + 1}" if nth else "cuda"] = lambda both, product=product: product.run(*parts(both))
-        runs |= {"einsum": einsum, "einsum again": einsum}
-        truth = einsum(both.double())
-        errors = {name: float((run(both) - truth).norm() / truth.norm()) for name, run in runs.items()}
-        wrong = [name for name, error in errors.items() if not error < 16 * errors["einsum"]]
-        if wrong:
-            raise SystemExit(f"{pattern} {mode}: {wrong[0]} is wrong, relative error {errors[wrong[0]]:.2g}")
-        timings = time_interleaved(runs, both, rounds=15, seconds=0.1)
-        work = recipe.work_of(both.nbytes, [truth.to(dtype)], ROWS)
-        judged = recipe.judge(mode, timings, dict.fromkeys(runs, work), "einsum")
-    base, found = timings["einsum"].median_ms, list[Row]()
-    for name, each in timings.items():
-        times = 1e3 * each.median_ms, 1e3 * each.iqr_ms, each.median_ms / base
-        found.append(Row(*pattern.factor_shape, mode, name, errors[name], *times, judged[name]))
-    return found
+    both = torch.randn(rows * (pattern.in_features + pattern.out_features), device=table.device).to(MODES[mode])
+    runs: dict[str, recipe.Run | str] = {"cuda": recipe.NEEDS_CUDA, "einsum": einsum}
+    if table.on_cuda:
+        runs["cuda"] = f"no: {grad_reason(pattern, mode, shared_limit_of(0))}"
+        for nth, kernel in enumerate(kernels(pattern, mode, table.options.candidates)):
+            runs[f"configuration {nth + 1}" if nth else "cuda"] = lambda both, kernel=kernel: kernel.run(*parts(both))
+    truth = einsum(both.double())
+    work = recipe.work_of(both.nbytes, [truth.to(both.dtype)], rows)
+    found = table.measure(mode, runs, both, truth, work, baseline="einsum", worst=16)
+    return [Row(a, b, c, d, mode, name, *recipe.cells(each, found["einsum"])) for name, each in found.items()]
 
 
-def summary(rows: list[Row], mode: str) -> str:
+def compile_ahead(candidates: int, cases: Sequence[Mapping[str, Any]]) -> None:
+    """Compile the kernels of the cases side by side."""
+    arch = device_arch(0)
+    compile_all(
+        {
+            job
+            for case in cases
+            for kernel in kernels(Pattern(*(case[name] for name in "abcd")), case["mode"], candidates)
+            for job in grad_jobs(kernel, arch, False)
+        }
+    )
+
+
+def summary(records: Sequence[Record], mode: str) -> str:
     """Share of wins over einsum, and by how much."""
-    own = [row for row in rows if row.mode == mode and row.candidate == "cuda"]
-    factors, shares = [1 / row.ratio_to_einsum for row in own], [row.judged.share_of_bound for row in own]
+    own = [record for record in records if record["mode"] == mode and record["candidate"] == "cuda" and record["median_us"]]
+    if not own:
+        return f"{mode}: no gradient was timed"
+    factors, shares = [1 / float(record["ratio_to_einsum"]) for record in own], [float(record["share_of_bound"]) for record in own]
     wins, factor, share = sum(each > 1 for each in factors), statistics.median(factors), statistics.median(shares)
     sizes = f"median factor {factor:.2f}, worst {min(factors):.2f}; of the bound {share:.0%}"
     return f"{mode}: faster than einsum on {wins} of {len(own)}, {sizes}"
@@ -103,35 +114,14 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = recipe.table_arguments(__doc__, modes=("bf16", "fp32"))
+    parser = recipe.arguments(__doc__, modes="bf16,fp32", seconds=0.1)
     parser.add_argument("--candidates", type=recipe.count, default=1, help="configurations to time for each")
-    options = recipe.on_cuda(parser)
-    arch, limit, modes = device_arch(0), shared_limit_of(0), options.modes
-    cases = [(Pattern(*shape), mode) for shape in PATTERNS for mode in modes if grad_reason(Pattern(*shape), mode, limit) is None]
-    compile_all(
-        {
-            job
-            for pattern, mode in cases
-            for config in gradient_configs(pattern, mode, limit, wgmma=arch == "sm_90a")[: options.candidates]
-            for job in grad_jobs(FactorGrad(pattern, mode, config, shared_limit=limit), arch, False)
-        }
-    )
-    found: list[Row] = []
-    for pattern, mode in cases:
-        try:
-            rows = measure(pattern, mode, options.candidates)
-        except BackendError as error:
-            print(f"left out: {mode} {pattern}: {error}", flush=True)
-            continue
-        found += rows
-        times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
-        print(f"{mode} {pattern}: {times} us, bound {rows[0].judged.bound_us:.1f}; cuda / einsum {rows[0].ratio_to_einsum:.3f}", flush=True)
-        recipe.keep(options, found)
-        torch.cuda.empty_cache()
-    for mode in modes:
-        print(summary(found, mode), flush=True)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    table = recipe.table_of(parser)
+    patterns = [dict(zip("abcd", shape, strict=True)) for shape in table.few(PATTERNS)]
+    cases = [pattern | {"mode": mode} for pattern in patterns for mode in table.modes]
+    records = table.make(Row, cases, measure, draw, partial(compile_ahead, table.options.candidates))
+    for mode in table.modes:
+        print(summary(records, mode))
 
 
 if __name__ == "__main__":

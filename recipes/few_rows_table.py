@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from flysurgery import ops
-from flysurgery.bench import MODES, Record, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, Work
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm, composed
 from flysurgery.patterns import gonon
 
 HEAD = 64
 PARTS = ("norm and q, k, v", "attention", "output projection", "feed-forward")
-Run = Callable[[Tensor], Tensor]
+WIDTHS, TOKENS = (192, 384, 768), 197
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Block:
         of: dict[str, tuple[Linear, ...]] = dict(zip(PARTS, (self.group, (), (self.out,), (self.up, self.down)), strict=True))
         return [each for linear in of[part] for each in ((linear.weight,) if isinstance(linear, Dense) else linear.factors)]
 
-    def parts(self, operators: ModuleType) -> dict[str, Run]:
+    def parts(self, operators: ModuleType) -> dict[str, recipe.Run]:
         """The block's parts by the functions of ``flysurgery.ops`` or of ``flysurgery.ops.composed``."""
 
         def attention(x: Tensor) -> Tensor:  # shape: (tokens, 3 * width)
             q, k, v = x.view(1, len(x), 3, -1, HEAD).permute(2, 0, 3, 1, 4).unbind(0)
             return operators.attention(q, k, v).transpose(1, 2).flatten(2)[0]
 
-        runs: tuple[Run, ...] = (
+        runs: tuple[recipe.Run, ...] = (
             lambda x: operators.norm_linear(x, self.norm, self.group),
             attention,
             lambda x: operators.linear_residual(x, self.out, x),
@@ -63,26 +63,23 @@ class Block:
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. ``error`` is relative to float64, in the Frobenius norm."""
+    """One candidate of one part."""
 
     part: str
     width: int
     mode: str
     rows: int
     candidate: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_dense: float
+    times: recipe.Times
+    ratio_to_dense: float | None
     judged: recipe.Judged
 
 
-def drawn(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.float64) * deviation + mean
-
-
-def butterfly(width: int) -> Block:
+def butterfly(width: int, device: torch.device) -> Block:
     """Random factors."""
+
+    def drawn(*shape: int, deviation: float = 0.2, mean: float = 0.0) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float64) * deviation + mean
 
     def layer(inputs: int, outputs: int) -> FusedFactors:
         factors = tuple(drawn(*pattern.factor_shape, deviation=pattern.c**-0.5) for pattern in gonon(outputs, inputs))
@@ -98,9 +95,8 @@ def changed(block: Block, of: Callable[[Linear], Linear], dtype: torch.dtype) ->
     return Block(Norm(weight, bias, block.norm.eps), tuple(map(of, block.group)), of(block.out), of(block.up), of(block.down))
 
 
-def measure(width: int, mode: str, rows: int) -> list[Row]:
+def measure(table: recipe.Table, width: int, mode: str, rows: int) -> list[Row]:
     """Check and time all parts of one width in one mode."""
-    torch.manual_seed(0)
     dtype = MODES[mode]
 
     def rounded(linear: Linear) -> Linear:
@@ -115,37 +111,27 @@ def measure(width: int, mode: str, rows: int) -> list[Row]:
         assert isinstance(linear, FusedFactors) and linear.bias is not None
         return FusedFactors(tuple(factor.double() for factor in linear.factors), linear.bias.double())
 
-    factors = changed(butterfly(width), rounded, dtype)
+    factors = changed(butterfly(width, table.device), rounded, dtype)
     exact, dense = changed(factors, wide, torch.float64), changed(factors, multiplied, dtype)
     weights = [(part.weight, part.bias) for part in dense.group if isinstance(part, Dense) and part.bias is not None]
     joined = Dense(*(torch.cat(each) for each in zip(*weights, strict=True)))
     dense = replace(dense, group=(joined,))
-    candidates = {
-        "dense": dense.parts(composed),
-        "dense again": dense.parts(composed),
-        "dense fused": dense.parts(ops),
-        "converted fused": factors.parts(ops),
-    }
-    blocks = {name: factors if "converted" in name else dense for name in candidates}
+    blocks = {"dense": dense, "dense fused": dense, "converted fused": factors}
     found: list[Row] = []
     for part in PARTS:
-        x = drawn(rows, width * (3 if part == "attention" else 1), deviation=1.0).to(dtype)
-        runs = {name: each[part] for name, each in candidates.items() if part != "attention" or "dense" in name}
-        with torch.inference_mode():
-            truth = exact.parts(composed)[part](x.double())
-            errors = {name: float((run(x) - truth).norm() / truth.norm()) for name, run in runs.items()}
-            for name in runs:
-                if not errors[name] < 2 * errors["dense"]:
-                    raise SystemExit(f"{part} {width} {mode}: {name} is wrong, relative error {errors[name]:.2g}")
-            timings = time_interleaved(runs, x, rounds=15)
-        moved, base = x.nbytes + truth.numel() * x.element_size(), timings["dense"].median_ms
-        works = {name: recipe.work_of(moved, blocks[name].weights(part), rows) for name in runs}
+        features = width * (3 if part == "attention" else 1)
+        x = torch.randn(rows, features, device=table.device, dtype=torch.float64).to(dtype)
+        own = {name: block for name, block in blocks.items() if part != "attention" or "dense" in name}
+        runs = {
+            name: table.kernel(block.parts(ops)[part]) if "fused" in name else dense.parts(composed)[part] for name, block in own.items()
+        }
+        truth = exact.parts(composed)[part](x.double())
+        moved = x.nbytes + truth.numel() * x.element_size()
+        works = {name: recipe.work_of(moved, block.weights(part), rows) for name, block in own.items()}
         if part == "attention":
             works = dict.fromkeys(runs, Work(moved, 4 * rows * rows * width))
-        judged = recipe.judge(mode, timings, works)
-        for name, t in timings.items():
-            times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / base
-            found.append(Row(part, width, mode, rows, name, errors[name], *times, judged[name]))
+        measured = table.measure(mode, runs, x, truth, works)
+        found += [Row(part, width, mode, rows, name, *recipe.cells(each, measured["dense"])) for name, each in measured.items()]
     return found
 
 
@@ -156,22 +142,12 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = recipe.table_arguments(__doc__, modes=("fp16",))
-    parser.add_argument("--rows", type=recipe.count, default=197, help="tokens of the image")
-    parser.add_argument("--widths", nargs="*", type=recipe.count, default=[192, 384, 768])
-    options = recipe.on_cuda(parser)
-    found: list[Row] = []
-    for mode in options.modes:
-        for width in options.widths:
-            with in_mode(mode):
-                rows = measure(width, mode, options.rows)
-            found += rows
-            for part in PARTS:
-                times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows if row.part == part)
-                print(f"{mode} {width} {part}: {times} us", flush=True)
-            recipe.keep(options, found)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    parser = recipe.arguments(__doc__, modes="fp16", seconds=0.5)
+    parser.add_argument("--rows", type=recipe.count, default=TOKENS, help=f"tokens of the image, {TOKENS} by default")
+    parser.add_argument("--widths", type=recipe.counts, default=WIDTHS, help="widths of the model, 192,384,768 by default")
+    table = recipe.table_of(parser)
+    widths = table.few(table.options.widths)
+    table.make(Row, [{"width": width, "mode": mode, "rows": table.options.rows} for mode in table.modes for width in widths], measure, draw)
 
 
 if __name__ == "__main__":

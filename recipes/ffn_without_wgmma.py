@@ -14,19 +14,21 @@ In the most shared memory also with narrower pieces of hidden units than the ker
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import recipe
 import torch
-from fused_ffn_table import ARCHITECTURES, DenseBlock, make_block
+from fused_ffn_table import ARCHITECTURES, DenseBlock, make_block, truth_of
 from torch import Tensor
 
-from flysurgery.bench import Record, time_interleaved
-from flysurgery.ops import FusedFactors, Norm, composed
+from flysurgery.bench import MODES, Record, time_interleaved
+from flysurgery.ops import FusedFactors, Norm
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.ffn import FusedFfn
 from flysurgery.ops.cuda.ffn_image import pack_ffn
@@ -40,26 +42,23 @@ from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 
-WIDTHS, SHARED_KB = (384, 192), (227, 163, 99)
+WIDTHS, TOKENS, SHARED_KB = (384, 192), 197, (227, 163, 99)
 TRIED = 3
 FIRST, SECOND = {"ACTIVATION": 1, "SCALED": 0, "RESIDUAL": 0}, {"ACTIVATION": 0, "SCALED": 0, "RESIDUAL": 1}
-Run = Callable[[Tensor], Tensor]
 Layer = Callable[[Tensor, Tensor], Tensor]  # of its input and the residual
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of one block in fp16. ``error`` of the block's change of x is relative to float64, in the Frobenius norm."""
+    """One candidate of one block in fp16."""
 
     width: int
     architecture: str
     rows: int
     shared_kb: int
     candidate: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_dense: float
+    times: recipe.Times
+    ratio_to_dense: float | None
     judged: recipe.Judged
 
 
@@ -107,9 +106,9 @@ class Block:
                 yield "fused_linear", {**linear.of(config).defines(config), **epilogue}
 
 
-def shared_sizes() -> list[int]:
-    """Those of ``SHARED_KB`` that the device at hand has."""
-    return [size for size in SHARED_KB if size * 1024 <= shared_limit_of(0)]
+def blocks(name: str, width: int) -> list[Block]:
+    """One for each of ``SHARED_KB`` that the device at hand has; all without a device."""
+    return [Block(name, width, size) for size in SHARED_KB if not torch.cuda.is_available() or size * 1024 <= shared_limit_of(0)]
 
 
 def prepare(job: tuple[str, dict[str, int | str], str]) -> None:
@@ -118,14 +117,14 @@ def prepare(job: tuple[str, dict[str, int | str], str]) -> None:
     find_cubin(f"{name}.cu", defines, arch=arch, name=name)
 
 
-def one_launch(tile: WarpFfnTiling, norm: Norm, up: FusedFactors, down: FusedFactors) -> Run:
+def one_launch(tile: WarpFfnTiling, norm: Norm, up: FusedFactors, down: FusedFactors) -> recipe.Run:
     kernel = FusedFfn(tile, "fp16", "gelu", norm=True, residual=True, device_index=0)
     factors = (up.factors[1], up.factors[0], down.factors[1], down.factors[0])
     image = pack_ffn(tile, factors, (up.bias, down.bias), (norm.weight, norm.bias), None, torch.float16)
     return lambda x: kernel.run(x, image, norm.eps)
 
 
-def two_launches(block: Block, norm: Norm, up: FusedFactors, down: FusedFactors, x: Tensor) -> Run:
+def two_launches(block: Block, norm: Norm, up: FusedFactors, down: FusedFactors, x: Tensor) -> recipe.Run:
     """Both layers, each in its fastest configuration."""
     assert up.bias is not None
     pairs, offset = fold([(up.factors[0], up.factors[1])], [up.bias], norm.weight, norm.bias)
@@ -142,45 +141,38 @@ def two_launches(block: Block, norm: Norm, up: FusedFactors, down: FusedFactors,
                 else (lambda x, residual, kernel=kernel, image=image: kernel.run(x, image, down.bias, residual))
             )
         entering = layers[0](x, x) if nth else x
-        runs: dict[str, Run] = {key: lambda entering, layer=layer: layer(entering, x) for key, layer in found.items()}
+        runs: dict[str, recipe.Run] = {key: lambda entering, layer=layer: layer(entering, x) for key, layer in found.items()}
         timings = time_interleaved(runs, entering, rounds=5, seconds=0.1)
         layers.append(found[min(timings, key=lambda key: timings[key].median_ms)])
     return lambda x: layers[1](layers[0](x, x), x)
 
 
-def measure(name: str, width: int, rows: int) -> list[Row]:
+def compile_ahead(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Compile the kernels of the cases side by side."""
+    found = [block for case in cases for block in blocks(case["architecture"], case["width"])]
+    jobs = [(*job, device_arch(0)) for block in found for job in block.jobs()]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(prepare, jobs))
+
+
+def measure(table: recipe.Table, width: int, architecture: str, rows: int) -> list[Row]:
     """Check and time one block, dense among the candidates."""
-    torch.manual_seed(0)
-    norm, up, down = make_block(name, width, torch.float16)
-    x = torch.randn(rows, width).to("cuda", torch.float16)
-
-    def wide(layer: FusedFactors) -> FusedFactors:
-        return FusedFactors(tuple(f.double() for f in layer.factors), None if layer.bias is None else layer.bias.double())
-
-    assert norm.weight is not None and norm.bias is not None
-    with torch.inference_mode():
-        truth = composed.ffn(x.double(), Norm(norm.weight.double(), norm.bias.double(), norm.eps), wide(up), wide(down), "gelu")
-        dense = DenseBlock(norm, up, down, "gelu", torch.float16)
-        runs: dict[str, Run] = {"dense": dense, "dense again": dense}
-        kinds = {key: (0, key) for key in runs}
-        for shared_kb in shared_sizes():
-            block = Block(name, width, shared_kb)
-            own = {key: one_launch(tile, norm, up, down) for key, tile in block.tiles().items()}
-            for key, run in (own | {"two launches": two_launches(block, norm, up, down, x)}).items():
-                kinds[f"{key} in {shared_kb} KB"], runs[f"{key} in {shared_kb} KB"] = (shared_kb, key), run
-        errors = {key: float((run(x) - truth).norm() / (truth - x).norm()) for key, run in runs.items()}
-        wrong = next((key for key, error in errors.items() if not error < 2 * errors["dense"]), None)
-        if wrong is not None:
-            raise SystemExit(f"{name} {width}: {wrong} is wrong, relative error {errors[wrong]:.2g}")
-        timings = time_interleaved(runs, x, rounds=15)
+    (mode,) = table.modes
+    norm, up, down = make_block(architecture, width, MODES[mode], table.device)
+    x = torch.randn(rows, width).to(table.device, MODES[mode])
+    dense = DenseBlock(norm, up, down, "gelu", MODES[mode])
+    runs: dict[str, recipe.Run | str] = {"dense": dense}
+    kinds = {"dense": (0, "dense"), "dense again": (0, "dense again")}
+    for block in blocks(architecture, width):
+        own = {key: partial(one_launch, tile, norm, up, down) for key, tile in block.tiles().items()}
+        for key, make in (own | {"two launches": partial(two_launches, block, norm, up, down, x)}).items():
+            name = f"{key} in {block.shared_kb} KB"
+            kinds[name], runs[name] = (block.shared_kb, key), make() if table.on_cuda else recipe.NEEDS_CUDA
+    truth = truth_of(x, norm, up, down, "gelu")
     work = recipe.work_of(2 * x.nbytes, (*up.factors, *down.factors), rows)
-    dense_work = recipe.work_of(2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)
-    judged = recipe.judge("fp16", timings, {key: dense_work if "dense" in key else work for key in runs})
-    found: list[Row] = []
-    for key, t in timings.items():
-        times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / timings["dense"].median_ms
-        found.append(Row(width, name, rows, *kinds[key], errors[key], *times, judged[key]))
-    return found
+    works = dict.fromkeys(runs, work) | {"dense": recipe.work_of(2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)}
+    found = table.measure(mode, runs, x, truth, works, base=x)
+    return [Row(width, architecture, rows, *kinds[name], *recipe.cells(each, found["dense"])) for name, each in found.items()]
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -190,20 +182,12 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Compile, measure, print and write."""
-    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216))
-    blocks = [Block(name, width, shared_kb) for width in WIDTHS for name in ARCHITECTURES for shared_kb in shared_sizes()]
-    jobs = [(*job, device_arch(0)) for block in blocks for job in block.jobs()]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        list(pool.map(prepare, jobs))
-    found: list[Row] = []
-    for width in WIDTHS:
-        for name in ARCHITECTURES:
-            rows = measure(name, width, options.rows)
-            found += rows
-            print(f"{width} {name}: " + ", ".join(f"{row.candidate} {row.shared_kb} KB {row.median_us:.1f} us" for row in rows), flush=True)
-            recipe.keep(options, found)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    parser = recipe.arguments(__doc__, seconds=0.5)
+    parser.set_defaults(modes="fp16")
+    recipe.add_rows(parser, TOKENS)
+    table = recipe.table_of(parser)
+    cases = [{"width": width, "architecture": name, "rows": table.rows(TOKENS)} for width in table.few(WIDTHS) for name in ARCHITECTURES]
+    table.make(Row, cases, measure, draw, compile_ahead)
 
 
 if __name__ == "__main__":

@@ -4,36 +4,40 @@
 
 For each layer and mode the configuration of the shipped or tuned table, and beside it the same with one thing changed. All of
 a layer in one shuffled run by CUDA graphs over rotating inputs larger than the L2 cache, after a check against float64. A
-change that the kernel does not offer there, as it would not fit or is what stands already, is left out. ``bound_us`` is what a large copy
-and a large matrix product, measured in the same run, allow.
+change that the kernel does not offer there, as it would not fit or is what stands already, is left out. ``einsum`` is the definition,
+computed by PyTorch. ``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import recipe
 import torch
 from torch import Tensor
 
-from flysurgery.bench import Record, time_interleaved
+from flysurgery.bench import MODES, Record
 from flysurgery.ops import ks_linear
 from flysurgery.ops.cuda.cubins import find_cubin
 from flysurgery.ops.cuda.fused import FusedLinear
-from flysurgery.ops.cuda.fused_configs import fits
+from flysurgery.ops.cuda.fused_configs import configs, fits
 from flysurgery.ops.cuda.kernel import device_arch
-from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
 from flysurgery.ops.cuda.single import SingleFactor
 from flysurgery.ops.cuda.table import tuned_config
 from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture, gonon, monarch
+
+TOKENS = 196
+SHARED_LIMIT = 227 * 1024
+"""Shared memory of a block on compute capability 9.0."""
 
 LAYERS = {
     "square": gonon(384, 384),
@@ -53,14 +57,12 @@ class Row:
     rows: int
     change: str
     config: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_tuned: float
+    times: recipe.Times
+    ratio_to_tuned: float | None
     judged: recipe.Judged
 
 
-def variants(tile: Tiling, tuned: FusedConfig, limit: int) -> dict[str, FusedConfig]:
+def variants(tile: Tiling, tuned: FusedConfig, limit: int, *, wgmma: bool) -> dict[str, FusedConfig]:
     """The tuned configuration, and those with one thing changed that fit."""
     panels = sum(tile.panel_counts(tuned))
     found = {
@@ -79,7 +81,19 @@ def variants(tile: Tiling, tuned: FusedConfig, limit: int) -> dict[str, FusedCon
         "two warpgroups": replace(tuned, warps=8),
         "one warpgroup": replace(tuned, warps=4),
     }
-    return {"tuned": tuned} | {key: config for key, config in found.items() if config != tuned and fits(tile, config, limit, wgmma=True)}
+    return {"tuned": tuned} | {key: config for key, config in found.items() if config != tuned and fits(tile, config, limit, wgmma=wgmma)}
+
+
+def changes(layer: str, mode: str, rows: int) -> dict[str, tuple[Tiling, FusedConfig]]:
+    """The variants of a layer on this device, or of compute capability 9.0 where there is none; empty where the kernel cannot run."""
+    architecture, cuda = LAYERS[layer], torch.cuda.is_available()
+    tile, limit = tiling(architecture, mode), shared_limit_of(0) if cuda else SHARED_LIMIT
+    if not isinstance(tile, Tiling):
+        return {}
+    wgmma = not cuda or device_arch(0) == "sm_90a"
+    fields = tuned_config(FUSED, architecture, mode, 1, 0, rows) if cuda else None
+    tuned = configs(tile, limit, wgmma=wgmma)[0] if fields is None else FusedConfig(**fields)
+    return {change: (tile, config) for change, config in variants(tile, tuned, limit, wgmma=wgmma).items()}
 
 
 def prepare(job: tuple[Tiling, FusedConfig, str]) -> None:
@@ -88,43 +102,46 @@ def prepare(job: tuple[Tiling, FusedConfig, str]) -> None:
     find_cubin("fused_linear.cu", {**tile.defines(config), "ACTIVATION": 0, "RESIDUAL": 0, "SCALED": 0}, arch=arch, name="fused_linear")
 
 
-def two_launches(architecture: Architecture, mode: str, factors: list[Tensor], bias: Tensor) -> Callable[[Tensor], Tensor]:
+def two_launches(architecture: Architecture, mode: str, factors: list[Tensor], bias: Tensor) -> recipe.Run:
     """The same product without fusion."""
     kernels = [SingleFactor(pattern, mode, shared_limit=shared_limit_of(0)) for pattern in architecture]
     images = [kernel.pack(factor) for kernel, factor in zip(kernels, factors, strict=True)]
     return lambda x: kernels[0].run(kernels[1].run(x, images[1]), images[0], bias)
 
 
-def measure(name: str, mode: str, rows: int, found: dict[str, FusedConfig]) -> list[Row]:
+def compile_ahead(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Compile the kernels of the cases side by side."""
+    jobs = [(*variant, device_arch(0)) for case in cases for variant in changes(**case).values()]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(prepare, jobs))
+
+
+def measure(table: recipe.Table, layer: str, mode: str, rows: int) -> list[Row]:
     """Check and time all variants of a layer."""
-    architecture, dtype = LAYERS[name], dtype_of(mode)
-    torch.manual_seed(0)
-    factors = [torch.randn(p.factor_shape, device="cuda").div(p.c**0.5).to(dtype) for p in architecture]
-    bias = torch.randn(architecture.out_features, device="cuda").to(dtype)
-    x = torch.randn(rows, architecture.in_features, device="cuda").to(dtype)
+    architecture, dtype = LAYERS[layer], MODES[mode]
+    factors = [torch.randn(p.factor_shape, device=table.device).div(p.c**0.5).to(dtype) for p in architecture]
+    bias = torch.randn(architecture.out_features, device=table.device).to(dtype)
+    x = torch.randn(rows, architecture.in_features, device=table.device).to(dtype)
     truth = ks_linear(x.double(), [factor.double() for factor in factors], bias.double())
-    runs: dict[str, Callable[[Tensor], Tensor]] = {}
-    for change, config in found.items():
-        layer = FusedLinear(architecture, mode, config=config, device_index=0)
-        image = layer.pack([(factors[0], factors[1])])
-        runs[change] = lambda x, layer=layer, image=image: layer.run(x, image, bias)
-    runs["two launches"] = two_launches(architecture, mode, factors, bias)
-    if mode == "fp32":
-        runs["two launches, FFMA in place of pairs"] = two_launches(architecture, "exact", factors, bias)
-    runs["tuned again"] = runs["tuned"]
-    errors = {change: float((run(x).double() - truth).norm() / truth.norm()) for change, run in runs.items()}
-    wrong = [change for change, error in errors.items() if not error < 4 * errors["tuned"]]
-    if wrong:
-        raise SystemExit(f"{name}, {mode}, {wrong[0]}: relative error {errors[wrong[0]]:.2g}, tuned {errors['tuned']:.2g}")
-    timings = time_interleaved(runs, x, rounds=15)
-    fixed = (name, str(architecture), mode, rows)
+    found = changes(layer, mode, rows)
+    runs: dict[str, recipe.Run | str] = dict.fromkeys(("tuned", *found, "two launches"), recipe.NEEDS_CUDA)
+    if table.on_cuda:
+        runs["tuned"] = f"no: {tiling(architecture, mode)}"
+        for change, (_, config) in found.items():
+            kernel = FusedLinear(architecture, mode, config=config, device_index=0)
+            image = kernel.pack([(factors[0], factors[1])])
+            runs[change] = lambda x, kernel=kernel, image=image: kernel.run(x, image, bias)
+        runs["two launches"] = two_launches(architecture, mode, factors, bias)
+        if mode == "fp32":
+            runs["two launches, FFMA in place of pairs"] = two_launches(architecture, "exact", factors, bias)
+    runs["einsum"] = lambda x: ks_linear(x, factors, bias, backend="einsum")
     work = recipe.work_of(x.nbytes + truth.numel() * x.element_size(), factors, rows)
-    judged = recipe.judge(mode, timings, dict.fromkeys(runs, work), "tuned")
-    result: list[Row] = []
-    for change, t in timings.items():
-        times = 1e3 * t.median_ms, 1e3 * t.iqr_ms, t.median_ms / timings["tuned"].median_ms
-        result.append(Row(*fixed, change, str(found.get(change, "")), errors[change], *times, judged[change]))
-    return result
+    measured = table.measure(mode, runs, x, truth, work, baseline="tuned" if table.on_cuda else "einsum", worst=4)
+    head = layer, str(architecture), mode, rows
+    return [
+        Row(*head, change, str(found[change][1]) if change in found else "", *recipe.cells(each, measured["tuned"]))
+        for change, each in measured.items()
+    ]
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -134,32 +151,11 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Compile, measure, print and write."""
-    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=("fp16", "fp32")))
-    if device_arch(0) != "sm_90a":
-        raise SystemExit("this table takes the kernel of sm_90a apart, and there is no such device")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    limit, cells = shared_limit_of(0), {}
-    for name, architecture in LAYERS.items():
-        for mode in options.modes:
-            tile = tiling(architecture, mode)
-            fields = tuned_config(FUSED, architecture, mode, 1, 0, options.rows)
-            if isinstance(tile, Tiling) and fields is not None:
-                cells[name, mode] = tile, variants(tile, FusedConfig(**fields), limit)
-    jobs = [(tile, config, device_arch(0)) for tile, found in cells.values() for config in found.values()]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        list(pool.map(prepare, jobs))
-    rows: list[Row] = []
-    for (name, mode), (_, found) in cells.items():
-        measured = measure(name, mode, options.rows, found)
-        rows += measured
-        for row in measured:
-            print(
-                f"{name:15s} {mode} {row.change:40s} {row.median_us:7.1f} us, {row.ratio_to_tuned:.2f} times tuned, error {row.error:.1e}",
-                flush=True,
-            )
-        recipe.keep(options, rows)
-    if options.plot is not None:
-        draw(recipe.records_of(rows), options.plot)
+    parser = recipe.arguments(__doc__, modes="fp16,fp32", seconds=0.5)
+    recipe.add_rows(parser, TOKENS)
+    table = recipe.table_of(parser)
+    cases = [{"layer": layer, "mode": mode, "rows": table.rows(TOKENS)} for layer in table.few(LAYERS) for mode in table.modes]
+    table.make(Row, cases, measure, draw, compile_ahead)
 
 
 if __name__ == "__main__":

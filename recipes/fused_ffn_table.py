@@ -21,19 +21,18 @@ import recipe
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench import Record, time_interleaved
+from flysurgery.bench import MODES, Record
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import FusedFactors, Norm, composed, ffn
 from flysurgery.patterns import Architecture, gonon, monarch
 
-WIDTHS = (384, 192, 768)
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+WIDTHS, TOKENS = (384, 192, 768), 197
 ARCHITECTURES: dict[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of one block. ``error`` of the block's change of x is relative to float64, in the Frobenius norm."""
+    """One candidate of one block."""
 
     width: int
     architecture: str
@@ -41,11 +40,9 @@ class Row:
     activation: str
     rows: int
     candidate: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_dense: float
-    ratio_to_compiled: float
+    times: recipe.Times
+    ratio_to_dense: float | None
+    ratio_to_compiled: float | None
     judged: recipe.Judged
 
 
@@ -55,7 +52,7 @@ class DenseBlock(nn.Module):
     def __init__(self, norm: Norm, up: FusedFactors, down: FusedFactors, activation: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation = nn.GELU("tanh" if activation == "gelu_tanh" else "none")
-        self.norm = nn.LayerNorm(factors_to_dense(up.factors).shape[1], norm.eps, device="cuda", dtype=dtype)
+        self.norm = nn.LayerNorm(factors_to_dense(up.factors).shape[1], norm.eps, device=up.factors[0].device, dtype=dtype)
         self.up, self.down = (self._dense(layer, dtype) for layer in (up, down))
         self.norm.load_state_dict({"weight": norm.weight, "bias": norm.bias})
         self.requires_grad_(False)
@@ -63,7 +60,9 @@ class DenseBlock(nn.Module):
     @staticmethod
     def _dense(layer: FusedFactors, dtype: torch.dtype) -> nn.Linear:
         weight = factors_to_dense([factor.double() for factor in layer.factors]).to(dtype)
-        linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta", dtype=dtype).to_empty(device="cuda")  # draws nothing there
+        linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta", dtype=dtype).to_empty(
+            device=weight.device
+        )  # draws nothing there
         linear.load_state_dict({"weight": weight, "bias": layer.bias})
         return linear
 
@@ -71,12 +70,12 @@ class DenseBlock(nn.Module):
         return x + self.down(self.activation(self.up(self.norm(x))))
 
 
-def make_block(name: str, width: int, dtype: torch.dtype) -> tuple[Norm, FusedFactors, FusedFactors]:
+def make_block(name: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Norm, FusedFactors, FusedFactors]:
     """Random weights of the sizes of a trained block."""
 
     def drawn(*shape: int, deviation: float, mean: float = 0.0) -> Tensor:
         # On the CPU: a graph that could not be captured, of the block before, leaves CUDA's generator unusable.
-        return (torch.randn(shape) * deviation + mean).to("cuda", dtype)
+        return (torch.randn(shape) * deviation + mean).to(device, dtype)
 
     def layer(architecture: Architecture) -> FusedFactors:
         factors = tuple(drawn(*p.factor_shape, deviation=p.c**-0.5) for p in architecture)
@@ -87,55 +86,39 @@ def make_block(name: str, width: int, dtype: torch.dtype) -> tuple[Norm, FusedFa
     return norm, layer(build(4 * width, width)), layer(build(width, 4 * width))
 
 
-def measure(name: str, width: int, dtype_name: str, activation: str, rows: int) -> list[Row]:
+def in_double(layer: FusedFactors) -> FusedFactors:
+    """The same weights in float64."""
+    return FusedFactors(tuple(f.double() for f in layer.factors), None if layer.bias is None else layer.bias.double())
+
+
+def norm_in_double(norm: Norm) -> Norm:
+    """The same norm in float64."""
+    weight, bias = (part.double() for part in norm.tensors)
+    return Norm(weight, bias, norm.eps)
+
+
+def truth_of(x: Tensor, norm: Norm, up: FusedFactors, down: FusedFactors, activation: str) -> Tensor:
+    """What the block makes of x, in float64."""
+    return composed.ffn(x.double(), norm_in_double(norm), in_double(up), in_double(down), activation)
+
+
+def measure(table: recipe.Table, width: int, dtype: str, architecture: str, activation: str, rows: int) -> list[Row]:
     """Check and time one block."""
-    dtype = DTYPES[dtype_name]
-    torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
-    torch.manual_seed(0)
-    norm, up, down = make_block(name, width, dtype)
-    x = torch.randn(rows, width).to("cuda", dtype)
-    dense = DenseBlock(norm, up, down, activation, dtype)
-    compiled = torch.compile(dense, mode="max-autotune-no-cudagraphs")
-
-    def wide(layer: FusedFactors) -> FusedFactors:
-        return FusedFactors(tuple(f.double() for f in layer.factors), None if layer.bias is None else layer.bias.double())
-
-    assert norm.weight is not None and norm.bias is not None
-    exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)
-    with torch.inference_mode():
-        truth = composed.ffn(x.double(), exact, wide(up), wide(down), activation)
-        runs: dict[str, Callable[[Tensor], Tensor]] = {
-            "fused": lambda x: ffn(x, norm, up, down, activation),
-            "composed": lambda x: composed.ffn(x, norm, up, down, activation),
-            "dense": dense,
-            "dense again": dense,
-            "dense compiled": compiled,
-        }
-        errors = {key: float((run(x) - truth).norm() / (truth - x).norm()) for key, run in runs.items()}
-        if not errors["fused"] < 2 * errors["composed"]:
-            raise SystemExit(f"{name} {width} {dtype_name}: the fused block is wrong, relative error {errors['fused']:.2g}")
-        timings = time_interleaved(runs, x, rounds=15)
-    base, rival = timings["dense"].median_ms, timings["dense compiled"].median_ms
+    norm, up, down = make_block(architecture, width, MODES[dtype], table.device)
+    x = torch.randn(rows, width).to(table.device, MODES[dtype])
+    dense = DenseBlock(norm, up, down, activation, MODES[dtype])
+    runs: dict[str, recipe.Run | str] = {
+        "fused": table.kernel(lambda x: ffn(x, norm, up, down, activation)),
+        "composed": lambda x: composed.ffn(x, norm, up, down, activation),
+        "dense": dense,
+        "dense compiled": table.compiled(dense, "max-autotune-no-cudagraphs"),
+    }
     work = recipe.work_of(2 * x.nbytes, (*up.factors, *down.factors), rows)
     dense_work = recipe.work_of(2 * x.nbytes, (dense.up.weight, dense.down.weight), rows)
-    judged = recipe.judge(dtype_name, timings, {key: dense_work if "dense" in key else work for key in runs})
-    return [
-        Row(
-            width,
-            name,
-            dtype_name,
-            activation,
-            rows,
-            key,
-            errors[key],
-            t.median_ms * 1e3,
-            t.iqr_ms * 1e3,
-            t.median_ms / base,
-            t.median_ms / rival,
-            judged[key],
-        )
-        for key, t in timings.items()
-    ]
+    works = {key: dense_work if "dense" in key else work for key in runs}
+    found = table.measure(dtype, runs, x, truth_of(x, norm, up, down, activation), works, worst=3, base=x)
+    head, bases = (width, architecture, dtype, activation, rows), (found["dense"], found["dense compiled"])
+    return [Row(*head, name, *recipe.cells(each, *bases)) for name, each in found.items()]
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -145,29 +128,19 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = recipe.table_arguments(__doc__, rows=25216)
-    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="widths of the model")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="out of " + ", ".join(DTYPES))
+    parser = recipe.arguments(__doc__, modes="fp16,bf16,tf32,fp32", seconds=0.5)
+    recipe.add_rows(parser, TOKENS)
+    parser.add_argument("--widths", type=recipe.counts, default=WIDTHS, help="widths of the model, 384,192,768 by default")
     parser.add_argument("--activations", default="gelu,gelu_tanh", help="out of gelu, gelu_tanh")
-    options = recipe.on_cuda(parser)
-    for dtype in options.dtypes.split(","):
-        recipe.ceilings(dtype)
-    found: list[Row] = []
-    for width in map(int, options.widths.split(",")):
-        for dtype in options.dtypes.split(","):
-            for name in ARCHITECTURES:
-                for activation in options.activations.split(","):
-                    rows = measure(name, width, dtype, activation, options.rows)
-                    found += rows
-                    times = ", ".join(f"{row.candidate} {row.median_us:.1f}" for row in rows)
-                    own = rows[0]
-                    print(
-                        f"{width} {dtype} {name} {activation}: {times} us; {own.ratio_to_dense:.3f}, {own.ratio_to_compiled:.3f}",
-                        flush=True,
-                    )
-                    recipe.keep(options, found)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    table = recipe.table_of(parser)
+    sizes = [(width, mode) for width in table.few(table.options.widths) for mode in table.modes]
+    kinds = [(name, activation) for name in ARCHITECTURES for activation in table.few(table.options.activations.split(","))]
+    cases = [
+        {"width": width, "dtype": mode, "architecture": name, "activation": activation, "rows": table.rows(TOKENS)}
+        for width, mode in sizes
+        for name, activation in kinds
+    ]
+    table.make(Row, cases, measure, draw)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ and a large matrix product, measured in the same run, allow for x, y and the can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import recipe
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flysurgery.bench import MODES, Record, Timing, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
@@ -38,7 +38,7 @@ RIVALS = ("bmm", "einsum")
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of one layer in one mode. ``error`` is relative to float64, in the Frobenius norm."""
+    """One candidate of one layer in one mode."""
 
     layer: str
     architecture: str
@@ -47,72 +47,51 @@ class Row:
     rows: int
     candidate: str
     backend: str | None
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_dense: float
+    times: recipe.Times
+    ratio_to_dense: float | None
     judged: recipe.Judged
 
 
-def build(architecture: Architecture, linears: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Linear]:
+def build(architecture: Architecture, linears: int, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Linear]:
     """A layer with random weights, and the dense one that it equals."""
-    parts = [ButterflyLinear(architecture, device="cuda", dtype=dtype) for _ in range(linears)]
+    parts = [ButterflyLinear(architecture, device=device, dtype=dtype) for _ in range(linears)]
     # Weights that do not train, made outside inference mode, are packed once; others at each call, so that changes are seen.
     for part in parts:
         part.requires_grad_(False)
     layer = parts[0] if linears == 1 else SplitLinear(dict(zip("qkv", parts, strict=False)))
-    dense = nn.Linear(architecture.in_features, linears * architecture.out_features, device="cuda", dtype=dtype)
+    dense = nn.Linear(architecture.in_features, linears * architecture.out_features, device=device, dtype=dtype)
     weights = [factors_to_dense([factor.double() for factor in part.factors]) for part in parts]
     dense.load_state_dict({"weight": torch.cat(weights).to(dtype), "bias": torch.cat([p.bias for p in parts if p.bias is not None])})
     return layer, dense
 
 
-def candidates(layer: nn.Module, dense: nn.Linear) -> dict[str, Callable[[Tensor], Tensor]]:
+def candidates(layer: nn.Module, dense: nn.Linear) -> dict[str, recipe.Run]:
     """What is timed, by name. Rivals multiply the linears one after the other, with their weights prepared."""
     parts = [part for part in layer.modules() if isinstance(part, ButterflyLinear)]
-    found: dict[str, Callable[[Tensor], Tensor]] = {"dense": dense, "dense again": dense, "layer": layer}
+    found: dict[str, recipe.Run] = {"dense": dense, "layer": layer}
     for name in RIVALS:
         bound = [BACKENDS[name].bind(tuple(part.factors), part.bias) for part in parts]
         found[name] = lambda x, bound=bound: bound[0](x) if len(bound) == 1 else torch.cat([run(x) for run in bound], dim=-1)
     return found
 
 
-def measure(name: str, mode: str, rows: int) -> Iterator[Row]:
+def measure(table: recipe.Table, mode: str, layer: str, rows: int) -> list[Row]:
     """Check and time one layer in one mode."""
-    architecture, linears = LAYERS[name]
+    architecture, linears = LAYERS[layer]
     dtype = MODES[mode]
-    torch.manual_seed(0)
-    layer, dense = build(architecture, linears, dtype)
-    with torch.inference_mode():
-        x = torch.randn(rows, architecture.in_features, device="cuda", dtype=dtype)
-        parts = [part for part in layer.modules() if isinstance(part, ButterflyLinear)]
-        truth = torch.cat(
-            [ks_linear(x.double(), [f.double() for f in p.factors], None if p.bias is None else p.bias.double()) for p in parts], dim=-1
-        )
-        runs = candidates(layer, dense)
-        errors = {key: float((run(x).double() - truth).norm() / truth.norm()) for key, run in runs.items()}
-        wrong = [key for key, error in errors.items() if not error < 16 * errors["dense"]]
-        if wrong:
-            raise SystemExit(f"{name}, {mode}: {wrong[0]} is wrong, relative error {errors[wrong[0]]:.2g}")
-        timings = time_interleaved(runs, x, rounds=25)
-        bytes_moved = (x.numel() + truth.numel()) * x.element_size()
-        middle = torch.empty(bytes_moved // 2, dtype=torch.uint8, device="cuda")
-        errors["copy"], timings["copy"] = 0.0, time_interleaved({"copy": torch.clone}, middle, rounds=25)["copy"]
-    work = recipe.work_of(bytes_moved, [factor for part in parts for factor in part.factors], rows)
-    dense_work = recipe.work_of(bytes_moved, [dense.weight], rows)
-    works = dict.fromkeys(runs, work) | {"dense": dense_work, "dense again": dense_work, "copy": Work(bytes_moved, 0)}
-    judged = recipe.judge(mode, timings, works)
-    choice = explain(Problem(architecture, rows, dtype, "cuda", bias=True, allow_tf32=mode == "tf32")).choice
-    for key, timing in timings.items():
-        yield _row(name, mode, rows, key, choice if key == "layer" else None, errors[key], timing, timings["dense"], judged[key])
-
-
-def _row(
-    name: str, mode: str, rows: int, key: str, backend: str | None, error: float, timing: Timing, dense: Timing, judged: recipe.Judged
-) -> Row:
-    architecture, linears = LAYERS[name]
-    times = 1e3 * timing.median_ms, 1e3 * timing.iqr_ms, timing.median_ms / dense.median_ms
-    return Row(name, str(architecture), linears, mode, rows, key, backend, error, *times, judged)
+    converted, dense = build(architecture, linears, dtype, table.device)
+    x = torch.randn(rows, architecture.in_features, device=table.device, dtype=dtype)
+    parts = [part for part in converted.modules() if isinstance(part, ButterflyLinear)]
+    with torch.no_grad():
+        truths = [ks_linear(x.double(), [f.double() for f in p.factors], None if p.bias is None else p.bias.double()) for p in parts]
+    bytes_moved = (x.numel() + linears * rows * architecture.out_features) * x.element_size()
+    runs = candidates(converted, dense)
+    works = dict.fromkeys(runs, recipe.work_of(bytes_moved, [factor for part in parts for factor in part.factors], rows))
+    works["dense"] = recipe.work_of(bytes_moved, [dense.weight], rows)
+    found = table.measure(mode, runs, x, torch.cat(truths, dim=-1), works, worst=16) | {"copy": table.copy(mode, bytes_moved)}
+    choice = explain(Problem(architecture, rows, dtype, table.device.type, bias=True, allow_tf32=mode == "tf32")).choice
+    head = layer, str(architecture), linears, mode, rows
+    return [Row(*head, name, choice if name == "layer" else None, *recipe.cells(each, found["dense"])) for name, each in found.items()]
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -122,25 +101,11 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Measure, print and write."""
-    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25088, modes=tuple(MODES)))
-    found: list[Row] = []
-    for mode in options.modes:
-        for name in LAYERS:
-            with in_mode(mode):
-                rows = list(measure(name, mode, options.rows))
-            found += rows
-            by_name = {row.candidate: row for row in rows}
-            own, dense = by_name["layer"], by_name["dense"]
-            rivals = ", ".join(f"{key} {by_name[key].median_us:.1f}" for key in (*RIVALS, "copy"))
-            print(
-                f"{mode} {name:15s} {own.backend} {own.median_us:6.1f} us, dense {dense.median_us:6.1f}, ratio {own.ratio_to_dense:.3f}, "
-                f"bound {own.judged.bound_us:.1f} ({own.judged.share_of_bound:.0%}), "
-                f"error {own.error:.1e} (dense {dense.error:.1e}); {rivals}",
-                flush=True,
-            )
-            recipe.keep(options, found)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    parser = recipe.arguments(__doc__, modes="all", seconds=0.5)
+    recipe.add_rows(parser, 196)
+    table = recipe.table_of(parser)
+    cases = [{"mode": mode, "layer": layer, "rows": table.rows(196)} for mode in table.modes for layer in table.few(LAYERS)]
+    table.make(Row, cases, measure, draw)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ what a large copy and a large matrix product, measured in the same run, allow fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import recipe
 import torch
 from torch import Tensor
 
-from flysurgery.bench import Record, Work, in_mode, time_interleaved
+from flysurgery.bench import MODES, Record, Work, in_mode
 from flysurgery.ops import Dense, FusedFactors, Gated, Linear, Norm, composed, ffn, ffn_launches
 from flysurgery.patterns import monarch
 
@@ -35,17 +35,24 @@ class Block:
     scaled: bool = False
 
 
-BLOCKS = (
-    Block("eva02_tiny", 192, 512),
-    Block("eva02_small", 384, 1024),
-    Block("eva02_base", 768, 2048, apart=True, inner=True),
-    Block("vit_giant_patch14_dinov2", 1536, 4096, scaled=True),
-)
+CHECKED = 4096
+"""Rows that are held against float64."""
+
+TOKENS = 197
+BLOCKS = {
+    block.model: block
+    for block in (
+        Block("eva02_tiny", 192, 512),
+        Block("eva02_small", 384, 1024),
+        Block("eva02_base", 768, 2048, apart=True, inner=True),
+        Block("vit_giant_patch14_dinov2", 1536, 4096, scaled=True),
+    )
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of one block. ``error`` of the block's change of x is relative to float64, in the Frobenius norm."""
+    """One candidate of one block."""
 
     model: str
     width: int
@@ -54,21 +61,19 @@ class Row:
     rows: int
     candidate: str
     launches: str
-    error: float
-    median_us: float
-    iqr_us: float
-    ratio_to_dense: float
+    times: recipe.Times
+    ratio_to_dense: float | None
     judged: recipe.Judged
 
 
 Operands = tuple[Norm, Gated, Linear, str, Tensor | None, bool, Norm | None]
 
 
-def operands_of(block: Block, dtype: torch.dtype, *, converted: bool) -> Operands:
+def operands_of(block: Block, dtype: torch.dtype, device: torch.device, *, converted: bool) -> Operands:
     """Random weights of the sizes of a trained block."""
 
     def drawn(*shape: int, deviation: float) -> Tensor:
-        return (torch.randn(shape, device="cuda") * deviation).to(dtype)
+        return (torch.randn(shape, device=device) * deviation).to(dtype)
 
     def linear(outputs: int, inputs: int) -> Linear:
         bias = drawn(outputs, deviation=0.1)
@@ -111,40 +116,30 @@ def in_double(operands: Operands) -> Operands:
     return norm_of(norm), members, linear(down), activation, wide(scale), residual, None if inner is None else norm_of(inner)
 
 
-def measure(block: Block, mode: str, rows: int) -> list[Row]:
+def measure(table: recipe.Table, model: str, mode: str, rows: int) -> list[Row]:
     """Check and time one block."""
-    with in_mode(mode) as dtype, torch.inference_mode():
-        torch.manual_seed(0)
-        x = torch.randn(rows, block.width, device="cuda").to(dtype)
-        runs: dict[str, Callable[[Tensor], Tensor]] = {}
-        errors: dict[str, float] = {}
-        launches: dict[str, str] = {}
-        works: dict[str, Work] = {}
-        for kind in ("dense", "converted"):
-            operands = operands_of(block, dtype, converted=kind == "converted")
-            own: dict[str, Callable[[Tensor], Tensor]] = {
-                kind: lambda x, operands=operands: composed.ffn(x, *operands),
-                f"{kind} fused": lambda x, operands=operands: ffn(x, *operands),
-            }
-            checked = x[:4096]
-            truth = composed.ffn(checked.double(), *in_double(operands))
-            for name, run in own.items():
-                errors[name] = float((run(checked) - truth).norm() / (truth - checked).norm())
-            if not errors[f"{kind} fused"] < 2 * errors[kind]:
-                raise SystemExit(f"{block.model} {mode}: the {kind} fused block is wrong, relative error {errors[f'{kind} fused']:.2g}")
-            launches[f"{kind} fused"] = " | ".join(ffn_launches(x, *operands))
-            works |= dict.fromkeys(own, recipe.work_of(2 * x.nbytes, weights_of(operands), rows))
-            runs |= own
-        runs["dense again"], errors["dense again"], works["dense again"] = runs["dense"], errors["dense"], works["dense"]
-        timings = time_interleaved(runs, x, rounds=15)
-    judged = recipe.judge(mode, timings, works)
-    dense = timings["dense"].median_ms
-    sizes = block.model, block.width, block.hidden, mode, rows
-    found: list[Row] = []
-    for name, each in timings.items():
-        times = 1e3 * each.median_ms, 1e3 * each.iqr_ms, each.median_ms / dense
-        found.append(Row(*sizes, name, launches.get(name, ""), errors[name], *times, judged[name]))
-    return found
+    block = BLOCKS[model]
+    x = torch.randn(rows, block.width, device=table.device).to(MODES[mode])
+    checked = range(min(CHECKED, rows))
+    runs: dict[str, recipe.Run | str] = {}
+    truths: dict[str, Tensor] = {}
+    launches: dict[str, str] = {}
+    works: dict[str, Work] = {}
+    for kind in ("dense", "converted"):
+        operands = operands_of(block, MODES[mode], table.device, converted=kind == "converted")
+        own: dict[str, recipe.Run | str] = {
+            kind: lambda x, operands=operands: composed.ffn(x, *operands),
+            f"{kind} fused": table.kernel(lambda x, operands=operands: ffn(x, *operands)),
+        }
+        truths |= dict.fromkeys(own, composed.ffn(x[: len(checked)].double(), *in_double(operands)))
+        works |= dict.fromkeys(own, recipe.work_of(2 * x.nbytes, weights_of(operands), rows))
+        runs |= own
+        if table.on_cuda:
+            with in_mode(mode):
+                launches[f"{kind} fused"] = " | ".join(ffn_launches(x, *operands))
+    found = table.measure(mode, runs, x, truths, works, base=x[: len(checked)], rows=checked)
+    head = model, block.width, block.hidden, mode, rows
+    return [Row(*head, name, launches.get(name, ""), *recipe.cells(each, found["dense"])) for name, each in found.items()]
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -154,16 +149,11 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 def main() -> None:
     """Measure, print and write after every block."""
-    options = recipe.on_cuda(recipe.table_arguments(__doc__, rows=25216, modes=("fp16", "fp32")))
-    found: list[Row] = []
-    for mode in options.modes:
-        for block in BLOCKS:
-            rows = measure(block, mode, options.rows)
-            found += rows
-            print(f"{block.model} {mode}: " + ", ".join(f"{row.candidate} {row.median_us:.1f} us" for row in rows), flush=True)
-            recipe.keep(options, found)
-    if options.plot is not None:
-        draw(recipe.records_of(found), options.plot)
+    parser = recipe.arguments(__doc__, modes="fp16,fp32", seconds=0.5)
+    recipe.add_rows(parser, TOKENS)
+    table = recipe.table_of(parser)
+    cases = [{"model": model, "mode": mode, "rows": table.rows(TOKENS)} for mode in table.modes for model in table.few(BLOCKS)]
+    table.make(Row, cases, measure, draw)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ those of a batch, from NVML's counter over windows of a second of replayed graph
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import recipe
 import timm
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.bench import MODES, EnergyMeter, Measured, Protocol, Record, in_mode, measure, measure_ceilings
-from flysurgery.bench.compiled import compiled
+from flysurgery.bench import EnergyMeter, Measured, Record, in_mode
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import by_definition
 from flysurgery.bench.work import work_of
+from flysurgery.cli.options import names
 from flysurgery.errors import OptionError
 from flysurgery.walker import example_input
 
@@ -82,10 +82,10 @@ class Row:
     measured: Measured
 
 
-def measure_case(case: Case, meter: EnergyMeter | None, device: torch.device) -> list[Row]:
+def measure_case(table: recipe.Table, case: Case, meter: EnergyMeter | None) -> list[Row]:
     """Check, time and meter all candidates of one case."""
+    device = table.device
     with in_mode(case.mode) as dtype:
-        torch.manual_seed(0)
         dense = timm.create_model(case.model, pretrained=False)
         plain = {DENSE: dense, "converted": converted_timm(case.model, {}, case.arch)}
         plain = {name: model.to(device, dtype).eval().requires_grad_(False) for name, model in plain.items()}
@@ -97,25 +97,18 @@ def measure_case(case: Case, meter: EnergyMeter | None, device: torch.device) ->
             report = flysurgery.optimize(models[name], x)
             fused[name] = len(report.fused)
             print(f"{name}: {report}", flush=True)
-        runs: dict[str, Callable[[Tensor], Tensor]] = dict(models)
+        runs: dict[str, recipe.Run | str] = dict(models)
         if case.max_autotune:
-            runs["dense max-autotune"] = torch.compile(models[DENSE], mode="max-autotune-no-cudagraphs")
+            runs["dense max-autotune"] = table.compiled(models[DENSE], "max-autotune-no-cudagraphs")
         if case.compiled:
-            runs |= {name: compiled(models[plain_one], "compile") for name, plain_one in COMPILED.items()}
+            runs |= {name: table.compiled(models[plain_one]) for name, plain_one in COMPILED.items()}
         twins = {name: TWINS.get(COMPILED.get(name, name), DENSE) for name in runs}
         with torch.inference_mode():
-            rows = list(range(min(CHECKED, case.batch)))
+            rows = range(min(CHECKED, case.batch))
             works = {name: work_of(by_definition(model), x) for name, model in plain.items()}
-            truths = {name: by_definition(model).double()(x[rows].double()) for name, model in plain.items()}
-            found = measure(
-                runs,
-                x,
-                {name: truths[twin] for name, twin in twins.items()},
-                rows=rows,
-                works={name: works[twin] for name, twin in twins.items()},
-                ceilings=measure_ceilings(case.mode, device),
-                protocol=Protocol(rounds=15, seconds=None),
-            )
+            truths = {name: by_definition(model).double()(x[list(rows)].double()) for name, model in plain.items()}
+            checks = {name: truths[twin] for name, twin in twins.items()}, {name: works[twin] for name, twin in twins.items()}
+            found = table.measure(case.mode, runs, x, *checks, worst=16, rows=rows)
             joules = _joules(meter, {name: models[name] for name in METERED if found[name].median_ms}, x) if case.energy and meter else {}
     dense_joules = joules.get(DENSE)
     head = (case.model, case.arch, case.mode, case.batch)
@@ -134,9 +127,9 @@ def _ratio(own: float | None, dense: float | None) -> float | None:
     return own / dense if own and dense else None
 
 
-def _meter() -> EnergyMeter | None:
+def _meter(device: torch.device) -> EnergyMeter | None:
     try:
-        return EnergyMeter(torch.device("cuda"))
+        return EnergyMeter(device)
     except OptionError as error:
         print(f"no joules: {error}")
         return None
@@ -148,33 +141,30 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print and write after every case."""
-    parser = recipe.table_arguments(__doc__)
+    """Measure, print and write."""
+    parser = recipe.arguments(__doc__, modes="fp16,bf16,tf32,fp32", seconds=2.0)
     parser.add_argument("--headline", action="store_true", help="ViT-S/16 at batch 128, with joules, and 1, and ViT-B/16; fp16")
     parser.add_argument("--model", default=recipe.VIT_S)
-    parser.add_argument("--arch", nargs="*", default=["gonon", "monarch"])
-    parser.add_argument("--modes", nargs="*", choices=MODES, default=["fp16", "bf16", "tf32", "fp32"])
-    parser.add_argument("--batches", nargs="*", type=recipe.count, default=[128, 1])
+    parser.add_argument("--archs", default="gonon,monarch", help="families of architectures")
+    parser.add_argument("--batches", type=recipe.counts, help="images a forward; 128,1 by default")
     parser.add_argument("--max-autotune", action="store_true")
     parser.add_argument("--energy", action="store_true", help="joules of a batch too")
-    options = recipe.on_cuda(parser)
+    table = recipe.table_of(parser)
+    options = table.options
+    own = {"max_autotune": options.max_autotune, "energy": options.energy}
     cases = [
-        Case(options.model, arch, mode, batch, max_autotune=options.max_autotune, energy=options.energy)
-        for batch in options.batches
-        for mode in options.modes
-        for arch in options.arch
+        Case(options.model, arch, mode, batch, **own)
+        for batch in table.few(options.batches or (recipe.images(options, table.device), 1))
+        for mode in table.modes
+        for arch in table.few(names(options.archs, "--archs"))
     ]
-    cases = list(HEADLINE) if options.headline else cases
-    meter = _meter() if any(case.energy for case in cases) else None
-    rows: list[Row] = []
-    for case in cases:
-        found = measure_case(case, meter, torch.device("cuda"))
-        for row in found:
-            print(row, flush=True)
-        rows += found
-        recipe.keep(options, rows)
-    if options.plot is not None:
-        draw(recipe.records_of(rows), options.plot)
+    by_columns = {(case.model, case.arch, case.mode, case.batch): case for case in (HEADLINE if options.headline else cases)}
+    meter = _meter(table.device) if any(case.energy for case in by_columns.values()) else None
+
+    def rows_of(table: recipe.Table, **columns: Any) -> list[Row]:
+        return measure_case(table, by_columns[tuple(columns.values())], meter)
+
+    table.make(Row, [dict(zip(("model", "arch", "mode", "batch"), each, strict=True)) for each in by_columns], rows_of, draw)
 
 
 if __name__ == "__main__":

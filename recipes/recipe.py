@@ -8,30 +8,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flysurgery.bench import (
-    MODES,
     Ceilings,
+    Measured,
     Protocol,
     Record,
-    Timing,
     Work,
-    check_file,
-    check_plot,
     draw_ratios,
-    flat,
+    in_mode,
+    measure,
     measure_ceilings,
     modes_of,
-    noise_of,
-    status_of,
-    take_stamp,
-    write_csv,
 )
 from flysurgery.bench.paper_patterns import ROWS
+from flysurgery.bench.rows import columns_of
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
 from flysurgery.cli.options import device_of
@@ -41,6 +36,14 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Number = TypeVar("Number", int, float)
+Item = TypeVar("Item")
+Run = Callable[[Tensor], Tensor]
+
+NEEDS_CUDA = "needs CUDA"
+"""The status of kernels on a CPU."""
+
+UNSEEN = ("config", "launches", "iqr_us", "bytes_moved", "flops")
+"""Columns of the tables of kernels that are written, and not printed."""
 
 VIT_S = "vit_small_patch16_224"
 """The model that Gonon et al. 2024 measure."""
@@ -97,9 +100,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_patterns(parser: argparse.ArgumentParser, usual: str) -> None:
     """The options of a recipe that goes through patterns for as long as told; ``usual``: how many they are without ``--count``."""
-    parser.add_argument("--rows", type=count, help=f"{ROWS} by default: 128 images of 196 tokens")
+    add_rows(parser, ROWS // 128)
     parser.add_argument("--count", type=count, help=f"how many patterns in all; {usual}")
     parser.add_argument("--minutes", type=duration, default=9.0, help="start no pattern after this time")
+
+
+def add_rows(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """The option for the rows of x, which are those of 128 images if it is not used."""
+    parser.add_argument("--rows", type=count, help=f"{128 * tokens} by default: 128 images of {tokens} tokens")
 
 
 def protocol(options: argparse.Namespace, rounds: int) -> Protocol:
@@ -119,40 +127,10 @@ def of_mode(plot: Path, mode: str) -> Path:
     return plot.with_name(f"{plot.stem}.{mode}{plot.suffix}")
 
 
-def table_arguments(description: str | None, *, rows: int | None = None, modes: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser for a table of one CUDA device: ``--out``, ``--plot``, and what has a default of ``--rows`` and ``--modes``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="CSV file to write")
-    parser.add_argument("--plot", type=Path, help="draw the rows into files named after this one")
-    if rows is not None:
-        parser.add_argument("--rows", type=count, default=rows, help=f"rows of x: 128 images of {rows // 128} tokens by default")
-    if modes:
-        parser.add_argument("--modes", default=",".join(modes), help="out of " + ", ".join(MODES))
-    return parser
-
-
 def need_cuda() -> None:
     """End with one sentence where there is no CUDA device."""
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device, and PyTorch finds none")
-
-
-def on_cuda(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, on a machine that can make the table and may write it; ``modes`` are those that there are."""
-    options = parser.parse_args()
-    need_cuda()
-    if options.out is not None:
-        check_file(options.out, "--out")
-    check_plot(options.plot)
-    if isinstance(getattr(options, "modes", None), str):
-        options.modes = modes_of(options.modes, torch.device("cuda"))
-    return options
-
-
-@cache
-def ceilings(mode: str) -> Ceilings:
-    """What the CUDA device reaches in a mode, measured once a run."""
-    return measure_ceilings(mode, torch.device("cuda"))
 
 
 def work_of(moved: int, weights: Iterable[Tensor], rows: int) -> Work:
@@ -162,43 +140,155 @@ def work_of(moved: int, weights: Iterable[Tensor], rows: int) -> Work:
 
 
 @dataclass(frozen=True)
+class Times:
+    """The time of one candidate in the tables of kernels; None where the last column says why.
+
+    ``error`` is relative to float64, in the Frobenius norm; of a block with its residual, relative to its change of x.
+    """
+
+    error: float | None
+    median_us: float | None
+    iqr_us: float | None
+
+
+@dataclass(frozen=True)
 class Judged:
     """What the time of one candidate is held against: the last columns of the tables of kernels.
 
     ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_us`` is what the ceilings of this run allow for it, and
     ``share_of_bound`` the part of the time that this is. ``noise`` is by how much two identical candidates of this run differ, and
-    ``status`` says noisy where that is more than ``flysurgery.bench`` lets pass.
+    ``status`` says noisy where that is more than ``flysurgery.bench`` lets pass, or why there is no time.
     """
 
-    bytes_moved: int
-    flops: int
-    bound_us: float
-    share_of_bound: float
+    bytes_moved: int | None
+    flops: int | None
+    bound_us: float | None
+    share_of_bound: float | None
     noise: float | None
     status: str
 
 
-def judge(mode: str, timings: Mapping[str, Timing], works: Mapping[str, Work], baseline: str = "dense") -> dict[str, Judged]:
-    """Hold the times of one run against the work of each candidate, and against that of the ``baseline``, timed twice."""
-    noise = noise_of(timings, baseline)
-    status = status_of(noise, "cuda", baseline)
-    found: dict[str, Judged] = {}
-    for name, timing in timings.items():
-        bound_ms = ceilings(mode).bound_ms(works[name])
-        spent = works[name].bytes_moved, works[name].flops
-        found[name] = Judged(*spent, 1e3 * bound_ms, bound_ms / timing.median_ms, noise, status)
-    return found
+def cells(measured: Measured, *bases: Measured) -> tuple[Any, ...]:
+    """The last columns of a row: its ``Times``, its ratio to each of the ``bases``, its ``Judged``."""
+
+    def over(base: Measured) -> float | None:
+        return measured.median_ms / base.median_ms if measured.median_ms and base.median_ms else None
+
+    def us(ms: float | None) -> float | None:
+        return None if ms is None else 1e3 * ms
+
+    spent = measured.bytes_moved, measured.flops, us(measured.bound_ms), measured.share_of_bound
+    times = Times(measured.error, us(measured.median_ms), us(measured.iqr_ms))
+    return times, *map(over, bases), Judged(*spent, measured.noise, measured.status)
 
 
-def keep(options: argparse.Namespace, rows: Sequence[DataclassInstance]) -> None:
-    """Write all rows so far, with a stamp of now, where ``--out`` names a file."""
-    if options.out is not None:
-        write_csv(options.out, rows, take_stamp(torch.device("cuda")))
+@cache
+def ceilings(mode: str, device: torch.device, *, quick: bool) -> Ceilings:
+    """What the device reaches in a mode, measured once a run."""
+    return measure_ceilings(mode, device, quick=quick)
 
 
-def records_of(rows: Sequence[DataclassInstance]) -> list[Record]:
-    """The rows as pictures take them, with the device's name."""
-    return [flat(row) | {"device": torch.cuda.get_device_name()} for row in rows]
+@dataclass(frozen=True)
+class Table:
+    """A table of kernels: on which device, in which modes and how its rows are measured.
+
+    With ``--quick`` it has one mode and the first sizes. A CPU takes it with ``--quick`` alone, in float32: there what launches kernels
+    gets a row that says so, and the others are timed on the rows of one image.
+    """
+
+    options: argparse.Namespace
+    device: torch.device
+    modes: tuple[str, ...]
+    protocol: Protocol
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether kernels can run."""
+        return self.device.type == "cuda"
+
+    def few(self, items: Iterable[Item]) -> list[Item]:
+        """All of them, or with ``--quick`` the first."""
+        return list(items)[: 1 if self.options.quick else None]
+
+    def rows(self, tokens: int) -> int:
+        """Rows of x, where no option says so the tokens of 128 images, or of one."""
+        return getattr(self.options, "rows", None) or images(self.options, self.device) * tokens
+
+    def kernel(self, run: Run) -> Run | str:
+        """A candidate that launches kernels, or why it cannot."""
+        return run if self.on_cuda else NEEDS_CUDA
+
+    def compiled(self, module: nn.Module, mode: str = "default") -> Run | str:
+        """A module through ``torch.compile``, or why not."""
+        return torch.compile(module, mode=mode) if self.on_cuda else "left out on a CPU"
+
+    def measure(
+        self,
+        mode: str,
+        candidates: Mapping[str, Run | str],
+        x: Tensor,
+        truths: Tensor | Mapping[str, Tensor],
+        works: Work | Mapping[str, Work],
+        *,
+        baseline: str = "dense",
+        worst: float = 2.0,
+        base: Tensor | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> dict[str, Measured]:
+        """Check and time candidates as ``flysurgery.bench.measure`` does; of those that cannot run here there is the reason."""
+        runs = {name: run for name, run in candidates.items() if not isinstance(run, str)}
+        refused = {name: run for name, run in candidates.items() if isinstance(run, str)}
+        given: dict[str, Any] = {"baseline": baseline, "worst": worst, "base": base, "rows": rows, "refused": refused, "works": works}
+        with in_mode(mode), torch.inference_mode():
+            found = measure(runs, x, truths, ceilings=self.ceilings(mode), protocol=self.protocol, **given)
+        return {name: found[name] for name in dict.fromkeys((*candidates, *found))}
+
+    def copy(self, mode: str, bytes_moved: int) -> Measured:
+        """A copy that moves so many bytes."""
+        block = torch.ones(bytes_moved // 2, dtype=torch.uint8, device=self.device)
+        return self.measure(mode, {"copy": torch.clone}, block, block[:1].double(), Work(bytes_moved, 0), baseline="copy", rows=[0])["copy"]
+
+    def ceilings(self, mode: str) -> Ceilings:
+        """What the device reaches in a mode."""
+        return ceilings(mode, self.device, quick=self.options.quick)
+
+    def make(
+        self,
+        kind: type[DataclassInstance],
+        cases: Sequence[Mapping[str, Any]],
+        rows_of: Callable[..., Sequence[DataclassInstance]],
+        draw: Callable[[Sequence[Record], Path], None],
+        prepare: Callable[[Sequence[Mapping[str, Any]]], None] | None = None,
+    ) -> list[Record]:
+        """Measure the cases that have no rows yet, each by ``rows_of(self, **case)``, print and draw; gives all rows.
+
+        ``cases`` are the columns that tell one case from the others. ``prepare`` gets those to measure before the first of them, on CUDA.
+        """
+        with start(self.options, self.device, kind) as run:
+            todo = [case for case in cases if not run.has(case)]
+            for mode in self.modes if todo else ():
+                self.ceilings(mode)  # before a graph that cannot be captured leaves CUDA's generator unusable
+            if prepare is not None and self.on_cuda and todo:
+                prepare(todo)
+            for case in todo:
+                torch.manual_seed(self.options.seed)
+                run.add(rows_of(self, **case), ", ".join(map(str, case.values())))
+                torch.cuda.empty_cache()
+        show(run, [name for name in columns_of(kind) if name not in UNSEEN])
+        if self.options.plot is not None and run.records:
+            draw(run.records, self.options.plot)
+        return run.records
+
+
+def table_of(parser: argparse.ArgumentParser) -> Table:
+    """The table that the command line asks for, on a device that can make it."""
+    options = parser.parse_args()
+    if device_of(options.device).type != "cuda":
+        if not options.quick:
+            raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few rows and without the kernels")
+        options.modes = "fp32"
+    device, modes = device_and_modes(options)
+    return Table(options, device, modes[:1] if options.quick else modes, protocol(options, 15))
 
 
 def draw(

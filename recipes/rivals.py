@@ -27,7 +27,7 @@ def main() -> None:
     parser = recipe.arguments(__doc__, modes="all", seconds=0.5)
     parser.add_argument("--arch", default="gonon")
     parser.add_argument("--width", type=recipe.count, default=384)
-    parser.add_argument("--rows", type=recipe.count, help="25088 by default: 128 images of 196 tokens")
+    recipe.add_rows(parser, 196)
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     protocol = recipe.protocol(options, 30)

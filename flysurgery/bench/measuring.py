@@ -67,11 +67,14 @@ def launch_on(device: torch.device, protocol: Protocol) -> str:
     return protocol.launch if device.type == "cuda" else "eager"
 
 
-def relative_error(got: Tensor, truth: Tensor) -> float:
-    """The rms error over the rms of the truth; infinite where the result is not finite or has another shape."""
+def relative_error(got: Tensor, truth: Tensor, base: Tensor | None = None) -> float:
+    """The rms error over the rms of the truth, or of its distance from ``base``; infinite where the result is not finite or has
+    another shape.
+    """
     if got.shape != truth.shape:
         return float("inf")
-    error = float((got.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+    size = truth if base is None else truth - base
+    error = float((got.double() - truth).square().mean().sqrt() / size.square().mean().sqrt())
     return error if error == error else float("inf")
 
 
@@ -86,6 +89,8 @@ def measure(
     truths: Tensor | Mapping[str, Tensor],
     *,
     baseline: str = "dense",
+    worst: float = WORST_ERROR,
+    base: Tensor | None = None,
     rows: Sequence[int] | None = None,
     refused: Mapping[str, str] | None = None,
     allowed: Mapping[str, float] | None = None,
@@ -98,6 +103,8 @@ def measure(
     Args:
         truths: results in float64 for the checked rows, one for all or one for each candidate by its name.
         baseline: the candidate that ratios refer to. A twin of it, named with ``AGAIN``, is timed with the others.
+        worst: how many times the baseline's error a candidate may have.
+        base: what the results are a change of, for the checked rows; errors are relative to that change.
         rows: which rows (first dimension) the truths hold; all where it is None.
         refused: candidates that cannot run, and why; they get a row.
         allowed: rms errors that a candidate may have on its own account, such as that of quantization.
@@ -105,7 +112,7 @@ def measure(
     """
     protocol = replace(protocol, launch=launch_on(x.device, protocol))
     found: dict[str, Measured] = {name: Measured(protocol.launch, reason) for name, reason in (refused or {}).items()}
-    errors, statuses = _check(candidates, x, truths, rows, baseline, allowed or {})
+    errors, statuses = _check(candidates, x, truths, rows, base, baseline, worst, allowed or {})
     right = {name: run for name, run in candidates.items() if statuses[name] == "ok"}
     if baseline in right:
         right[baseline + AGAIN] = right[baseline]
@@ -125,7 +132,9 @@ def _check(
     x: Tensor,
     truths: Tensor | Mapping[str, Tensor],
     rows: Sequence[int] | None,
+    base: Tensor | None,
     baseline: str,
+    worst: float,
     allowed: Mapping[str, float],
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Each candidate's relative rms error, and "ok" or what is wrong with it."""
@@ -134,12 +143,13 @@ def _check(
     for name, run in candidates.items():
         try:
             got = run(x)
-            errors[name] = relative_error(got if rows is None else got[list(rows)], truths if isinstance(truths, Tensor) else truths[name])
+            truth = truths if isinstance(truths, Tensor) else truths[name]
+            errors[name] = relative_error(got if rows is None else got[list(rows)], truth, base)
             del got
         except Exception as error:  # one candidate's failure, of whatever library, is its row and not the end of the others
             statuses[name] = f"failed: {one_line(error)}"
     for name, error in errors.items():
-        most = max(allowed.get(name, 0.0), min(MOST_ERROR, WORST_ERROR * errors.get(baseline, float("inf"))))
+        most = max(allowed.get(name, 0.0), min(MOST_ERROR, worst * errors.get(baseline, float("inf"))))
         statuses[name] = "ok" if error <= most else f"wrong: relative error {error:.2g}"
     return errors, {name: statuses[name] for name in candidates}
 

@@ -1,4 +1,4 @@
-"""What the tables of kernels say beside a time: the work, its bound, and whether twins agree."""
+"""The tables of kernels: what they say beside a time, that each runs on a CPU with --quick and goes on, and their pictures."""
 
 from __future__ import annotations
 
@@ -8,37 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.bench import Ceilings, Timing, Work
+from flysurgery.bench import Measured, Work
 from flysurgery.bench.rows import read_table
-from tests.recipes.conftest import RECIPES
+from tests.recipes.conftest import RECIPES, RunRecipe
 
 
-@pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch):
+def test_a_time_stands_beside_its_work_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     import recipe
 
-    monkeypatch.setattr(recipe, "ceilings", lambda mode: Ceilings(bytes_per_ms=1000.0, flops_per_ms=100.0))
-
-    def of(again_ms: float):
-        times = {"pytorch": 2.0, "pytorch again": again_ms, "ours": 0.5}
-        works = {"pytorch": Work(100, 30), "pytorch again": Work(100, 30), "ours": Work(100, 5)}
-        return recipe.judge("fp16", {name: Timing(ms, ms, ms) for name, ms in times.items()}, works, "pytorch")
-
-    return of
-
-
-def test_a_time_stands_beside_its_work_and_bound(judged) -> None:
-    found = judged(2.02)
-    assert (found["pytorch"].bound_us, found["pytorch"].share_of_bound) == (300.0, 0.15)  # 30 operations at 100 a millisecond
-    assert (found["ours"].bound_us, found["ours"].share_of_bound) == (100.0, 0.2)  # 100 bytes at 1000
-    assert (found["ours"].bytes_moved, found["ours"].flops) == (100, 5)
-    assert {row.status for row in found.values()} == {"ok"}
-    assert found["ours"].noise == pytest.approx(0.01)
-
-
-def test_twins_that_differ_make_the_table_noisy(judged) -> None:
-    assert {row.status for row in judged(2.2).values()} == {"noisy: pytorch timed twice differs by 10%"}
+    dense, failed = Measured("graph", "ok", 1e-3, 0.01, 2.0, 0.1, 1.0, 100, 30, 0.3, 0.15), Measured("graph", "needs CUDA")
+    times, ratio, none, judged = recipe.cells(Measured("graph", "ok", 1e-3, 0.01, 0.5, 0.1, 0.25, 100, 5, 0.1, 0.2), dense, failed)
+    assert times == recipe.Times(1e-3, 500.0, 100.0) and ratio == 0.25 and none is None
+    assert judged == recipe.Judged(100, 5, 100.0, 0.2, 0.01, "ok")
+    times, ratio, judged = recipe.cells(failed, dense)
+    assert times == recipe.Times(None, None, None) and ratio is None and judged.status == "needs CUDA"
 
 
 def test_products_must_read_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +60,58 @@ def test_a_table_draws_the_pictures_that_lie_beside_its_rows(monkeypatch: pytest
     assert drawn == {path.name for path in (RECIPES / "results").glob(f"{stem}_h200.*png")}
 
 
-def test_rows_are_drawn_as_they_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, judged) -> None:
+QUICK: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "fused_linear_table": ((), {"dense", "layer", "bmm", "einsum", "copy"}),
+    "fused_ffn_table": ((), {"dense", "composed"}),
+    "norm_linear_table": ((), {"dense", "copy"}),
+    "attention_table": ((), {"pytorch", "flash"}),
+    "gated_ffn_table": ((), {"dense", "converted"}),
+    "few_rows_table": ((), {"dense"}),
+    "factor_grad_table": ((), {"einsum"}),
+    "fused_ablation": ((), {"einsum"}),
+    "ffn_without_wgmma": ((), {"dense"}),
+    "wide_table": ((), {"dense"}),
+    "optimized_vit": (("--model", "test_vit"), {"dense", "dense optimized", "converted", "optimized"}),
+}
+"""Each recipe with arguments for a test, and the candidates that a CPU times; twins of baselines come with them."""
+
+
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.filterwarnings("error::UserWarning:matplotlib")
+def test_quick_runs_on_a_cpu_and_goes_on(
+    run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    arguments, timed = QUICK[name]
+    monkeypatch.setattr("flysurgery.bench.ceilings.PRODUCT_SIZE", {"cpu": 256})
+    rows = run_recipe(f"{name}.py", *arguments, "--seconds", "0.01", "--plot", str(tmp_path / "picture.png"))
+    key, time = ("change" if name == "fused_ablation" else "candidate"), next(each for each in rows[0] if each.startswith("median_"))
+    assert {row[key].removesuffix(" again") for row in rows if row[time]} == timed
+    for row in rows:
+        assert row["device"] and (bool(row[time]) == (row["status"] == "ok" or row["status"].startswith("noisy")))
+        assert row[time] or row["status"] in ("needs CUDA", "left out on a CPU") or "cudnn" in row[key]
+        assert not row[time] or (float(row["error"]) < 1e-5 and row["noise"] and float(row["flops"]) >= 0)
+    said = capsys.readouterr().out
+    assert all(row[key] in said and row["status"][:10] in said for row in rows)
+    assert list(tmp_path.glob("picture.*.png"))
+    monkeypatch.setattr("recipe.measure", None)
+    assert run_recipe(f"{name}.py", *arguments, "--plot", str(tmp_path / "picture.png")) == rows, "nothing is measured again"
+
+
+def test_a_table_of_another_commit_is_measured_anew_and_a_fresh_one_too(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    rows = run_recipe("factor_grad_table.py")
+    out = tmp_path / "rows.csv"
+    out.write_text(out.read_text().replace(rows[0]["torch"], "1.0"))
+    assert [row["torch"] for row in run_recipe("factor_grad_table.py")] == [row["torch"] for row in rows]
+    again = run_recipe("factor_grad_table.py", "--fresh")
+    assert len(again) == len(rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
+@pytest.mark.parametrize("name", [*QUICK, "vit_s16_on_gpu"])
+def test_without_quick_a_cpu_is_told_of_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a device")
-    import attention_table
+    monkeypatch.setattr("sys.argv", [name])
     import recipe
 
-    rows = [attention_table.Row("fp16", 8, 197, 6, name, 1e-4, 20.0, 0.1, 0.5, each) for name, each in judged(2.02).items()]
-    records = recipe.records_of(rows)
-    assert {record["device"] for record in records} == {"a device"} and records[0]["bound_us"] == 300.0
-    attention_table.draw(records, tmp_path / "attention.png")
-    assert (tmp_path / "attention.fp16.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="needs a CUDA device; --quick runs on a CPU too"):
+        recipe.main(importlib.import_module(name).main)
