@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
 import recipe
 import timm
@@ -24,11 +25,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flysurgery.bench import check_file, take_stamp, write_csv
+from flysurgery.bench import Record, draw_ratios
 from flysurgery.calibration import Samples
-from flysurgery.cli.options import device_of
 from flysurgery.surgery import PLACEHOLDER, Report, allocate, apply, plan
 
+SECONDS = ("forward_wall_s", "case_cpu_s", "case_wall_s", "beyond_forward_wall_s")
 CASES = ("calibrated", "permuted", "plan of budget 0.4")
 
 
@@ -62,13 +63,20 @@ def smooth_images(count: int, device: torch.device) -> torch.Tensor:
     return images
 
 
-def seconds_of(work: Callable[[], Report | None], device: torch.device) -> tuple[float, float, Report | None]:
-    """Processor and wall seconds of ``work``, and what it gave."""
+class Seconds(NamedTuple):
+    """Of all processors together, and by the clock."""
+
+    cpu: float
+    wall: float
+
+
+def seconds_of(work: Callable[[], Report | None], device: torch.device) -> tuple[Seconds, Report | None]:
+    """How long ``work`` takes, and what it gave."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.process_time() - cpu, time.perf_counter() - wall, found
+    return Seconds(time.process_time() - cpu, time.perf_counter() - wall), found
 
 
 def forward_passes(model: nn.Module, samples: Samples) -> None:
@@ -84,55 +92,65 @@ def run_case(case: str, model: nn.Module, arch: str, samples: Samples) -> Report
     return apply(plan(model, arch), model, calibrate=samples, permute=case == "permuted")
 
 
+def rows_of(
+    case: str, options: argparse.Namespace, model: nn.Module, samples: Samples, head: dict[str, Any], forward: Seconds
+) -> list[Row]:
+    """Time one case."""
+    own = copy.deepcopy(model)
+    spent, report = seconds_of(lambda: run_case(case, own, options.arch, samples), samples.inputs[0].device)
+    rows = []
+    for role in ("all",) if report is None else ("qkv", "ffn_in", "ffn_out"):
+        layers = () if report is None else report.replaced
+        found = [row.calibration for row in layers if row.role == role and row.calibration is not None]
+        row = Row(
+            **head,
+            role=role,
+            layers=len(found) or None,
+            mean_output_error=mean(each.output_error for each in found) if found else None,
+            mean_plain_output_error=mean(each.plain_output_error for each in found) if found else None,
+            worst_ratio=max(each.ratio for each in found) if found else None,
+            forward_cpu_s=forward.cpu,
+            forward_wall_s=forward.wall,
+            case_cpu_s=spent.cpu,
+            case_wall_s=spent.wall,
+            beyond_forward_wall_s=spent.wall - forward.wall,
+        )
+        rows.append(row)
+    return rows
+
+
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars of each case's seconds over those of the bare pass."""
+    ratios = [each | {"ratio_to_forward": float(each["case_wall_s"]) / float(each["forward_wall_s"])} for each in records]
+    draw_ratios(ratios, plot, group=("case", "arch"), series="model", ratio="ratio_to_forward", title=str(records[0]["device"]))
+
+
 def main() -> None:
     """Time the cases, print the rows and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.arguments(__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--arch", default="gonon")
-    parser.add_argument("--samples", type=recipe.count, default=512)
-    parser.add_argument("--threads", type=recipe.count, help="CPU threads")
-    parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
-    parser.add_argument("--depth", type=recipe.count, default=12, help="blocks of the model")
-    parser.add_argument("--out", type=Path, help="CSV file to write", metavar="FILE")
+    parser.add_argument("--samples", type=recipe.count, help="512 by default, 16 with --quick")
+    parser.add_argument("--depth", type=recipe.count, help="blocks of the model, 12 by default, 1 with --quick")
     options = parser.parse_args()
-    device = device_of(options.device)
-    if options.out is not None:
-        check_file(options.out, "--out")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    dense = timm.create_model("vit_small_patch16_224", depth=options.depth).eval().to(device)
-    samples = Samples(smooth_images(options.samples, device), "smooth noise")
-    forward_passes(dense, Samples(samples.inputs[:8]))
-    forward_cpu, forward_wall, _ = seconds_of(lambda: forward_passes(dense, samples), device)
-    stamp = take_stamp(device)
-    rows: list[Row] = []
-    for case in options.cases:
-        model = copy.deepcopy(dense)
-        cpu, wall, report = seconds_of(lambda case=case, model=model: run_case(case, model, options.arch, samples), device)
-        for role in ("all",) if report is None else ("qkv", "ffn_in", "ffn_out"):
-            layers = () if report is None else report.replaced
-            found = [row.calibration for row in layers if row.role == role and row.calibration is not None]
-            row = Row(
-                model=f"vit_small_patch16_224, {options.depth} blocks, random weights",
-                case=case,
-                arch="any" if report is None else options.arch,
-                samples=options.samples,
-                role=role,
-                layers=len(found) or None,
-                mean_output_error=mean(each.output_error for each in found) if found else None,
-                mean_plain_output_error=mean(each.plain_output_error for each in found) if found else None,
-                worst_ratio=max(each.ratio for each in found) if found else None,
-                forward_cpu_s=forward_cpu,
-                forward_wall_s=forward_wall,
-                case_cpu_s=cpu,
-                case_wall_s=wall,
-                beyond_forward_wall_s=wall - forward_wall,
-            )
-            rows.append(row)
-            print(row, flush=True)
-        if options.out is not None:
-            write_csv(options.out, rows, stamp)
+    device, _ = recipe.device_and_modes(options)
+    count, depth = options.samples or (16 if options.quick else 512), options.depth or (1 if options.quick else 12)
+    torch.manual_seed(options.seed)
+    model = f"{recipe.VIT_S}, {depth} blocks, random weights"
+    archs = {case: "any" if case.startswith("plan") else options.arch for case in options.cases}
+    with recipe.start(options, device, Row) as run:
+        heads = {case: {"model": model, "case": case, "arch": arch, "samples": count} for case, arch in archs.items()}
+        todo = [case for case, head in heads.items() if not run.has(head)]
+        if todo:
+            dense = timm.create_model(recipe.VIT_S, depth=depth).eval().to(device)
+            samples = Samples(smooth_images(count, device), "smooth noise")
+            forward_passes(dense, Samples(samples.inputs[:8]))
+            forward, _ = seconds_of(lambda: forward_passes(dense, samples), device)
+            for case in todo:
+                run.add(rows_of(case, options, dense, samples, heads[case], forward), case)
+    recipe.show(run, ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *SECONDS))
+    if options.plot is not None:
+        draw(run.records, options.plot)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from flysurgery.evaluation import load_calibration, load_data
 from flysurgery.finetune import Settings, train, training_data
 
 DEMO = Path(__file__).parents[1] / "checkpoints" / "digits_vit"
+QUICK_TARGETS, QUICK_METHODS = ("monarch",), ("svd", "calibrated")
 EPOCHS = 120
 """Of the demo model's training, by its model card."""
 
@@ -44,15 +45,19 @@ def main() -> None:
     """Convert, measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/digits_accuracy.csv"), metavar="FILE", help="CSV file to write")
-    parser.add_argument("--epochs", type=int, default=6, help="length of each fine-tuning")
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--quick", action="store_true", help="one target, two ways and one epoch, to see that it runs")
+    parser.add_argument("--epochs", type=int, help="length of each fine-tuning, 6 by default, 1 with --quick")
+    parser.add_argument("--targets", nargs="*", choices=TARGETS)
+    parser.add_argument("--methods", nargs="*", choices=METHODS)
     parser.add_argument("--processes", type=int, default=0, help="rows made at a time; 0 makes them in this process")
     options = parser.parse_args()
+    epochs = options.epochs or (1 if options.quick else 6)
+    targets = options.targets or (QUICK_TARGETS if options.quick else TARGETS)
+    methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     run(
-        partial(open_workshop, options.epochs),
-        all_cases(options.targets, options.methods),
+        partial(open_workshop, epochs),
+        all_cases(targets, methods),
         options.out,
         device=torch.device("cpu"),
         gpus=[""] * options.processes,

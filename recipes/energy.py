@@ -7,7 +7,7 @@ time; idle power is measured at the start and noted in each row. The candidates 
 them, and those of a pattern in one layout likewise, bmm twice; where these two differ by more than 3 %, all rows beside them say noisy.
 ``bound_ms`` is what a large copy and a large matrix product, measured in the same run, allow for a call, which takes ``call_ms``. Patterns
 come in one shuffled order, so that runs that go on add to a random subset.
-Needs an NVIDIA GPU and nvidia-ml-py; elsewhere it says so and measures nothing.
+Needs an NVIDIA GPU and nvidia-ml-py, and says so elsewhere; with --quick on a CPU, rows have times and no joules.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from statistics import median
 
 import recipe
 
-from flysurgery.bench import EnergyMeter, EnergyRow, draw_boxes, energy_boxes, energy_of_factor, energy_of_model, measure_ceilings
+from flysurgery.bench import EnergyMeter, EnergyRow, NoMeter, draw_boxes, energy_boxes, energy_of_factor, energy_of_model, measure_ceilings
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled
+
+QUICK_LARGEST = 1024
+"""Features in and out of the patterns that a CPU takes."""
 
 COLUMNS = (
     *("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts"),
@@ -33,22 +36,25 @@ def main() -> None:
     recipe.add_patterns(parser, "60 by default, 2 with --quick")
     parser.add_argument("--windows", type=recipe.count, default=3)
     parser.add_argument("--model", default=recipe.VIT_S)
-    parser.add_argument("--batch", type=recipe.count, default=128)
+    parser.add_argument("--batch", type=recipe.count, help="images a forward, 128 by default")
     parser.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
-    rows = options.rows or ROWS
-    meter = EnergyMeter(device)
+    rows = options.rows or recipe.images(options, device) * (ROWS // 128)
+    quickly = options.quick and device.type == "cpu"
+    meter = NoMeter() if quickly else EnergyMeter(device)
+    batch = options.batch or recipe.images(options, device)
     end = time.monotonic() + 60 * options.minutes
-    how = {"seconds": 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
-    patterns = shuffled(energy_patterns(), options.seed)[: options.count or (2 if options.quick else 60)]
+    how = {"seconds": 0.1 if quickly else 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
+    patterns = [each for each in shuffled(energy_patterns(), options.seed) if not quickly or max(each.shape) <= QUICK_LARGEST]
+    patterns = patterns[: options.count or (2 if options.quick else 60)]
     ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
     with recipe.start(options, device, EnergyRow) as run:
         for mode in modes:
             names = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
-            head = {"what": options.model, "rows": options.batch, "mode": mode}
+            head = {"what": options.model, "rows": batch, "mode": mode}
             if not all(run.has(head | {"candidate": name}) for name in names):
-                what = options.model, {}, "gonon", options.batch
+                what = options.model, {}, "gonon", batch
                 found = energy_of_model(meter, *what, mode, device, ceilings(mode), candidates=names, **how)
                 run.add(found, options.model)
         for pattern, mode in ((each, mode) for each in patterns for mode in modes):

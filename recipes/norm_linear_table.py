@@ -64,7 +64,6 @@ def measure(table: recipe.Table, architecture: str, mode: str, rows: int) -> lis
     """Check and time one architecture in one mode."""
     norm, group, dense = build(ARCHITECTURES[architecture], MODES[mode], table.device)
     x = torch.randn(rows, WIDTH, device=table.device, dtype=MODES[mode])
-    torch.compiler.reset()
 
     def two_launches(x: Tensor) -> Tensor:
         normed = torch.ops.flysurgery.layer_norm(x, norm.weight, norm.bias, norm.eps)

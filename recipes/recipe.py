@@ -25,6 +25,7 @@ from flysurgery.bench import (
     measure_ceilings,
     modes_of,
 )
+from flysurgery.bench.compiled import forget_compiled
 from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.bench.rows import columns_of
 from flysurgery.cli.bench_run import BenchRun
@@ -272,6 +273,7 @@ class Table:
                 prepare(todo)
             for case in todo:
                 torch.manual_seed(self.options.seed)
+                forget_compiled()
                 run.add(rows_of(self, **case), ", ".join(map(str, case.values())))
                 torch.cuda.empty_cache()
         show(run, [name for name in columns_of(kind) if name not in UNSEEN])

@@ -5,7 +5,7 @@
 
 Numbers of rows are no multiples of anything; sizes are off the tiles where the kernel takes such. Kernels whose blocks stay for
 more rows run on enough of them for a second round too. Prints what was launched. The tools are slow: ``--part 1/4`` takes every
-fourth case from the first on, so that four processes share the work.
+fourth case from the first on, so that four processes share the work, and --quick every sixteenth.
 """
 
 from __future__ import annotations
@@ -268,8 +268,10 @@ def cases() -> list[Callable[[], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="1/1", help="such as 2/4: every fourth case from the second on")
-    part = parser.parse_args().part
+    parser.add_argument("--part", help="such as 2/4: every fourth case from the second on")
+    parser.add_argument("--quick", action="store_true", help="the same as --part 1/16")
+    options = parser.parse_args()
+    part = options.part or ("1/16" if options.quick else "1/1")
     first, _, step = part.partition("/")
     if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
         parser.error(f"expected a part such as 2/4, got '{part}'; give the first case, a slash, and how many parts there are")

@@ -40,6 +40,7 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
 from flysurgery.walker import Target, example_input, walk
 
+QUICK_CASES = "^deit_tiny_|^vit:ViT$"
 ROLES = ("qkv", "attn_out", "ffn_in", "ffn_out")
 
 
@@ -239,6 +240,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", choices=("timm", "vit_pytorch"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="one small model of the library alone, to see that it runs")
+    parser.add_argument("--fresh", action="store_true", help="survey all again, and replace the rows in the file")
     parser.add_argument("--only", help="regular expression over the models' names")
     parser.add_argument("--jobs", type=recipe.count, default=1)
     parser.add_argument("--timeout", type=recipe.duration, default=240.0, help="seconds a model")
@@ -246,7 +249,11 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
     done = _surveyed(arguments.out)
-    chosen = [case for case in cases if case.name not in done and re.search(arguments.only or "", case.name)]
+    if arguments.fresh:
+        arguments.out.unlink(missing_ok=True)
+        done = set()
+    only = arguments.only or (QUICK_CASES if arguments.quick else "")
+    chosen = [case for case in cases if case.name not in done and re.search(only, case.name)]
     run(chosen, arguments.out, jobs=arguments.jobs, timeout=arguments.timeout, tolerance=arguments.tolerance)
 
 

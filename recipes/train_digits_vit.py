@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from flysurgery.evaluation import Accuracy, digits, evaluate, load_data
 
 SEED = 0
-EPOCHS = 120
+EPOCHS, QUICK_EPOCHS = 120, 3
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.1
@@ -69,15 +69,15 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LEARNING_RATE)
 
 
-def train(model: nn.Module, data: TensorDataset) -> None:
+def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
     """Fit ``model`` to ``data`` in place."""
     images, classes = data.tensors
     generator = torch.Generator().manual_seed(SEED)
     optimizer = optimizer_for(model)
-    steps = EPOCHS * math.ceil(len(images) / BATCH_SIZE)
+    steps = epochs * math.ceil(len(images) / BATCH_SIZE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=WARM_UP)
     model.train()
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         total = 0.0
         for batch in torch.randperm(len(images), generator=generator).split(BATCH_SIZE):
             scores = model(distort(images[batch], generator))
@@ -88,8 +88,8 @@ def train(model: nn.Module, data: TensorDataset) -> None:
             optimizer.step()
             schedule.step()
             total += loss.item() * len(batch)
-        if (epoch + 1) % 10 == 0:
-            print(f"epoch {epoch + 1} of {EPOCHS}, loss {total / len(images):.3f}", flush=True)
+        if (epoch + 1) % 10 == 0 or epoch + 1 == epochs:
+            print(f"epoch {epoch + 1} of {epochs}, loss {total / len(images):.3f}", flush=True)
 
 
 CARD = """---
@@ -118,7 +118,7 @@ flysurgery convert checkpoints/digits_vit --arch monarch --evaluate digits
 """
 
 
-def write(model: nn.Module, folder: Path, accuracy: Accuracy, seconds: float) -> None:
+def write(model: nn.Module, folder: Path, accuracy: Accuracy, epochs: int, seconds: float) -> None:
     """Write weights, timm-shaped configuration and model card."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
@@ -135,23 +135,26 @@ def write(model: nn.Module, folder: Path, accuracy: Accuracy, seconds: float) ->
     # safetensors makes files that only their owner may read.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     facts = {"base": BASE, "args": json.dumps(BASE_ARGS), "parameters": sum(parameter.numel() for parameter in model.parameters())}
-    facts |= {"samples": accuracy.samples, "top1": accuracy.top1, "top5": accuracy.top5, "seed": SEED, "epochs": EPOCHS, "seconds": seconds}
+    facts |= {"samples": accuracy.samples, "top1": accuracy.top1, "top5": accuracy.top5, "seed": SEED, "epochs": epochs, "seconds": seconds}
     facts |= {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
     (folder / "README.md").write_text(CARD.format(**facts), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "checkpoints" / "digits_vit", metavar="FOLDER")
-    folder = parser.parse_args().out
+    parser.add_argument("--quick", action="store_true", help="three epochs, to see that it runs; by default into build/digits_vit")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints/digits_vit by default")
+    options = parser.parse_args()
+    folder = options.out or (Path("build/digits_vit") if options.quick else Path(__file__).parents[1] / "checkpoints" / "digits_vit")
+    epochs = QUICK_EPOCHS if options.quick else EPOCHS
     torch.set_num_threads(1)  # the batches are too small to be worth sharing out, and sums come out the same everywhere
     torch.manual_seed(SEED)
     model = timm.create_model(BASE, drop_path_rate=DROP_PATH, **BASE_ARGS)
     started = time.perf_counter()
-    train(model, digits("train", (8, 8), mean=DATA["mean"], std=DATA["std"]))
+    train(model, digits("train", (8, 8), mean=DATA["mean"], std=DATA["std"]), epochs)
     seconds = time.perf_counter() - started
     accuracy = evaluate(model, load_data("digits", model))
-    write(model, folder, accuracy, seconds)
+    write(model, folder, accuracy, epochs, seconds)
     print(f"{accuracy}; trained in {seconds:.0f} s, written to {folder}")
 
 

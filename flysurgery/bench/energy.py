@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flysurgery.bench.clocks import nvml_handle
 from flysurgery.bench.samplers import Run, captured, rotating
+from flysurgery.bench.timing import time_interleaved
 from flysurgery.errors import OptionError
 
 WINDOW_SECONDS = 1.0
@@ -110,6 +111,22 @@ class EnergyMeter:
                 raise OptionError(f"this device's energy counter stood still for {STUCK_SECONDS:.0f} s; nothing can be read from it")
         (begin, before), (end, after) = steps[1], steps[-1]
         return (after - before) / (end - begin), end - begin
+
+
+class NoMeter(EnergyMeter):
+    """In the place of a meter where there is no counter: it tells how long calls take, and no joules."""
+
+    def __init__(self) -> None:
+        pass
+
+    def idle_watts(self, seconds: float = WINDOW_SECONDS) -> float:
+        """Nothing is known of it."""
+        return 0.0
+
+    def measure(self, run: Run, x: Tensor, *, windows: int = 3, seconds: float = WINDOW_SECONDS, idle_watts: float = 0.0) -> Energy:
+        """The time of a call alone."""
+        timing = time_interleaved({"call": run}, x, rounds=windows, seconds=seconds)["call"]
+        return Energy("no joules: they need an NVIDIA GPU's counter", call_ms=timing.median_ms)
 
 
 class Busy:
