@@ -10,7 +10,6 @@ A plan's row has no errors; its own calibration comes on top.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -92,12 +91,10 @@ def run_case(case: str, model: nn.Module, arch: str, samples: Samples) -> Report
     return apply(plan(model, arch), model, calibrate=samples, permute=case == "permuted")
 
 
-def rows_of(
-    case: str, options: argparse.Namespace, model: nn.Module, samples: Samples, head: dict[str, Any], forward: Seconds
-) -> list[Row]:
+def rows_of(case: str, arch: str, model: nn.Module, samples: Samples, head: dict[str, Any], forward: Seconds) -> list[Row]:
     """Time one case."""
     own = copy.deepcopy(model)
-    spent, report = seconds_of(lambda: run_case(case, own, options.arch, samples), samples.inputs[0].device)
+    spent, report = seconds_of(lambda: run_case(case, own, arch, samples), samples.inputs[0].device)
     rows = []
     for role in ("all",) if report is None else ("qkv", "ffn_in", "ffn_out"):
         layers = () if report is None else report.replaced
@@ -147,7 +144,7 @@ def main() -> None:
             forward_passes(dense, Samples(samples.inputs[:8]))
             forward, _ = seconds_of(lambda: forward_passes(dense, samples), device)
             for case in todo:
-                run.add(rows_of(case, options, dense, samples, heads[case], forward), case)
+                run.add(rows_of(case, options.arch, dense, samples, heads[case], forward), case)
     recipe.show(run, ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *SECONDS))
     if options.plot is not None:
         draw(run.records, options.plot)

@@ -42,6 +42,8 @@ def main() -> None:
     device, modes = recipe.device_and_modes(options)
     rows = options.rows or recipe.images(options, device) * (ROWS // 128)
     quickly = options.quick and device.type == "cpu"
+    if device.type == "cpu" and not quickly:
+        raise SystemExit("energy is read from an NVIDIA GPU's counter, and the device is cpu; --quick times calls without it, on few rows")
     meter = NoMeter() if quickly else EnergyMeter(device)
     batch = options.batch or recipe.images(options, device)
     end = time.monotonic() + 60 * options.minutes

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from flysurgery.evaluation import Accuracy, digits, evaluate, load_data
 
 SEED = 0
-EPOCHS, QUICK_EPOCHS = 120, 3
+EPOCHS, QUICK_EPOCHS = 120, 1
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.1
@@ -142,7 +142,7 @@ def write(model: nn.Module, folder: Path, accuracy: Accuracy, epochs: int, secon
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three epochs, to see that it runs; by default into build/digits_vit")
+    parser.add_argument("--quick", action="store_true", help="one epoch, to see that it runs; by default into build/digits_vit")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints/digits_vit by default")
     options = parser.parse_args()
     folder = options.out or (Path("build/digits_vit") if options.quick else Path(__file__).parents[1] / "checkpoints" / "digits_vit")

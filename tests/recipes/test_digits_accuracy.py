@@ -13,7 +13,7 @@ from tests.recipes.conftest import RECIPES
 
 def test_rows_made_in_two_processes(tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
-    options = ["--epochs", "1", "--targets", "monarch", "--methods", "svd", "calibrated", "--processes", "2", "--out", str(out)]
+    options = ["--quick", "--processes", "2", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(RECIPES / "digits_accuracy.py"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
+from flysurgery.bench.rows import read_table
 from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
 
 SHARED = {"recipe", "vit_tables", "accuracy_cases", "single_factor_cases", "survey_cases"}
@@ -20,6 +22,9 @@ ANYWHERE = {"calibration_cost", "digits_accuracy", "survey_models", "train_digit
     *("cpu_tables", "patterns_table", "rivals", "vit_s16_table3", "vit_s16_table6")
 }
 """Those that run without CUDA."""
+
+CHECKS = {"check_single_factor", "sanitize_kernels"}
+"""Those that hold kernels against something and time nothing: a CPU has nothing for them."""
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
@@ -34,6 +39,7 @@ def test_help_says_how_it_is_called(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         run(monkeypatch, name, "--help")
     text = capsys.readouterr().out
     assert f"recipes/{name}" in text, "its description holds the command"
+    assert "--quick" in text
     page = (RECIPES / "README.md").read_text()
     assert f"`{name}`" in page, "the index names it"
 
@@ -48,6 +54,10 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
         run(monkeypatch, name)
     assert isinstance(stopped.value.code, str) and stopped.value.code.count("\n") == 0
     assert "CUDA device" in stopped.value.code or "NVIDIA GPU" in stopped.value.code
+    assert "--quick" in stopped.value.code or Path(name).stem in CHECKS
+    if Path(name).stem in CHECKS:
+        with pytest.raises(SystemExit, match="this needs a CUDA device, and PyTorch finds none"):
+            run(monkeypatch, name, "--quick")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,3 +114,43 @@ def test_where_there_was_no_time_nothing_is_drawn(run_recipe: RunRecipe, tmp_pat
 def test_without_graphs_there_is_nothing_to_measure(run_recipe: RunRecipe) -> None:
     with pytest.raises(SystemExit, match="nothing to measure by launches graph"):
         run_recipe("vit_s16_table6.py", *TINY_VIT, "--launches", "graph")
+
+
+def test_calibration_has_its_cost_and_goes_on(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_recipe("calibration_cost.py", "--samples", "8", "--cases", "calibrated")
+    assert [row["role"] for row in first] == ["qkv", "ffn_in", "ffn_out"]
+    assert all(float(row["mean_output_error"]) < float(row["mean_plain_output_error"]) for row in first)
+    assert first[0]["model"] == "vit_small_patch16_224, 1 blocks, random weights" and first[0]["device"]
+    plot = tmp_path / "bars.png"
+    assert run_recipe("calibration_cost.py", "--samples", "8", "--cases", "calibrated", "--plot", str(plot)) == first
+    assert plot.stat().st_size > 5000 and "ffn_out" in capsys.readouterr().out
+
+
+def test_a_quick_survey_is_one_small_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "survey.csv"
+    run(monkeypatch, "survey_models.py", "vit_pytorch", "--quick", "--out", str(out))
+    (row,) = read_table(out)[1]
+    assert (row["model"], row["converted"], row["output_kept"], row["replaced"]) == ("vit:ViT", "True", "True", "8")
+    assert "8 replaced" in capsys.readouterr().out
+    run(monkeypatch, "survey_models.py", "vit_pytorch", "--quick", "--out", str(out))
+    assert "replaced" not in capsys.readouterr().out, "it is there already"
+
+
+def test_a_quick_training_makes_a_model_that_timm_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        run(monkeypatch, "train_digits_vit.py", "--quick")
+    finally:
+        torch.set_num_threads(threads)
+    model = timm.create_model("local-dir:build/digits_vit", pretrained=True)
+    assert model.num_classes == 10 and ", 1 epochs" in (tmp_path / "build/digits_vit/README.md").read_text()
+
+
+def test_fine_tuning_in_a_process_of_its_own_has_a_row(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    (row,) = run_recipe("finetune_on_two_gpus.py", "--ways", "one")
+    assert (row["way"], row["processes"], row["updates"], row["status"]) == ("one", "1", "3", "ok")
+    assert float(row["images_per_second"]) > 0 and float(row["ratio_to_one"]) == 1
+    plot = tmp_path / "bars.png"
+    assert run_recipe("finetune_on_two_gpus.py", "--ways", "one", "--plot", str(plot)) == [row]
+    assert plot.stat().st_size > 5000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,35 @@ def test_cpu_tables_hold_int8_beside_the_butterfly(run_recipe: RunRecipe) -> Non
     assert model["int8 dynamic"]["median_ms"]
 
 
-def test_energy_without_a_counter_is_one_sentence(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="energy is read from an NVIDIA GPU's counter"):
-        run_recipe("energy.py")
-    assert list(tmp_path.iterdir()) == []
+def test_energy_without_a_counter_is_times_alone_and_only_with_quick(
+    run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = ("--model", "test_vit", "--count", "1")
+    rows = run_recipe("energy.py", *arguments, "--plot", str(tmp_path / "boxes.png"))
+    model = {row["candidate"]: row for row in rows if row["what"] == "test_vit"}
+    assert model.keys() == {"dense", "dense again", "layer", "bmm"}
+    assert {row["candidate"] for row in rows if row["call_ms"] and "(" in row["what"]} == {"bmm", "bmm again", "einsum", "bsr"}
+    assert all(row["joules"] == "" and row["status"] for row in rows)
+    assert {row["status"] for row in model.values()} == {"no joules: they need an NVIDIA GPU's counter"}
+    assert (tmp_path / "boxes.png").stat().st_size > 5000
+    assert run_recipe("energy.py", *arguments) == rows
+    monkeypatch.setattr("sys.argv", ["energy.py", "--device", "cpu", "--out", str(tmp_path / "none.csv")])
+    with pytest.raises(SystemExit, match="--quick times calls without it"):
+        runpy.run_path(str(RECIPES / "energy.py"), run_name="__main__")
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_a_converted_model_is_timed_there_and_back(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    rows = run_recipe("vit_s16_on_gpu.py", "--seconds", "0.01", "--plot", str(tmp_path / "bars.png"))
+    inference, step, steps, graph = rows
+    assert [row["what"] for row in rows] == [
+        *("inference, 1 block", "training step, 1 block", "training step, 1 block, 10 on end", "training step, 1 block, CUDA graph")
+    ]
+    assert float(inference["error"]) < 1e-5 and float(inference["dense_ms"]) > 0 < float(inference["converted_ms"])
+    assert all(float(row["converted_ms"]) > 0 < float(row["share_of_bound"]) for row in (step, steps))
+    assert (graph["status"], graph["converted_ms"]) == ("needs CUDA", "")
+    assert (tmp_path / "bars.gonon.png").stat().st_size > 5000
+    assert run_recipe("vit_s16_on_gpu.py") == rows
 
 
 def test_whole_models_are_right_and_bounded_before_they_count(run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str]) -> None:
