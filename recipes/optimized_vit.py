@@ -8,7 +8,7 @@ timm's model with fused qkv and scaled_dot_product_attention, random weights; al
 inputs larger than the L2 cache. "dense optimized" is ``optimize`` applied to the dense model: what fusion gives without any structure,
 and in fp32 products on tensor cores; what "optimized" gains beyond it is the structure's. Errors are those of the outputs against
 float64, relative; a candidate that is wrong gets no time, and where dense, timed twice, differs from itself, rows say noisy. Joules are
-those of a batch, from NVML's counter over windows of a second of replayed graphs.
+those of a batch, from NVML's counter over windows of a second of replayed graphs. With --quick nothing goes through the compiler.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--energy", action="store_true", help="joules of a batch too")
     table = recipe.table_of(parser)
     options = table.options
-    own = {"max_autotune": options.max_autotune, "energy": options.energy}
+    own = {"compiled": not options.quick, "max_autotune": options.max_autotune, "energy": options.energy}
     cases = [
         Case(options.model, arch, mode, batch, **own)
         for batch in table.few(options.batches or (recipe.images(options, table.device), 1))

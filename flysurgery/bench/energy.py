@@ -25,8 +25,9 @@ POLL_SECONDS = 1e-3
 STUCK_SECONDS = 5.0
 """A counter that stands still for so long under load does not count."""
 
-AHEAD_MS = 5.0
-"""So much work at least is launched at a time, one such part ahead of the one that runs, so that the device never waits."""
+AHEAD_MS = 20.0
+"""So much work at least is launched at a time, one such part ahead of the one that runs, so that the device never waits: reading the
+counter takes some milliseconds."""
 
 
 @dataclass(frozen=True)

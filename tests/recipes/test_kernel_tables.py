@@ -97,6 +97,28 @@ def test_quick_runs_on_a_cpu_and_goes_on(
     assert run_recipe(f"{name}.py", *arguments, "--plot", str(tmp_path / "picture.png")) == rows, "nothing is measured again"
 
 
+def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import recipe
+
+    right, copies = recipe.Table.copy, []
+
+    def interrupted(table: recipe.Table, mode: str, bytes_moved: int) -> Measured:
+        copies.append(bytes_moved)
+        if len(copies) == 2:
+            raise KeyboardInterrupt
+        return right(table, mode, bytes_moved)
+
+    monkeypatch.setattr(recipe.Table, "copy", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        run_recipe("norm_linear_table.py")
+    kept = read_table(tmp_path / "rows.csv")[1]
+    assert {row["architecture"] for row in kept} == {"gonon"}
+    rows = run_recipe("norm_linear_table.py")
+    assert rows[: len(kept)] == kept and len(copies) == 3
+    assert [row["architecture"] for row in rows] == ["gonon"] * len(kept) + ["monarch"] * len(kept)
+
+
 def test_a_table_of_another_commit_is_measured_anew_and_a_fresh_one_too(run_recipe: RunRecipe, tmp_path: Path) -> None:
     rows = run_recipe("factor_grad_table.py")
     out = tmp_path / "rows.csv"
