@@ -38,8 +38,8 @@ def norm_linear(
     """The linears' outputs for ``norm(x)``, side by side.
 
     One launch for few rows and where the fused kernel takes the linears with their norm; else one for the norm, and one for linears of
-    one architecture; or, of wide layers, one for each factor and one for the norm's moments. A dense one is multiplied by
-    PyTorch, but in float32 on tensor cores, by pairs of fp16.
+    one architecture; or, of wide layers where that is faster, one for each factor and one for the norm's moments. A dense one is
+    multiplied by PyTorch, but in float32 on tensor cores, by pairs of fp16.
 
     Raises:
         BackendError: no kernel takes this; the message is what ``norm_linear_reason`` answers.
@@ -82,9 +82,10 @@ def _stages(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[Stage, ...]
     obstacle = norm_reason(norm, features, x.dtype)
     if obstacle is not None:
         return obstacle
-    if _alike(factors) and takes_group(x, factors):
+    together = in_one_launch(x, factors)
+    if _alike(factors) and takes_group(x, factors, together):
         return (Stage(wide_group_launches(), lambda y, x, given: wide_group(y, given.norm, given.group)),)
-    if in_one_launch(x, factors):
+    if together:
         return (Stage(("norm and linear",), lambda y, x, given: fused_norm_linear(y, given.norm, given.group, "none")),)
     before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
     return before, Stage(("linear",), lambda y, x, given: _multiplied(y, given.group))

@@ -17,10 +17,17 @@ MOMENTS = "moments"
 """The launch of a norm before factors that finds the mean and the deviation of each row."""
 
 NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
-"""Features from which on a launch a factor is the faster way for feed-forward blocks, and for linears that share x.
+"""Features from which on a launch a factor is the faster way for feed-forward blocks, and for few rows of linears that share x.
 
-``recipes/wide_table.py`` times both ways, for few rows and many. On an H200 in fp16 it was so for all, but for q, k and v of
-768 features: from 12608 rows on they take up to a quarter longer than in one launch.
+``recipes/wide_table.py`` times both ways, for few rows and many.
+"""
+
+FEWEST_TOGETHER, WIDEST_TOGETHER = 2048, 768
+"""Rows from which on linears that share x are faster in one launch all the same, up to so many features between their two factors.
+
+These lie in a warp's registers, and leave room for few columns of the outputs where there are more. On an H200 in fp16 q, k and v of
+768 features take 11.4 us in one launch and 13.8 factor by factor (2048 rows; architecture of Gonon et al., 192 features between), or
+122 and 163 (25216 rows; Monarch, 768 between), those of 1024 features 273 and 218 (Monarch, 1024 between).
 """
 
 
@@ -74,9 +81,16 @@ def wide_group_launches() -> tuple[str, ...]:
     return MOMENTS, "norm and first factors", "second factors"
 
 
-def takes_group(x: Tensor, group: Sequence[FusedFactors]) -> bool:
-    """Whether linears of one architecture, with a bias each or none, are multiplied factor by factor."""
-    return x.shape[-1] >= NARROWEST_GROUP and _group_obstacle(group[0].shapes, len(group), x.dtype, x.device.index) is None
+def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> bool:
+    """Whether linears of one architecture, with a bias each or none, are multiplied factor by factor.
+
+    Args:
+        together: whether a kernel takes them in one launch.
+    """
+    shapes, features = group[0].shapes, x.shape[-1]
+    if together and x.numel() >= FEWEST_TOGETHER * features and max(Architecture.of(*shapes).inner_features) <= WIDEST_TOGETHER:
+        return False
+    return features >= NARROWEST_GROUP and _group_obstacle(shapes, len(group), x.dtype, x.device.index) is None
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone

@@ -24,6 +24,7 @@ from flysurgery.ops import (
 from flysurgery.ops.cuda.obstacles import multiprocessors_of
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
 from flysurgery.ops.cuda.wide_group import run_wide_group
+from flysurgery.ops.wide import FEWEST_TOGETHER
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
 
@@ -157,9 +158,29 @@ def test_whole_operators_take_them() -> None:
     assert torch.equal(out, ffn(x.contiguous(), norm, up, down))
     group = [layer(GROUPS[0], torch.float16) for _ in range(3)]
     way = norm_linear_way(x, norm, group)
-    assert not isinstance(way, str) and len(way.launches()) == 3
+    assert not isinstance(way, str) and len(way.launches()) == 1
     truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
     comparable(norm_linear(x, norm, group), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
+
+
+def test_many_rows_of_linears_that_share_x_take_one_launch() -> None:
+    norm, group = norm_of(768, torch.float16), [layer(GROUPS[0], torch.float16) for _ in range(3)]
+    x = normal(FEWEST_TOGETHER + 100, 768, dtype=torch.float16, mean=3.0)
+    compiled = torch.compile(lambda x: norm_linear(x, norm, group), fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows, launches in ((FEWEST_TOGETHER - 100, 3), (len(x), 1)):  # compiled once, for any number of rows
+        own = x[:rows]
+        way = norm_linear_way(own, norm, group)
+        assert not isinstance(way, str) and len(way.launches()) == launches
+        out = norm_linear(own, norm, group)
+        truth = torch.cat([plain(plain_norm(own.double(), exact(norm)), wide(member)) for member in group], dim=1)
+        comparable(out, torch.cat([plain(plain_norm(own, norm), member) for member in group], dim=1), truth)
+        assert torch.equal(compiled(own), out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = norm_linear(own, norm, group)
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, out)
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0])

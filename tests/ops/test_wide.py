@@ -1,0 +1,30 @@
+"""Which way linears that share x go, by their widths and the number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flysurgery.ops import FusedFactors, wide
+from flysurgery.patterns import Architecture, gonon, monarch
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rows", "together", "by_factors"),
+    [
+        (monarch(512, 512), 197, True, False),
+        (monarch(768, 768), wide.FEWEST_TOGETHER - 1, True, True),
+        (monarch(768, 768), wide.FEWEST_TOGETHER, True, False),
+        (monarch(768, 768), wide.FEWEST_TOGETHER, False, True),
+        (monarch(1024, 1024), wide.FEWEST_TOGETHER, True, True),
+        (gonon(1024, 1024), wide.FEWEST_TOGETHER, True, False),
+    ],
+    ids=str,
+)
+def test_many_rows_take_one_launch_where_little_lies_between_the_factors(
+    monkeypatch: pytest.MonkeyPatch, architecture: Architecture, rows: int, together: bool, by_factors: bool
+) -> None:
+    monkeypatch.setattr(wide, "_group_obstacle", lambda *sizes: None)
+    factors = tuple(torch.empty(pattern.factor_shape, device="meta") for pattern in architecture)
+    x = torch.empty(1, rows, architecture.in_features, device="meta")
+    assert wide.takes_group(x, [FusedFactors(factors)] * 3, together) is by_factors
