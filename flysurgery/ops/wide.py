@@ -22,12 +22,13 @@ NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
 ``recipes/wide_table.py`` times both ways, for few rows and many.
 """
 
-FEWEST_TOGETHER, WIDEST_TOGETHER = 2048, 768
-"""Rows from which on linears that share x are faster in one launch all the same, up to so many features between their two factors.
+WIDEST_TOGETHER, ROWS_TOGETHER = 768, 10
+"""Linears that share x are faster in one launch all the same with up to so many features between their two factors, and so many rows for
+each of these.
 
-These lie in a warp's registers, and leave room for few columns of the outputs where there are more. On an H200 in fp16 q, k and v of
-768 features take 11.4 us in one launch and 13.8 factor by factor (2048 rows; architecture of Gonon et al., 192 features between), or
-122 and 163 (25216 rows; Monarch, 768 between), those of 1024 features 273 and 218 (Monarch, 1024 between).
+A row's features there lie in a warp's registers, and leave room for few columns of the outputs where there are more. On an H200 in fp16
+q, k and v of 768 features take 11.3 us in one launch and 13.5 factor by factor (architecture of Gonon et al., 192 between, 2048 rows),
+59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
 """
 
 
@@ -88,7 +89,8 @@ def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> boo
         together: whether a kernel takes them in one launch.
     """
     shapes, features = group[0].shapes, x.shape[-1]
-    if together and x.numel() >= FEWEST_TOGETHER * features and max(Architecture.of(*shapes).inner_features) <= WIDEST_TOGETHER:
+    between = max(Architecture.of(*shapes).inner_features)
+    if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
         return False
     return features >= NARROWEST_GROUP and _group_obstacle(shapes, len(group), x.dtype, x.device.index) is None
 

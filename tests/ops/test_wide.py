@@ -13,11 +13,12 @@ from flysurgery.patterns import Architecture, gonon, monarch
     ("architecture", "rows", "together", "by_factors"),
     [
         (monarch(512, 512), 197, True, False),
-        (monarch(768, 768), wide.FEWEST_TOGETHER - 1, True, True),
-        (monarch(768, 768), wide.FEWEST_TOGETHER, True, False),
-        (monarch(768, 768), wide.FEWEST_TOGETHER, False, True),
-        (monarch(1024, 1024), wide.FEWEST_TOGETHER, True, True),
-        (gonon(1024, 1024), wide.FEWEST_TOGETHER, True, False),
+        (monarch(768, 768), 6304, True, True),
+        (monarch(768, 768), 12608, True, False),
+        (monarch(768, 768), 12608, False, True),
+        (monarch(1024, 1024), 50432, True, True),
+        (gonon(768, 768), 1919, True, True),
+        (gonon(768, 768), 1920, True, False),
     ],
     ids=str,
 )
