@@ -127,8 +127,8 @@ class FusedBlock(StandIn):
     """
 
     def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
-        super().__init__(original)
-        self.form, self.condition = form, condition
+        super().__init__(original, condition)
+        self.form = form
         self._parts = tuple(paired(parts))  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
 

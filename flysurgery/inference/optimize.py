@@ -37,9 +37,10 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     that gained the least is left as it was. Layers may be converted or dense.
 
     Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, autocast, training mode, hooks that
-    are set later and arguments other than those of the trace are served by the model's own modules. Fused modules run under
-    ``torch.no_grad`` or ``torch.inference_mode``. ``restore`` puts the model back; do that before its layers are replaced, resized or
-    set otherwise (``set_input_size``, ``densify``, another activation, ...): fused modules keep to what they were made of.
+    are set later, modules that are replaced later and arguments other than those of the trace are served by the model's own modules.
+    Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. ``restore`` puts the model back; do that before its layers are
+    resized or set otherwise (``set_input_size``, another ``num_heads``, ...), and before ``nn.DataParallel`` replicates it: fused modules
+    keep to the attributes that they were made of.
 
     Args:
         model: in eval mode; what is in training mode or hooked stays as it is.

@@ -18,7 +18,7 @@ from flysurgery.inference.fused_block import Form, FusedAttended, FusedBlock, Fu
 from flysurgery.inference.kernels import is_plain
 from flysurgery.inference.look import Findings
 from flysurgery.inference.methods import StandInMethod, Together
-from flysurgery.inference.standing import Condition, Passed, Stepped, Through, Undropped, view
+from flysurgery.inference.standing import Condition, Passed, StandIn, Stepped, Through, Undropped, above, view
 from flysurgery.inference.steps import Attention, LinearResidual
 from flysurgery.surgery import Reason
 
@@ -33,8 +33,8 @@ class Place:
 
     candidates: tuple[Candidate, ...]
     condition: Condition
-    put: Callable[[Mapping[str, nn.Module]], dict[str, nn.Module]]
-    methods: Callable[[Mapping[str, nn.Module]], dict[tuple[str, str], StandInMethod]] = lambda new: {}
+    put: Callable[[Mapping[str, StandIn]], dict[str, StandIn]]
+    methods: Callable[[Mapping[str, StandIn]], dict[tuple[str, str], StandInMethod]] = lambda new: {}
 
 
 Own = dict[str, Candidate]
@@ -46,14 +46,14 @@ def block_place(model: nn.Module, found: Findings, block: Block, form: Form, can
     original = model.get_submodule(block.fqn)
     condition = Condition(original.modules())
 
-    def put(new: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    def put(new: Mapping[str, StandIn]) -> dict[str, StandIn]:
         parts = [_fused_part(model, found, part, form, own, new) for part, own in zip(block.parts, candidates, strict=True)]
         return {block.fqn: FusedBlock(original, parts, form, condition)}
 
     return Place(tuple(each for own in candidates for each in own.values()), condition, put)
 
 
-def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: Own, new: Mapping[str, nn.Module]) -> FusedPart:
+def _fused_part(model: nn.Module, found: Findings, part: Part, form: Form, own: Own, new: Mapping[str, StandIn]) -> FusedPart:
     """A part of a block as its candidates, now decided, make it, and around the ``new`` modules that lie in it."""
     if isinstance(part, Lone):
         return FusedPart(new.get(part.fqn) or model.get_submodule(part.fqn))
@@ -130,14 +130,15 @@ def embedding_place(module: nn.Module, group: Embedding, together: Together, can
     That one is set on the module, and runs on a view of it in which the two are a step. Whatever else calls the patch embedding, or the
     method behind it, meets the model's own.
     """
-    condition = Condition([module.get_submodule(fqn) for fqn in group.called])
+    called = [module.get_submodule(fqn) for fqn in group.called]
 
-    def methods(new: Mapping[str, nn.Module]) -> dict[tuple[str, str], StandInMethod]:
+    def methods(new: Mapping[str, StandIn]) -> dict[tuple[str, str], StandInMethod]:
         start = f"{group.fqn}." if group.fqn else ""
         others = {fqn.removeprefix(start): each for fqn, each in new.items() if fqn.startswith(start)}
+        condition = Condition(called, above(module, (group.patches, *others)))
         return {(group.fqn, group.caller): StandInMethod(module, group.caller, together.replaced(candidate.step, others), condition)}
 
-    return Place((candidate,), condition, lambda new: {}, methods)
+    return Place((candidate,), Condition(called), lambda new: {}, methods)
 
 
 def _pair(model: nn.Module, found: Findings, norm: str, behind: str, candidate: Candidate) -> Place | Reason:
@@ -147,7 +148,8 @@ def _pair(model: nn.Module, found: Findings, norm: str, behind: str, candidate: 
     if not _takes(found.calls[behind], found.calls[norm].first_result):
         return Reason("call-form", f"{behind} is not called once with the normed input alone")
     first, second = model.get_submodule(norm), model.get_submodule(behind)
-    condition = Condition([*first.modules(), *second.modules()])
+    holders = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in (norm, behind)]
+    condition = Condition([*first.modules(), *second.modules()], holders)
     return Place((candidate,), condition, lambda new: {norm: Passed(first, condition), behind: Stepped(second, candidate.step, condition)})
 
 

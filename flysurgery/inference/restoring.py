@@ -15,7 +15,7 @@ from flysurgery.surgery import STANDS_FOR
 class Fused(NamedTuple):
     """New modules by the names of those in whose place they stand, and methods by the names of modules and their own."""
 
-    modules: dict[str, nn.Module]
+    modules: dict[str, StandIn]
     methods: dict[tuple[str, str], StandInMethod]
 
 
@@ -31,6 +31,8 @@ def put(model: nn.Module, fused: Fused) -> None:
         methods.append((model, "forward", fused.modules[""].forward))
     for module, name, method in methods:
         vars(module).update({name: method, STANDS_FOR: (module, name)})
+    for each in (*fused.modules.values(), *fused.methods.values()):
+        each.condition.settle()
 
 
 def restore(model: nn.Module) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flysurgery.surgery import STANDS_FOR
@@ -14,15 +15,28 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Condition:
-    """Whether fused modules may run: none of the modules that they cover is in training mode or has hooks that wait for its call."""
+    """Whether fused modules may run: none of the modules that they cover is in training mode or has hooks that wait for its call.
 
-    def __init__(self, covered: Iterable[nn.Module]) -> None:
-        self.covered = tuple(covered)
+    From ``settle`` on all of them, and ``holders``, must also have the children that they had then. A compiler does not look: it
+    guards what it compiled by itself.
+    """
+
+    def __init__(self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = ()) -> None:
+        self.covered, self._holders = tuple(covered), tuple(holders)
         self._hooks = tuple(getattr(module, name) for module in self.covered for name in _HOOKS)  # the dictionaries, which stay the same
+        self._places = list[tuple[dict[str, nn.Module | None], str]]()
+        self._children = list[nn.Module | None]()
+
+    def settle(self) -> None:
+        """Take the present children for those that fused modules were made of, or that are fused modules."""
+        self._places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
+        self._children = [children[name] for children, name in self._places]
 
     def holds(self) -> bool:
         """Whether the fused modules may run: ``obstacle`` in a third of its time, as it is asked in every call."""
-        return not any(self._hooks) and not any(module.training for module in self.covered)
+        if any(self._hooks) or any(module.training for module in self.covered):
+            return False
+        return torch.compiler.is_compiling() or self._children == [children.get(name) for children, name in self._places]
 
     def obstacle(self) -> tuple[str, nn.Module] | None:
         """``"training"`` or ``"hooked"``, and the first module that is; None where the fused modules may run."""
@@ -35,15 +49,15 @@ class Condition:
 
 
 class StandIn(nn.Module):
-    """Takes the place of ``original``, whose dictionaries of parameters, buffers, children and hooks it shares.
+    """Takes the place of ``original``, whose dictionaries of parameters, buffers, children and hooks it shares, while ``condition`` holds.
 
     State dicts, moves to a device or dtype, hooks and the training mode are therefore those of the original, whose other attributes can
     be read through it. Hooks run once: of the original only ``forward`` is called.
     """
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, condition: Condition) -> None:
         super().__init__()
-        self.training = original.training
+        self.training, self.condition = original.training, condition
         for name in _DICTIONARIES:
             self.__dict__[name] = original.__dict__[name]
         self.__dict__[STANDS_FOR] = (original,)  # in a tuple, so that it is no child
@@ -74,10 +88,6 @@ class StandIn(nn.Module):
 class Passed(StandIn):
     """A norm whose work a fused module further on does: gives its input as it is, as long as that one runs."""
 
-    def __init__(self, original: nn.Module, condition: Condition) -> None:
-        super().__init__(original)
-        self.condition = condition
-
     def forward(self, x: Tensor) -> Tensor:
         return x if self.condition.holds() else self.plain(x)
 
@@ -86,8 +96,7 @@ class Stepped(StandIn):
     """A module whose work ``step`` does, for calls with one argument."""
 
     def __init__(self, original: nn.Module, step: nn.Module, condition: Condition) -> None:
-        super().__init__(original)
-        self.condition = condition
+        super().__init__(original, condition)
         self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -143,3 +152,9 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
     for (path, name), value in (attributes or {}).items():
         vars(copy_of(path))[name] = value  # a module here is no child, and stands before a method of the class
     return copies[""]
+
+
+def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """``module`` and those on the way to what lies below it under these names, which a ``view`` with that replaced has copies of."""
+    parts = [path.split(".")[:-1] for path in paths]
+    return [module.get_submodule(path) for path in {".".join(names[:count]): None for names in parts for count in range(len(names) + 1)}]

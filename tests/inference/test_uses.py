@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import flysurgery
 from flysurgery.inference import standing
-from flysurgery.inference.standing import StandIn
+from flysurgery.inference.standing import Passed, StandIn
 from flysurgery.inference.steps import LayerNorm, LinearResidual
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
@@ -118,6 +120,48 @@ def test_a_block_with_another_step_is_refused(called: list[str]) -> None:
     assert_equal(model(x), before)
     reasons = {row.fqn: row.reason.code for row in report.rows if row.reason}
     assert reasons == {"blocks.0.attn.proj": "more"}
+
+
+def replace_layer(model: nn.Module) -> None:
+    model.get_submodule("blocks.0.mlp").fc1 = nn.Linear(48, 192).requires_grad_(False)
+
+
+def remove_norm(model: nn.Module) -> None:
+    model.get_submodule("blocks.1").norm1 = nn.Identity()
+
+
+def prune(model: nn.Module) -> None:
+    model.prune_intermediate_layers([0], prune_norm=True, prune_head=True)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(("change", "fused"), [(replace_layer, BLOCKS[:4]), (remove_norm, BLOCKS[:4]), (prune, BLOCKS[:4])])
+def test_children_that_are_replaced_later_count(called: list[str], change: Callable[[nn.Module], None], fused: list[str]) -> None:
+    model = small()
+    x, plain = images(model), copy.deepcopy(model)
+    flysurgery.optimize(model)
+    model(x)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        change(each)
+    called.clear()
+    assert_equal(model(x), plain(x))
+    assert [name for name in called if name in BLOCKS] == fused
+
+
+def test_a_norm_that_is_replaced_later_takes_back_its_work(called: list[str]) -> None:
+    """It is put in the place of one that passes its input on to a fused module."""
+    sizes: dict[str, Any] = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "num_classes": 5}
+    model = ready(timm.create_model("swin_tiny_patch4_window7_224", **sizes))
+    x = images(model)
+    flysurgery.optimize(model)
+    block = model.get_submodule("layers.0.blocks.1")
+    assert isinstance(block.norm2, Passed)
+    block.norm2 = nn.Identity()
+    called.clear()
+    y = model(x)
+    assert called.count("ffn") == 1
+    flysurgery.restore(model)
+    assert_equal(y, model(x))
 
 
 def test_names_that_lie(called: list[str]) -> None:
