@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flysurgery import ops
 from flysurgery.errors import InferenceError
 
 WARM_UPS = 3
@@ -17,28 +18,39 @@ class Captured:
     """One forward of a model for one input shape, replayed from a CUDA graph.
 
     A call copies its input into the graph's own, replays, and gives fresh copies of the results (with ``fresh=False`` the graph's own
-    results, which the next call overwrites). Weights are read where they lie: changed in place they count in the next call, and the
-    model must not be moved, retyped or restored meanwhile. Not for several threads at once.
+    results, which the next call overwrites). Weights are read where they lie, or as packed for kernels: changed in place they count in
+    the next call, which captures anew where any were packed. The model must not be moved, retyped or restored meanwhile. Not for several
+    threads at once.
     """
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self._model = model  # keeps the weights that the graph reads
         self._input = example.clone()
-        stream = torch.cuda.Stream(example.device)
-        stream.wait_stream(torch.cuda.current_stream(example.device))
-        with torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(WARM_UPS):
-                model(self._input)
-        stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph, stream=stream):
-            self._result = model(self._input)
+        self._capture()
+
+    def _capture(self) -> None:
+        model, device = self._model, self._input.device
+        if any(module.training for module in model.modules()):
+            raise InferenceError("a model in training mode is not captured; call model.eval() first")
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(stream), torch.no_grad():
+                for _ in range(WARM_UPS):
+                    model(self._input)
+            stream.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), ops.taking() as self._weights, torch.cuda.graph(self._graph, stream=stream):
+                self._result = model(self._input)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise InferenceError(f"{type(model).__name__} cannot be captured as a CUDA graph: {reason}") from error
 
     def __call__(self, x: Tensor, *, fresh: bool = True) -> Any:
         """The model's result for ``x``, of the captured shape, dtype and device.
 
         Raises:
-            InferenceError: it is of another; the message gives both.
+            InferenceError: it is of another; the message gives both. Or weights have changed, and the model cannot be captured any more.
         """
         mine = self._input
         if (x.shape, x.dtype, x.device) != (mine.shape, mine.dtype, mine.device):
@@ -47,6 +59,8 @@ class Captured:
                 f"{x.device}; capture the model for that as well"
             )
         mine.copy_(x.detach())
+        if not self._weights.right():
+            self._capture()
         self._graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, self._result) if fresh else self._result
 
@@ -66,10 +80,4 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
         raise InferenceError(
             f"CUDA graphs need the model and its input on one CUDA device, got an input on {example.device}, weights on {where}"
         )
-    if any(module.training for module in model.modules()):
-        raise InferenceError("a model in training mode is not captured; call model.eval() first")
-    try:
-        return Captured(model, example.detach())
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise InferenceError(f"{type(model).__name__} cannot be captured as a CUDA graph: {reason}") from error
+    return Captured(model, example.detach())

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flysurgery.ops import taking
+
 Way = Callable[..., Any]
 
 CUDA_ROUNDS, OTHER_ROUNDS = 9, 3
@@ -105,7 +107,7 @@ def _eager(way: Way, copies: Sequence[tuple[Tensor, ...]]) -> Callable[[], None]
 def _captured(way: Way, copies: Sequence[tuple[Tensor, ...]], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
     """A graph of one call for each of the copies; graphs of one pool use the same memory, and what they leave there is not to be read."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, pool=pool):
+    with taking(), torch.cuda.graph(graph, stream=stream, pool=pool):
         results = [way(*each) for each in copies]
     del results
     return graph.replay

@@ -38,4 +38,5 @@ from flysurgery.ops.residual import linear_residual_reason as linear_residual_re
 from flysurgery.ops.residual import linear_residual_way as linear_residual_way
 from flysurgery.ops.stage import Stage as Stage
 from flysurgery.ops.stage import Way as Way
+from flysurgery.ops.taken import taking as taking
 from flysurgery.ops.wide import MOMENTS as MOMENTS

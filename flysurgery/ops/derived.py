@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flysurgery.ops.autocast import without_autocast
 from flysurgery.ops.cuda.notes import forget_notes, note_change, rely_on
+from flysurgery.ops.taken import present_taken
 
 Stamp = tuple[object, ...]
 
@@ -50,15 +51,16 @@ def derived(
     at each call.
 
     While a CUDA graph is captured, what derives from tensors that require gradients is made inside the graph, because
-    replays must follow their training; what derives from frozen ones is taken as it is. Written to later, frozen
-    sources reach the graph at the next call outside of it.
+    replays must follow their training; what derives from frozen ones, or from any in a block of ``taking``, is taken as it
+    is. Written to later, frozen sources reach the graph at the next call outside of it.
 
     Args:
         token: what is derived, and how.
         make: must not alias the sources.
     """
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing and any(source.requires_grad or source.is_inference() for source in sources):
+    taken = present_taken() if capturing else None
+    if capturing and any(source.is_inference() or (source.requires_grad and taken is None) for source in sources):
         return _make(make)
     if any(map(Tensor.is_inference, sources)):
         return _make_to_keep(make, sources[0].device)
@@ -69,6 +71,8 @@ def derived(
     if entry is not None and same and entry.stamps == stamps:
         _order(entry, capturing)
         rely_on(entry.tensors, sources)
+        if taken is not None:
+            taken.add(entry.tensors, sources)
         return entry.tensors
     if capturing:
         return _make(make)

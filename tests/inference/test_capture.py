@@ -9,6 +9,8 @@ from torch import nn
 
 import flysurgery
 from flysurgery.errors import InferenceError
+from flysurgery.ops import derived as derivation
+from flysurgery.ops.derived import forget_derived
 from tests.inference.models import images, ready
 from tests.support.tolerance import assert_equal
 
@@ -44,3 +46,33 @@ def test_replays_give_what_the_model_gives() -> None:
         captured(x[:1])
     with pytest.raises(InferenceError, match="training mode"):
         flysurgery.capture(model.train(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trains"])
+def test_weights_that_were_packed_count_in_the_next_call(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2))
+    x = images(model).cuda()
+    model.cuda().requires_grad_(trains)
+    captured, weight = flysurgery.capture(model, x), model.get_parameter("blocks.0.mlp.fc1.factors.0")
+    packed = list[object]()
+    monkeypatch.setattr(derivation, "_make", lambda make, own=derivation._make: packed.append(make) or own(make))
+    with torch.no_grad():
+        before = captured(x)
+        assert_equal(before, model(x))
+        assert not packed, "graphs read weights as they were packed before"
+        weight.mul_(2)
+        after = captured(x)
+        assert packed and not torch.equal(after, before)
+        assert_equal(after, model(x))
+        weight.data = 0.5 * weight.data
+        assert_equal(captured(x), before)
+        weight.data.mul_(2)  # which PyTorch does not tell
+        forget_derived()
+        assert_equal(captured(x), after)
+    model.train()
+    assert_equal(captured(x), after)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(InferenceError, match="training mode"):
+        captured(x)
