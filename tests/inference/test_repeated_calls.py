@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 384, "depth": 2, "num_heads": 6, "num_classes": 5}
 REPEATED = 4
 """What is fused by itself: the patches, two blocks, and the last norm."""
+ROUNDS = 12
+"""Of what is done again and again while much else happens on the GPU."""
 
 
 @pytest.fixture
@@ -144,3 +147,111 @@ def test_gradients_and_training_are_not_repeated(model: nn.Module, x: Tensor) ->
     twin = copy.deepcopy(model)
     model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
     assert_equal(twin(x), expected)
+
+
+def litter() -> None:
+    """Memory that was freed is full of NaN afterwards, whoever still reads it."""
+    kept = [torch.full((size,), float("nan"), device="cuda", dtype=torch.float16) for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22) * 4]
+    del kept
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Run all at once; what one of them raises is raised here."""
+    failed = list[BaseException]()
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("own_streams", [False, True], ids=["one stream", "streams"])
+def test_threads_with_inputs_of_their_own(model: nn.Module, x: Tensor, own_streams: bool) -> None:
+    counts = (64, 1, 3, 17)
+    given = [x[:count] * (1 + count / 64) for count in counts]
+    expected = [anew(model, each) for each in given]
+    torch.cuda.synchronize()
+
+    def calling(first: int) -> Callable[[], None]:
+        def work() -> None:
+            with torch.cuda.stream(torch.cuda.Stream()) if own_streams else nullcontext():
+                for turn in range(ROUNDS):
+                    which = (first + turn) % len(given)
+                    y = model(given[which])
+                    litter()
+                    assert_equal(y, expected[which])
+
+        return work
+
+    in_threads(*map(calling, range(4)))
+
+
+def test_writes_between_calls_on_several_streams(model: nn.Module, x: Tensor) -> None:
+    """Each round writes to weights on one stream and calls on another, which waits for it; the memory of packed weights is given back."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    names = [name for name, _ in model.named_parameters() if "blocks" in name or "pos_embed" in name]
+    for turn in range(2 * ROUNDS):
+        writing, calling = streams[turn % 3], streams[(turn + 1 + turn // 3) % 3]
+        writing.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(writing):
+            model.get_parameter(names[7 * turn % len(names)]).mul_(-1.25 if turn % 2 else 0.8)
+        calling.wait_stream(writing)
+        with torch.cuda.stream(calling):
+            results = [model(x) for _ in range(3)]
+            litter()
+            expected = anew(model, x)
+        torch.cuda.current_stream().wait_stream(calling)
+        for y in results:
+            assert_equal(y, expected)
+
+
+def test_copies_made_and_freed_meanwhile(model: nn.Module, x: Tensor) -> None:
+    expected = anew(model, x)
+
+    def copying() -> None:
+        for turn in range(ROUNDS // 3):
+            twin = copy.deepcopy(model)
+            twin.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(2)
+            written = [twin(x) for _ in range(3)]
+            assert_equal(written[-1], anew(twin, x))
+            assert not torch.equal(written[-1], expected)
+            if turn % 2:
+                twin.cpu().cuda()
+                assert_equal(twin(x), written[0])
+            del twin
+            litter()
+
+    def calling() -> None:
+        for _ in range(ROUNDS):
+            assert_equal(model(x), expected)
+
+    in_threads(copying, calling, calling)
+
+
+def layouts(x: Tensor) -> tuple[Tensor, ...]:
+    """The same images, laid out in other ways: channels last, at an odd address, with gaps, transposed."""
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x)
+    wide = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)[..., ::2]
+    transposed = x.transpose(2, 3).contiguous().transpose(2, 3)
+    return x.to(memory_format=torch.channels_last), shifted.copy_(x), wide.copy_(x), transposed
+
+
+def test_inputs_of_any_layout(model: nn.Module, x: Tensor) -> None:
+    expected = anew(model, x)
+    for _ in range(3):
+        for each in layouts(x):
+            assert_equal(model(each), expected)
+    one = x[:1].expand_as(x)
+    for _ in range(3):
+        assert_equal(model(one), anew(model, one))
+        assert model(x[:0]).shape == (0, 5)
