@@ -40,6 +40,8 @@ def derived(
     token: Hashable,
     sources: tuple[Tensor, ...],
     make: Callable[[], tuple[Tensor, ...]],
+    *,
+    inference: bool = False,
 ) -> tuple[Tensor, ...]:
     """``make()``, remembered for these sources until one of them is written to, moved, retyped or freed.
 
@@ -51,16 +53,18 @@ def derived(
     at each call.
 
     While a CUDA graph is captured, what derives from tensors that require gradients is made inside the graph, because
-    replays must follow their training; what derives from frozen ones, or from any in a block of ``taking``, is taken as it
-    is. Written to later, frozen sources reach the graph at the next call outside of it.
+    replays must follow their training; what derives from frozen ones, or from any for ``inference`` and in a block of
+    ``taking``, is taken as it is. Written to later, those sources reach the graph at the next call outside of it.
 
     Args:
         token: what is derived, and how.
         make: must not alias the sources.
+        inference: whether it is for an operator without gradients.
     """
     capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
     taken = present_taken() if capturing else None
-    if capturing and any(source.is_inference() or (source.requires_grad and taken is None) for source in sources):
+    follows = capturing and not inference and taken is None
+    if capturing and any(source.is_inference() or (follows and source.requires_grad) for source in sources):
         return _make(make)
     if any(map(Tensor.is_inference, sources)):
         return _make_to_keep(make, sources[0].device)

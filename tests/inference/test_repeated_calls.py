@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 384, "depth": 2, "num_heads": 6, "num_classes": 5}
 REPEATED = 4
 """What is fused by itself: the patches, two blocks, and the last norm."""
+MEDIANS_MS = clock.medians_ms
 ROUNDS = 12
 """Of what is done again and again while much else happens on the GPU."""
 
@@ -134,6 +135,22 @@ def test_modes_streams_threads_and_graphs(model: nn.Module, x: Tensor) -> None:
     assert len(results) == 15
     for y in results:
         assert_equal(y, changed)
+
+
+def test_graphs_take_weights_that_require_gradients_as_they_are(model: nn.Module, x: Tensor) -> None:
+    model.requires_grad_()
+    expected = model(x)
+    assert MEDIANS_MS((model,), (x,), most_copies=2)[0] > 0, "the clock's graphs as well"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+    graph.replay()
+    assert_equal(y, expected)
+    model.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(3)
+    changed = model(x)
+    assert not torch.equal(changed, expected)
+    graph.replay()
+    assert_equal(y, changed)
 
 
 def test_gradients_and_training_are_not_repeated(model: nn.Module, x: Tensor) -> None:

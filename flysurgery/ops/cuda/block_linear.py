@@ -276,7 +276,7 @@ class BlockLinear:
             return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
 
         present = None if norm is None else (norm.weight is None, norm.bias is None)
-        image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make)
+        image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make, inference=True)
         if norm is not None and moments is None:
             moments = row_moments(x)
         parts = 0 if norm is None or moments is None else moments.shape[1]

@@ -137,7 +137,7 @@ def run_dense_gated(
         assert weight is not None
         return pack_dense(tile, weight, bias, None)
 
-    image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make)
+    image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make, inference=True)
     _kernel(tile, activation, False, NO_PATCH, device_index).launch(
         (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),

@@ -10,7 +10,9 @@ from flysurgery.ops.cuda.kernel import may_begin_early
 from flysurgery.ops.derived import derived
 
 
-def kept(token: Hashable, sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], bool]:
+def kept(
+    token: Hashable, sources: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]], *, inference: bool = True
+) -> tuple[tuple[Tensor, ...], bool]:
     """What ``derived`` gives, and whether it was there before the kernel queued last on a GPU: a launch may then begin early."""
     changed = False
 
@@ -19,5 +21,5 @@ def kept(token: Hashable, sources: tuple[Tensor, ...], make: Callable[[], tuple[
         changed = True
         return make()
 
-    tensors = derived(token, sources, noting)
+    tensors = derived(token, sources, noting, inference=inference)
     return tensors, not changed and sources[0].is_cuda and may_begin_early(sources[0].device.index)

@@ -66,7 +66,7 @@ def run_layer_norm(
         ones, zeros = x.new_ones(features, dtype=torch.float32), x.new_zeros(features, dtype=torch.float32)
         return (ones if weight is None else ones * weight.detach(), zeros if bias is None else zeros + bias.detach())
 
-    wide = derived(("layer norm", weight is None), sources, make) if sources else make()
+    wide = derived(("layer norm", weight is None), sources, make, inference=True) if sources else make()
     _launch(x, wide[0], wide[1], y, eps)
     return y
 

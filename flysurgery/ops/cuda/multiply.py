@@ -42,7 +42,7 @@ def multiply(
     meet(product, x)
     if rows == 0:
         return x.new_empty((*x.shape[:-1], linears * product.architecture.out_features))
-    packed, early = kept((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed))
+    packed, early = kept((product, transposed), factors + biases, lambda: product.pack(factors, biases, transposed), inference=False)
     return product.run(x, packed, bool(biases), early)
 
 
