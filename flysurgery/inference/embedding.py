@@ -149,7 +149,7 @@ class _Reader:
         if not isinstance(source, Node) or origin(source) not in self.seen.trace.inputs:
             return Reason("more", f"its patch embedding also computes {name_of(node) or node.name}")
         shape = torch.Size(_shape(node))
-        places = torch.arange(shape.numel()).view(shape)
+        places = torch.arange(shape.numel(), device="cpu").view(shape)
         moved = places
         for move in moves:
             moved = moved if is_idle(move) else cast(Callable[..., Tensor], move.target)(moved, *move.args[1:], **move.kwargs)

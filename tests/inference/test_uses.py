@@ -187,6 +187,16 @@ def test_names_that_lie(called: list[str]) -> None:
     assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
 
 
+def test_another_default_device_changes_nothing(called: list[str]) -> None:
+    model = small()
+    x = images(model)
+    before = model(x)
+    with torch.device("meta"):
+        flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
+
+
 def test_a_view_leaves_its_original_alone() -> None:
     original = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3))
     seen = standing.view(original, {"0.0": nn.Identity(), "1": nn.Identity()}, {("0", "note"): 5})
