@@ -44,9 +44,17 @@ class Repeating:
         if parameters is None or not parameters.same():
             parameters, calls = self._known = _Parameters(modules()), {}
         key = _key(operands)
-        if key in calls:
+        try:  # another thread may clear them
             repeated = calls[key]
-            return run(*operands) if repeated is None else repeated(*operands)
+        except KeyError:
+            return self._noted(run, parameters, calls, key, operands)
+        return run(*operands) if repeated is None else repeated(*operands)
+
+    @staticmethod
+    def _noted(
+        run: Callable[..., Result], parameters: _Parameters, calls: dict[_Key, Repeated | None], key: _Key, operands: tuple[Tensor, ...]
+    ) -> Result:
+        """``run(*operands)``, and what it launched among the calls."""
         with ExitStack() as outside:
             if torch.is_inference_mode_enabled():  # where tensors do not tell that PyTorch wrote to them
                 outside.enter_context(torch.inference_mode(False))

@@ -227,6 +227,20 @@ def test_copies_and_pickles_begin_anew(layer: Layer) -> None:
         assert isinstance(twin, Repeating) and not twin._known[1]
 
 
+def test_calls_that_another_thread_forgot_are_asked_for(layer: Layer) -> None:
+    class Forgetting(dict[Any, Any]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    parameters, calls = layer.repeating._known
+    layer.repeating._known = parameters, Forgetting(calls)
+    layer.check(0)
+    layer.repeating._known[1].clear()
+    layer.check(1)
+
+
 def test_memory_of_what_was_noted_is_bounded(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeating, "_REMEMBERED", 3)
     for count in range(1, 9):
