@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,32 +12,37 @@ from torch import Tensor, nn
 from flysurgery.surgery import STANDS_FOR
 
 _DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+_training = attrgetter("training")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Condition:
     """Whether fused modules may run: none of the modules that they cover is in training mode or has hooks that wait for its call.
 
-    From ``settle`` on all of them, and ``holders``, must also have the children that they had then. A compiler does not look: it
-    guards what it compiled by itself.
+    From ``settle`` on all of them, and ``holders``, must also have the children that they had then; to a compiler that would be
+    hundreds of guards, so it does not look.
     """
 
     def __init__(self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = ()) -> None:
         self.covered, self._holders = tuple(covered), tuple(holders)
         self._hooks = tuple(getattr(module, name) for module in self.covered for name in _HOOKS)  # the dictionaries, which stay the same
-        self._places = list[tuple[dict[str, nn.Module | None], str]]()
+        self._dictionaries, self._names = list[dict[str, nn.Module | None]](), list[str]()
         self._children = list[nn.Module | None]()
 
     def settle(self) -> None:
         """Take the present children for those that fused modules were made of, or that are fused modules."""
-        self._places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
-        self._children = [children[name] for children, name in self._places]
+        places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
+        self._dictionaries, self._names = [children for children, _ in places], [name for _, name in places]
+        self._children = self._present()
 
     def holds(self) -> bool:
         """Whether the fused modules may run: ``obstacle`` in a third of its time, as it is asked in every call."""
-        if any(self._hooks) or any(module.training for module in self.covered):
-            return False
-        return torch.compiler.is_compiling() or self._children == [children.get(name) for children, name in self._places]
+        if torch.compiler.is_compiling():
+            return not any(self._hooks) and not any(module.training for module in self.covered)
+        return not any(self._hooks) and not any(map(_training, self.covered)) and self._children == self._present()
+
+    def _present(self) -> list[nn.Module | None]:
+        return [*map(dict.get, self._dictionaries, self._names)]
 
     def obstacle(self) -> tuple[str, nn.Module] | None:
         """``"training"`` or ``"hooked"``, and the first module that is; None where the fused modules may run."""
