@@ -40,7 +40,7 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     are set later, modules that are replaced later and arguments other than those of the trace are served by the model's own modules.
     Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. ``restore`` puts the model back; do that before its layers are
     resized or set otherwise (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` sees replaced ones, and before
-    ``nn.DataParallel`` replicates the model: fused modules keep to the attributes that they were made of, and to their device. Weights
+    ``nn.DataParallel``, which refuses: fused modules keep to the attributes that they were made of, and to their device. Weights
     may be changed, loaded, moved and retyped; what PyTorch counts no version for, as a write through ``weight.data``, calls for
     ``flysurgery.ops.forget_derived``.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from flysurgery.errors import InferenceError
 from flysurgery.surgery import STANDS_FOR
 
 _DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
@@ -83,6 +84,12 @@ class StandIn(nn.Module):
         self.original.train(mode)
         self.training = mode
         return self
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise InferenceError(
+            "nn.DataParallel cannot replicate an optimized model, whose fused modules keep to their device; call flysurgery.restore(model) "
+            "before, or optimize a copy for each device"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:

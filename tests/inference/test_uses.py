@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import flysurgery
+from flysurgery.errors import InferenceError
 from flysurgery.inference import standing
 from flysurgery.inference.standing import Passed, StandIn
 from flysurgery.inference.steps import LayerNorm, LinearResidual
@@ -185,6 +186,14 @@ def test_names_that_lie(called: list[str]) -> None:
     flysurgery.optimize(model)
     assert_equal(model(x), before)
     assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
+
+
+def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:
+    model = small()
+    flysurgery.optimize(model)
+    with pytest.raises(InferenceError, match="DataParallel cannot replicate an optimized model"):
+        for module in model.modules():  # as torch.nn.parallel.replicate does for each device
+            module._replicate_for_data_parallel()  # pyright: ignore[reportCallIssue]
 
 
 def test_another_default_device_changes_nothing(called: list[str]) -> None:
