@@ -23,7 +23,9 @@ from flysurgery.errors import OptionError, PatternError
 FUSED = "fused modules"
 """The variant in which whole modules are replaced for inference, not only their linears."""
 
-CANDIDATES = ("dense", "layer", "two launches", FUSED, "bmm", "einsum", "bsr")
+SLOW_ON_CPU = "bsr"
+
+CANDIDATES = ("dense", "layer", "two launches", FUSED, "bmm", "einsum", SLOW_ON_CPU)
 LAUNCHES = ("graph", "eager", *COMPILED)
 
 
@@ -179,6 +181,8 @@ def _candidates(
     refused: dict[str, str] = {}
     for name in settings.candidates:
         reason = obstacle(name, module, x, allow_tf32=mode == "tf32")
+        if settings.quick and name == SLOW_ON_CPU and not x.is_cuda:
+            reason = "left out by --quick: on a CPU it takes tens of times as long as the others"
         if reason is None:
             try:
                 variant = fused_modules(module, x) if name == FUSED else VARIANTS[name](module)

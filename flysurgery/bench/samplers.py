@@ -17,6 +17,9 @@ Sample = Callable[[], float]
 SAMPLE_MS = 2.0
 """Shortest sample on the CPU: faster candidates are called several times a sample."""
 
+LONG_MS = 100.0
+"""Calls on the CPU that take longer fill the caches by themselves, whatever ran before."""
+
 CACHE_MULTIPLE = 3
 """On CUDA, the inputs that one sample goes through are together this many times larger than the L2 cache."""
 
@@ -37,15 +40,19 @@ def cpu_sampler(run: Run, x: Tensor) -> Sample:
     """Milliseconds of one call by the wall clock, with the caches as its own last call left them."""
 
     def sample(calls: int) -> float:
-        run(x)  # so that each finds the cache and the allocator as its own last call left them
         start = time.perf_counter()
         for _ in range(calls):
             run(x)
         return (time.perf_counter() - start) * 1e3 / calls
 
-    sample(1)
-    calls = max(1, round(SAMPLE_MS / sample(1)))
-    return lambda: sample(calls)
+    def after_itself(calls: int) -> float:
+        run(x)  # so that each finds the cache and the allocator as its own last call left them
+        return sample(calls)
+
+    if after_itself(1) > LONG_MS:
+        return lambda: sample(1)
+    calls = max(1, round(SAMPLE_MS / after_itself(1)))
+    return lambda: after_itself(calls)
 
 
 def eager_sampler(run: Run, inputs: list[Tensor]) -> Sample:

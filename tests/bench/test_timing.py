@@ -31,6 +31,13 @@ def test_every_candidate_is_sampled_in_every_round_in_changing_order(monkeypatch
     assert len(set(rounds)) > 1
 
 
+def test_a_long_call_on_a_cpu_is_not_called_again_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "LONG_MS", 0.0)
+    calls: list[str] = []
+    time_interleaved({"a": lambda x: calls.append("a")}, torch.ones(3), rounds=4)
+    assert len(calls) == 2 + 4
+
+
 def test_samples_are_summed_up_by_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([5.0, 1.0, 2.0, 4.0, 3.0])
     monkeypatch.setattr(module, "cpu_sampler", lambda run, x: lambda: next(samples))
