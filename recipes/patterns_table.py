@@ -32,6 +32,7 @@ from flysurgery.bench import (
 from flysurgery.bench.paper_patterns import ROWS, shuffled, time_patterns
 from flysurgery.cli.bench_show import TIMES, print_records
 from flysurgery.cli.tables import print_table
+from flysurgery.errors import OptionError
 
 TOKENS = ROWS // 128
 QUICK_LARGEST = 1024
@@ -51,7 +52,10 @@ def main() -> None:
     patterns = shuffled(time_patterns(), options.seed)
     largest = options.largest or (QUICK_LARGEST if options.quick and device.type == "cpu" else None)
     if largest is not None:
+        least = min(max(each.shape) for each in patterns)
         patterns = [each for each in patterns if max(each.shape) <= largest]
+        if not patterns:
+            raise OptionError(f"--largest {largest} leaves no pattern: the smallest has {least} features")
     patterns = patterns[: options.count or (6 if options.quick else len(patterns))]
     protocol = recipe.protocol(options, 15)
     with recipe.start(options, device, FactorRow) as run:

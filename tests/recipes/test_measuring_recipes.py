@@ -25,6 +25,12 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
     assert more[: len(rows)] == rows and len(more) == 2 * len(rows)
 
 
+def test_no_pattern_is_small_enough(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--largest 47 leaves no pattern: the smallest has 48 features"):
+        run_recipe("patterns_table.py", "--largest", "47")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_where_pruning_crosses_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     import rivals
