@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False, prog_name="flysurgery")
         sys.stdout.flush()
     except UsageError as error:
-        return _fail(error.format_message(), 2)
+        return _fail(error.format_message() + _what_came(error), 2)
     except FlysurgeryError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -75,6 +75,13 @@ def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
     typer.echo(f"flysurgery: {line}", err=True)
     return code
+
+
+def _what_came(error: typer.BadParameter) -> str:
+    """The value that was given, where typer checks by pydantic, whose sentence may leave it out."""
+    details: Callable[[], list[dict[str, object]]] = getattr(error.__context__, "errors", list)
+    values = [str(detail.get("input")) for detail in details()]
+    return "".join(f", got '{value}'" for value in values if f"'{value}'" not in error.message)
 
 
 def _file_system_error(error: OSError) -> str:

@@ -52,9 +52,11 @@ def test_a_width_that_fits_no_layer_is_one_line(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("flysurgery: no layer of width 7 has an architecture 'gonon'")
 
 
-def test_unknown_options_are_usage_errors() -> None:
-    assert main(["bench", "multiply", "--arch", "butterfly"]) == 2
-    assert main(["bench", "multiply", "--rounds", "1"]) == 2
+@pytest.mark.parametrize(("option", "value"), [("--arch", "butterfly"), ("--rounds", "1"), ("--rows", "0"), ("--seed", "x")])
+def test_a_value_that_is_refused_is_named(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "multiply", option, value]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and option in line and value in line.partition(option)[2]
 
 
 TINY_VIT = ("vit_tiny_patch16_224", "--model-args", '{"embed_dim": 48, "depth": 1, "num_heads": 2, "img_size": 32, "patch_size": 8}')
@@ -80,7 +82,9 @@ def test_layer_without_anything_to_measure_says_why(capsys: pytest.CaptureFixtur
 
 def test_a_quick_look_at_layers_takes_one_image_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "layer", *TINY_VIT, "--quick", "--part", "qkv*", "--device", "cpu", "--json"]) == 0
-    assert {row["batch"] for row in json.loads(capsys.readouterr().out)["rows"]} == {1}
+    rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {row["batch"] for row in rows.values()} == {1}
+    assert rows["bsr"]["median_ms"] is None and "left out by --quick" in rows["bsr"]["status"]
 
 
 def test_model_measures_each_architecture_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
