@@ -13,6 +13,9 @@ from flysurgery.bench.energy_rows import energy_of_model as energy_of_model
 from flysurgery.bench.factor import FactorRow as FactorRow
 from flysurgery.bench.factor import bench_factor as bench_factor
 from flysurgery.bench.factor import factor_head as factor_head
+from flysurgery.bench.ffn_share import ShareRow as ShareRow
+from flysurgery.bench.ffn_share import bench_ffn_share as bench_ffn_share
+from flysurgery.bench.ffn_share import share_head as share_head
 from flysurgery.bench.files import check_file as check_file
 from flysurgery.bench.layer import CANDIDATES as CANDIDATES
 from flysurgery.bench.layer import LAUNCHES as LAUNCHES

@@ -19,7 +19,7 @@ SHARED = {"recipe", "vit_tables", "accuracy_cases", "single_factor_cases", "surv
 NAMES = sorted(path.name for path in RECIPES.glob("*.py") if path.stem not in SHARED)
 
 ANYWHERE = {"calibration_cost", "digits_accuracy", "survey_models", "train_digits_vit", "fractal_accuracy"} | {
-    *("cpu_tables", "patterns_table", "rivals", "vit_s16_table3", "vit_s16_table6")
+    *("cpu_tables", "patterns_table", "rivals", "vit_s16_table3", "vit_s16_table6", "vit_table5")
 }
 """Those that run without CUDA."""
 
@@ -73,6 +73,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
         ("patterns_table.py", "--largest", "0"),
         ("rivals.py", "--width", "1.5"),
         ("cpu_tables.py", "--batch", "0"),
+        ("vit_table5.py", "--batch", "-1"),
         ("energy.py", "--windows", "0"),
     ],
 )

@@ -69,3 +69,18 @@ def test_a_training_step_is_timed_and_bounded_beside_dense(run_recipe: RunRecipe
     assert step.keys() == {"dense", "dense again", "layer"}
     assert all(row["median_ms"] and row["share_of_bound"] for row in step.values())
     assert 0 < int(step["layer"]["flops"]) < int(step["dense"]["flops"])
+
+
+def test_table_5_has_the_whole_model_and_its_feed_forward_linears(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    rows = run_recipe("vit_table5.py", *TINY_VIT[2:], "--batch", "2", "--plot", str(tmp_path / "bars.png"))
+    by_name = {row["candidate"]: row for row in rows}
+    assert by_name.keys() == {"dense", "dense again", "linears of FFNs"}
+    linears, whole = by_name["linears of FFNs"], by_name["dense"]
+    assert float(linears["ratio_to_dense"]) == pytest.approx(float(linears["median_ms"]) / float(whole["median_ms"]), rel=1e-3)
+    assert all(float(row["error"]) < 1e-5 and row["share_of_bound"] and row["noise"] for row in rows)
+    # two images of 17 tokens, 48 wide and 192, float32: in, out, weights and biases
+    assert int(linears["flops"]) == 2 * 2 * 17 * 2 * 48 * 192 < int(whole["flops"])
+    assert int(linears["bytes_moved"]) == 4 * (2 * 2 * 17 * 48 + 2 * 48 * 192 + 192 + 48)
+    assert {row["paper_ratio"] for row in rows} == {""}, "the paper has no such model"
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+    assert run_recipe("vit_table5.py", *TINY_VIT[2:], "--batch", "2") == rows  # nothing was measured twice

@@ -1,0 +1,117 @@
+"""What part of a dense ViT's time the linear layers of its feed-forward networks take: Table 5 of Gonon et al. 2024."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from flysurgery.bench.ceilings import Ceilings, Work
+from flysurgery.bench.measuring import AGAIN, MOST_ERROR, Measured, Protocol, launch_on, noise_of, relative_error, status_of
+from flysurgery.bench.modes import in_mode
+from flysurgery.bench.timing import Timing, time_interleaved
+from flysurgery.bench.units import vit_sizes
+from flysurgery.bench.work import work_of
+
+COMPLETE, LINEARS = "dense", "linears of FFNs"
+CHECKED_IMAGES = 2
+
+
+@dataclass(frozen=True)
+class ShareRow:
+    """A whole model, ``dense``, or the linears of its feed-forward networks one after the other; ``ratio_to_dense`` is their share.
+
+    ``paper_ratio`` is the share that Gonon et al. report, where they do.
+    """
+
+    model: str
+    batch: int
+    mode: str
+    device_type: str
+    candidate: str
+    paper_ratio: float | None
+    measured: Measured
+
+
+def share_head(model: str, batch: int, mode: str, device: torch.device) -> dict[str, object]:
+    """What identifies the rows of one model."""
+    return {"model": model, "batch": batch, "mode": mode, "device_type": device.type}
+
+
+def bench_ffn_share(
+    model: str,
+    model_args: Mapping[str, Any],
+    batch: int,
+    mode: str,
+    device: torch.device,
+    ceilings: Ceilings,
+    protocol: Protocol,
+    *,
+    paper: float | None = None,
+) -> list[ShareRow]:
+    """Measure a timm ViT and the linears of its feed-forward networks in one run, with random weights.
+
+    Raises:
+        OptionError: timm does not know the model, or it is no ViT that can be taken apart.
+    """
+    sizes = vit_sizes(model, model_args)
+    torch.manual_seed(protocol.seed)
+    with in_mode(mode) as dtype, torch.inference_mode():
+        with device:  # where drawing weights takes least
+            whole: Any = timm.create_model(model, pretrained=False, **model_args)
+            linears = linears_of_ffns(sizes.width, sizes.depth)
+        tokens = sizes.tokens + int(whole.num_prefix_tokens)
+        shapes = {COMPLETE: (batch, 3, sizes.image, sizes.image), LINEARS: (batch, tokens, sizes.width)}
+        parts: dict[str, nn.Module] = {COMPLETE: whole.eval().to(dtype), LINEARS: linears.eval().to(dtype)}
+        inputs = {name: torch.randn(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
+        errors = {name: _error(part, inputs[name]) for name, part in parts.items()}
+        works = {name: work_of(part, inputs[name]) for name, part in parts.items()}
+        right = {name: part for name, part in parts.items() if errors[name] <= MOST_ERROR}
+        if COMPLETE in right:
+            right[COMPLETE + AGAIN], inputs[COMPLETE + AGAIN] = whole, inputs[COMPLETE]
+        launch = launch_on(device, protocol)
+        timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=launch, seed=protocol.seed)
+    noise = noise_of(timings, COMPLETE)
+    rows = []
+    for name in (COMPLETE, COMPLETE + AGAIN, LINEARS):
+        kind, timing = name.removesuffix(AGAIN), timings.get(name)
+        measured = _measured(timing, timings.get(COMPLETE), errors[kind], noise, works[kind], ceilings, launch, device)
+        rows.append(ShareRow(model, batch, mode, device.type, name, paper if kind == LINEARS else None, measured))
+    return rows
+
+
+def _measured(
+    timing: Timing | None,
+    whole: Timing | None,
+    error: float,
+    noise: float | None,
+    work: Work,
+    ceilings: Ceilings,
+    launch: str,
+    device: torch.device,
+) -> Measured:
+    bound = ceilings.bound_ms(work)
+    if timing is None:
+        status = f"wrong: relative error {error:.2g}"
+        return Measured(launch, status, error, noise, bytes_moved=work.bytes_moved, flops=work.flops, bound_ms=bound)
+    ratio = None if whole is None else timing.median_ms / whole.median_ms
+    spent = work.bytes_moved, work.flops, bound, bound / timing.median_ms
+    return Measured(timing.launch, status_of(noise, device.type), error, noise, timing.median_ms, timing.iqr_ms, ratio, *spent)
+
+
+def linears_of_ffns(width: int, depth: int) -> nn.Sequential:
+    """The linears of all feed-forward networks of a ViT, nothing between them; weights that keep the size of what passes."""
+    linears = [nn.Linear(*sizes) for _ in range(depth) for sizes in ((width, 4 * width), (4 * width, width))]
+    for linear in linears:
+        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+    return nn.Sequential(*linears)
+
+
+def _error(part: nn.Module, x: Tensor) -> float:
+    few = x[:CHECKED_IMAGES]
+    return relative_error(part(few), copy.deepcopy(part).double()(few.double()))
