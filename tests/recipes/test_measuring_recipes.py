@@ -31,6 +31,14 @@ def test_no_pattern_is_small_enough(run_recipe: RunRecipe, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_dense_there_is_no_ratio_to_it(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.bench.layouts.MOST_DENSE_ENTRIES", 1)
+    rows = run_recipe("patterns_table.py", "--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
+    timed = {row["candidate"]: row for row in rows if row["median_ms"]}
+    assert {row["ratio_to_dense"] for row in timed.values()} == {""}
+    assert "dense" not in timed and timed["bmm"]["noise"] and timed["bmm again"]["status"] == timed["bmm"]["status"]
+
+
 def test_where_pruning_crosses_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     import rivals
