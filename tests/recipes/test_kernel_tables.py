@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.bench import Measured, Work
-from flysurgery.bench.rows import read_table
+from flysurgery.bench import Measured, Stamp, Work
+from flysurgery.bench.rows import columns_of, read_table
 from tests.recipes.conftest import RECIPES, RunRecipe
 
 
@@ -53,9 +53,10 @@ TABLES = {
 def test_a_table_draws_the_pictures_that_lie_beside_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     stem, column = TABLES[name]
-    rows = read_table(RECIPES / "results" / f"{stem}_h200.csv")[1]
+    table, (columns, rows) = importlib.import_module(name), read_table(RECIPES / "results" / f"{stem}_h200.csv")
+    assert columns == [*columns_of(table.Row), *columns_of(Stamp)], "a run can add to them"
     few = [row for value in {row[column] for row in rows} for row in [each for each in rows if each[column] == value][:6]]
-    importlib.import_module(name).draw(few, tmp_path / f"{stem}_h200.png")
+    table.draw(few, tmp_path / f"{stem}_h200.png")
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (RECIPES / "results").glob(f"{stem}_h200.*png")}
 
