@@ -14,7 +14,7 @@ from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.modes import dtype_of, present_mode
 from flysurgery.ops.cuda.multiply import multiply
-from flysurgery.ops.cuda.registered import register_gradients
+from flysurgery.ops.cuda.registered import define_differentiable
 
 
 def _linear(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
@@ -48,18 +48,6 @@ def check_operands(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor
         raise BackendError(f"expected all tensors on {x.device}, where x is; move the others there")
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("ks_linear(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor")
-_library.define("ks_linear_input_gradient(Tensor dy, Tensor[] factors, int linears, str mode) -> Tensor")
-_library.define(
-    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, Tensor[] kept, int linears, str mode, bool with_input, bool with_bias)"
-    " -> Tensor[]"
-)
-_library.impl("ks_linear", _linear, "CUDA")
-_library.impl("ks_linear_input_gradient", input_gradient, "CUDA")
-_library.impl("ks_linear_gradients", all_gradients, "CUDA")
-
-
 def _fake_linear(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
     a, b, _, d = factors[0].shape
     return x.new_empty((x.shape[0], linears * a * b * d))
@@ -80,11 +68,6 @@ def _fake_gradients(
     return [*gradients, x.new_empty(x.shape)] if with_input else gradients
 
 
-torch.library.register_fake("flysurgery::ks_linear", _fake_linear, lib=_library)
-torch.library.register_fake("flysurgery::ks_linear_input_gradient", _fake_input_gradient, lib=_library)
-torch.library.register_fake("flysurgery::ks_linear_gradients", _fake_gradients, lib=_library)
-
-
 def _autocast(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
     """Round x as autocast rounds the input of a linear layer. Factors stay wide: packing rounds them."""
     dtype = torch.get_autocast_dtype("cuda")
@@ -93,9 +76,6 @@ def _autocast(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], li
         if x.dtype == torch.float32 and narrow is not None:
             x, mode = x.to(dtype), narrow
         return torch.ops.flysurgery.ks_linear(x, factors, biases, linears, mode)
-
-
-_library.impl("ks_linear", _autocast, "AutocastCUDA")
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -116,6 +96,25 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
     raise BackendError("the CUDA kernels have no second derivative; use backend='bmm' where gradients of gradients are needed")
 
 
-register_gradients("ks_linear", _linear, _differentiate, _remember)
-register_gradients("ks_linear_input_gradient", input_gradient, _refuse)
-register_gradients("ks_linear_gradients", all_gradients, _refuse)
+define_differentiable(
+    "ks_linear(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor",
+    _linear,
+    _fake_linear,
+    _differentiate,
+    _remember,
+)
+define_differentiable(
+    "ks_linear_input_gradient(Tensor dy, Tensor[] factors, int linears, str mode) -> Tensor",
+    input_gradient,
+    _fake_input_gradient,
+    _refuse,
+)
+define_differentiable(
+    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, Tensor[] kept, int linears, str mode, bool with_input, bool with_bias)"
+    " -> Tensor[]",
+    all_gradients,
+    _fake_gradients,
+    _refuse,
+)
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.impl("ks_linear", _autocast, "AutocastCUDA")

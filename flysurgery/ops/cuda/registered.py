@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,33 +40,31 @@ class Operator(Generic[Result]):
         return self.registered(x, *others) if is_tracing(x) else self.run(x, *others)
 
 
-def register_gradients(
-    name: str, run: Callable[..., Any], differentiate: Callable[..., Any], remember: Callable[..., None] | None = None
+def define_differentiable(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    remember: Callable[..., None] | None = None,
 ) -> None:
-    """Give an operator of this library gradients, as ``torch.library.register_autograd`` does.
+    """Define an operator with gradients.
 
-    CUDA tensors of which no gradient is asked and nobody traces, as in the passes of a compiled graph, go to ``run`` at once: to go
-    through the dispatcher once more takes as long as several launches.
+    What is below autograd, as the passes of a compiled graph, holds its twin of the same schema, ``NAME_launched``, which knows of no
+    gradients: the dispatcher goes to its kernel at once, where to ask Python for gradients first takes as long as several launches.
 
     Args:
-        run: what computes the operator on CUDA.
-        differentiate: its backward pass.
+        schema: as ``torch.library`` takes it, the name first, without a namespace.
+        run: computes it.
+        fake: gives empty tensors of the result's shape, dtype and layout.
+        differentiate: its backward pass, as ``torch.library.register_autograd`` takes it.
         remember: what fills the context for it.
     """
-    torch.library.register_autograd(f"flysurgery::{name}", differentiate, setup_context=remember, lib=_library)
-    with_gradients = make_autograd_impl(getattr(torch.ops.flysurgery, name).default, Info(differentiate, remember))
-
-    def at_once(keys: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() or is_tracing(*_tensors(arguments)):
-            return with_gradients(keys, *arguments)
-        return run(*arguments)
-
-    _library.impl(name, at_once, "AutogradCUDA", with_keyset=True)
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from argument
+    name = schema.partition("(")[0]
+    twin = f"{name}_launched"
+    for own in (name, twin):
+        _library.define(own + schema.removeprefix(name))
+        _library.impl(own, run, "CUDA")
+        torch.library.register_fake(f"flysurgery::{own}", fake, lib=_library)
+    _library.impl(twin, torch.library.fallthrough_kernel, "Autograd")
+    with_gradients = make_autograd_impl(getattr(torch.ops.flysurgery, twin).default, Info(differentiate, remember))
+    _library.impl(name, with_gradients, "Autograd", with_keyset=True)

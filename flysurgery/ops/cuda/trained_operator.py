@@ -17,7 +17,7 @@ from flysurgery.ops.cuda.gradients import layer_gradients
 from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.operators import check_operands
-from flysurgery.ops.cuda.registered import register_gradients
+from flysurgery.ops.cuda.registered import define_differentiable
 from flysurgery.ops.cuda.trained import TrainedCall
 
 _looks = attrgetter("shape", "dtype", "device")
@@ -46,12 +46,6 @@ def _empty(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linea
     return [x.new_empty((x.shape[0], features)) for features in (linears * architecture.out_features, *kept)]
 
 
-_library = torch.library.Library("flysurgery", "FRAGMENT")
-_library.define("ks_linear_trained(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor[]")
-_library.impl("ks_linear_trained", _linear, "CUDA")
-torch.library.register_fake("flysurgery::ks_linear_trained", _empty, lib=_library)
-
-
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, factors, biases, ctx.linears, ctx.mode = inputs
     _, *kept = output
@@ -70,4 +64,10 @@ def _differentiate(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
     return (*layer_gradients(*operands, of_all, of_input, kept), None, None)
 
 
-register_gradients("ks_linear_trained", _linear, _differentiate, _remember)
+define_differentiable(
+    "ks_linear_trained(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor[]",
+    _linear,
+    _empty,
+    _differentiate,
+    _remember,
+)

@@ -43,10 +43,15 @@ def fresh_compiler() -> None:
 def cpu_operators() -> Iterator[None]:
     """The registered operators, on the CPU as well."""
     library = torch.library.Library("flysurgery", "IMPL")
-    library.impl("ks_linear", multiplication.multiply, "CPU")
-    library.impl("ks_linear_trained", trained_operator._linear, "CPU")
-    library.impl("ks_linear_input_gradient", input_gradient, "CPU")
-    library.impl("ks_linear_gradients", all_gradients, "CPU")
+    kernels = {
+        "ks_linear": multiplication.multiply,
+        "ks_linear_trained": trained_operator._linear,
+        "ks_linear_input_gradient": input_gradient,
+        "ks_linear_gradients": all_gradients,
+    }
+    for name, run in kernels.items():
+        library.impl(name, run, "CPU")
+        library.impl(f"{name}_launched", run, "CPU")
     yield
     library._destroy()
 
