@@ -34,7 +34,7 @@ def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hash
     autocast = None
     if torch._C._is_any_autocast_enabled():
         autocast = autocast_dtype("cuda" if x.is_cuda else x.device.type)
-    tf32 = x.dtype == torch.float32 and x.is_cuda and tf32_allowed()
+    tf32 = (autocast or x.dtype) == torch.float32 and x.is_cuda and tf32_allowed()
     gradients = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *map(_looks, tensors))
     try:

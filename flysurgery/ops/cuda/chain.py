@@ -131,8 +131,8 @@ class Chain:
         linears, count = self.linears, len(self._shapes)
         shapes = [*self._shapes, (dy.shape[-1],)] if with_bias else self._shapes
         dtype = torch.promote_types(x.dtype, torch.float32)
-        found = [x.new_empty(shape, dtype=dtype) for shape in shapes]
-        dx = x.new_empty(x.shape) if with_input else None
+        found = [x.new_empty(*shape, dtype=dtype) for shape in shapes]
+        dx = x.new_empty(*x.shape) if with_input else None
         results = found if dx is None else [*found, dx]
         if x.numel() == 0:
             return [gradient.zero_() for gradient in results]

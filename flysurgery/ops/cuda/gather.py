@@ -24,9 +24,8 @@ Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 def can_gather(sources: Sequence[Tensor], mode: str) -> bool:
     """Whether a table packs these tensors."""
-    if mode not in HALVES or sources[0].dtype not in _SOURCES:
-        return False
-    return len({source.dtype for source in sources}) == 1 and all(map(Tensor.is_contiguous, sources))
+    dtype = sources[0].dtype
+    return mode in HALVES and dtype in _SOURCES and all(each.dtype == dtype and each.is_contiguous() for each in sources)
 
 
 def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tensor, ...]:  # shapes: (count,), int32, one an image

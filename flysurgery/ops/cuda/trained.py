@@ -82,7 +82,7 @@ class Trained:
         if not self.product.is_one_launch:
             plan.launches(current_stream(x.get_device()), 0, x_at, gather.table_at, *places, *sources)
             return self._by_pytorch(x, memory, gather), memory, plan.behind
-        y = x.new_empty(plan.results[0])
+        y = x.new_empty(*plan.results[0])
         plan.launches(current_stream(x.get_device()), 0, x_at, gather.table_at, *places, *sources, y.data_ptr())
         return y, memory, plan.behind
 
@@ -99,7 +99,7 @@ class Trained:
         x, x_at, plan = self._planned(self._apart_plans, x, parameters, gather, self._kept)
         images = x.new_empty(gather.size)
         start = images.data_ptr()
-        y, *kept = found = [x.new_empty(shape) for shape in plan.results]
+        y, *kept = found = [x.new_empty(*shape) for shape in plan.results]
         places = [start + offset for offset in gather.offsets]
         sources = map(Tensor.data_ptr, parameters)
         addresses = (x_at, gather.table_at, *places, *map(Tensor.data_ptr, kept), *sources, y.data_ptr())
@@ -175,7 +175,7 @@ class Trained:
         meet(self.chain, x)
         dx = None
         if with_input:
-            dx = x.new_empty(x.shape, dtype=torch.float32) if wide and self.chain.takes_wide else x.new_empty(x.shape)
+            dx = x.new_empty(*x.shape, dtype=torch.float32) if wide and self.chain.takes_wide else x.new_empty(*x.shape)
         wanted = parameters if with_bias else parameters[: self._factors]
         if parameters[0].dtype == torch.float32:
             found = [*map(torch.empty_like, wanted)]
