@@ -100,11 +100,11 @@ class Kernel:
         self._code = code
         self._kernel = driver.CUkernel(int(kernel.handle))
         self.function = driver.CUfunction(int(kernel.handle))
-        self._driver_launch, self._driver_launch_as = driver.cuLaunchKernel, driver.cuLaunchKernelEx
+        self.launch_as = driver.cuLaunchKernelEx
         self.parameter_sizes = [size for _, size in kernel.arguments_info]
         self._parameters = Parameters(self.parameter_sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
-        self._early: dict[tuple[int, ...], Any] = {}
+        self._configs: dict[tuple[tuple[int, ...], bool], Any] = {}
         self._lock = threading.Lock()
 
     def launch(
@@ -134,10 +134,12 @@ class Kernel:
         notes = present_notes()
         if notes is not None:
             notes.launch(self, sizes, arguments, early)
-        if early and sizes not in self._early:
-            self._early[sizes] = early_launch(sizes)
+        config = self._configs.get((sizes, early))
+        if config is None:
+            config = self._configs[sizes, early] = launch_config(sizes, early)
         with self._lock:  # the driver copies the parameters before it returns
-            self.queue(sizes, stream, self._parameters.fill(arguments, self.name), self._early[sizes] if early else None)
+            config.hStream = stream
+            self.queue(config, self._parameters.fill(arguments, self.name))
 
     def prepare(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int, early: bool = False
@@ -146,28 +148,23 @@ class Kernel:
         self.allow_shared(shared_bytes)
         return Prepared(self, (*grid, *block, shared_bytes), numbers, early)
 
-    def queue(self, sizes: tuple[int, ...], stream: int, address: int, early: Any = None) -> None:
-        """Launch with the parameters whose addresses lie at ``address``.
-
-        Args:
-            sizes: grid, block and shared bytes.
-            early: their ``early_launch``, where the kernel begins early; no other thread may use it meanwhile.
-        """
-        result = self._queue(sizes, stream, address, early)
-        if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
-            _make_context_current(self.device_index)
-            result = self._queue(sizes, stream, address, early)
+    def queue(self, config: Any, address: int) -> None:
+        """Launch as a ``launch_config`` says, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
+        result = self.launch_as(config, self.function, address, 0)[0]
         if result != 0:
-            raise BackendError(
-                f"kernel {self.name} was not launched: {result.name} with grid {sizes[:3]}, block {sizes[3:6]}, "
-                f"{sizes[6]} bytes shared memory"
-            )
+            self.queue_refused(result, config, address)
 
-    def _queue(self, sizes: tuple[int, ...], stream: int, address: int, early: Any) -> Any:
-        if early is None:
-            return self._driver_launch(self.function, *sizes, stream, address, 0)[0]
-        early.hStream = stream
-        return self._driver_launch_as(early, self.function, address, 0)[0]
+    def queue_refused(self, result: Any, config: Any, address: int) -> None:
+        """What follows on a result of the driver's other than success: once more where a context was missing, else an error."""
+        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+            _make_context_current(self.device_index)
+            result = self.launch_as(config, self.function, address, 0)[0]
+        if result != 0:
+            grid, block = (config.gridDimX, config.gridDimY, config.gridDimZ), (config.blockDimX, config.blockDimY, config.blockDimZ)
+            raise BackendError(
+                f"kernel {self.name} was not launched: {result.name} with grid {grid}, block {block}, "
+                f"{config.sharedMemBytes} bytes shared memory"
+            )
 
     def allow_shared(self, shared_bytes: int) -> None:
         """Raise the limit of dynamic shared memory, where it is lower."""
@@ -183,17 +180,18 @@ class Kernel:
         self._shared_bytes = shared_bytes
 
 
-def early_launch(sizes: tuple[int, ...]) -> Any:
-    """The driver's description of a launch that begins while the kernel before still runs; ``sizes`` are grid, block and shared bytes."""
+def launch_config(sizes: tuple[int, ...], early: bool) -> Any:
+    """The driver's description of a launch, whose stream is yet to be set; ``sizes`` are grid, block and shared bytes."""
     driver = cuda_module("bindings.driver")
-    value = driver.CUlaunchAttributeValue()
-    value.programmaticStreamSerializationAllowed = 1
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value = value
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = sizes
-    config.attrs, config.numAttrs = [attribute], 1
+    if early:
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
     return config
 
 
@@ -238,14 +236,14 @@ class Prepared:
         addresses = self.parameters.count - len(numbers)
         self._address = self.parameters.fill((*([None] * addresses), *numbers), kernel.name)
         self._pack = struct.Struct(f"{addresses}q").pack_into
-        self.early = early_launch(sizes) if early else None
+        self.early, self._config = early, launch_config(sizes, early)
         self._lock = threading.Lock()
 
     def launch(self, stream: int, *arguments: Tensor | None) -> None:
         """Queue the kernel on a stream. The device must be the current one. Errors are those of ``Kernel.launch``."""
         notes = present_notes()
         if notes is not None:
-            notes.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early is not None)
+            notes.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early)
         self._queue(stream, words_of(arguments))
 
     def __call__(self, stream: int, *addresses: int) -> None:
@@ -256,7 +254,8 @@ class Prepared:
     def _queue(self, stream: int, addresses: Sequence[int]) -> None:
         with self._lock:
             self._pack(self.parameters.words, 0, *addresses)
-            self.kernel.queue(self.sizes, stream, self._address, self.early)
+            self._config.hStream = stream
+            self.kernel.queue(self._config, self._address)
 
 
 class Series:
@@ -269,11 +268,13 @@ class Series:
 
     def __init__(self, launches: Sequence[tuple[Prepared, Sequence[int]]], addresses: int) -> None:
         self._table = (ctypes.c_int64 * addresses)()
+        self._prepared = [prepared for prepared, _ in launches]  # whose numbers are read where they are
         self._pointers = [prepared.parameters.reading(self._table, places) for prepared, places in launches]
         self._launches = [
-            (prepared.kernel.queue, prepared.sizes, ctypes.addressof(pointers), prepared)
+            (prepared.kernel, launch_config(prepared.sizes, prepared.early), ctypes.addressof(pointers))
             for (prepared, _), pointers in zip(launches, self._pointers, strict=True)
         ]
+        self._stream: int | None = None
         self._pack = struct.Struct(f"{addresses}q").pack_into
         self._lock = threading.Lock()
 
@@ -282,8 +283,12 @@ class Series:
         refuse()
         with self._lock:
             self._pack(self._table, 0, *addresses)
-            for queue, sizes, pointers, prepared in self._launches:
-                queue(sizes, stream, pointers, prepared.early)
+            if stream != self._stream:
+                for _, config, _ in self._launches:
+                    config.hStream = stream
+                self._stream = stream
+            for kernel, config, pointers in self._launches:
+                kernel.queue(config, pointers)
 
 
 def words_of(arguments: Sequence[Argument]) -> list[int]:

@@ -46,6 +46,14 @@ def test_launches_read_their_addresses_from_one_table() -> None:
     assert numbers == [50, 20 + (30 << 64), 10, 7]
 
 
+class Config(SimpleNamespace):
+    """Stands in for what ``launch_config`` gives."""
+
+    def __init__(self, sizes: tuple[int, ...], early: bool = False) -> None:
+        names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
+        super().__init__(**dict(zip(names, sizes, strict=True)), early=early, hStream=None)
+
+
 class Queue:
     """Stands in for a kernel, and keeps what it is launched with."""
 
@@ -54,16 +62,20 @@ class Queue:
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
 
-    def queue(self, sizes: tuple[int, ...], stream: int, address: int, early: object) -> None:
+    def queue(self, config: Config, address: int) -> None:
         words = [int.from_bytes(part, "little") for part in read(address, [*self.parameter_sizes])]
-        self.seen.append((sizes, stream, words, early))
+        self.seen.append((config.gridDimY, config.sharedMemBytes, config.hStream, words, config.early))
 
 
-def test_a_series_launches_all_from_one_table() -> None:
+def test_a_series_launches_all_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "launch_config", Config)
     kernel, sizes = Queue(), (1, 2, 3, 4, 5, 6, 7)
-    first, second = (Prepared(kernel, sizes, (number,)) for number in (8, 9))  # pyright: ignore[reportArgumentType]
-    Series([(first, (0, 1)), (second, (2, 0))], 3)(77, 100, 200, 300)
-    assert kernel.seen == [(sizes, 77, [100, 200, 8], None), (sizes, 77, [300, 100, 9], None)]
+    first, second = (Prepared(kernel, sizes, (number,), early=number == 9) for number in (8, 9))  # pyright: ignore[reportArgumentType]
+    series = Series([(first, (0, 1)), (second, (2, 0))], 3)
+    for stream in (77, 77, 78):
+        series(stream, 100, 200, 300)
+        assert kernel.seen == [(2, 7, stream, [100, 200, 8], False), (2, 7, stream, [300, 100, 9], True)]
+        kernel.seen.clear()
 
 
 class Refused(Kernel):
@@ -72,14 +84,15 @@ class Refused(Kernel):
     def __init__(self, *names: str) -> None:
         self.name, self.device_index, self.function = "some", 3, 0
         self.results = [SimpleNamespace(name=name) if name else 0 for name in names]
-        self._driver_launch = lambda *arguments: (self.results.pop(0),)
+        self.launch_as = lambda *arguments: (self.results.pop(0),)
 
 
 def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(kernels, "_make_context_current", made.append)
-    Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue((1, 2, 3, 4, 5, 6, 7), 0, 0)
+    config = Config((1, 2, 3, 4, 5, 6, 7))
+    Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue(config, 0)
     assert made == [3]
     for names in (["CUDA_ERROR_INVALID_VALUE"], ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_VALUE"]):
         with pytest.raises(BackendError, match=r"some was not launched: CUDA_ERROR_INVALID_VALUE with grid \(1, 2, 3\), .* 7 bytes"):
-            Refused(*names).queue((1, 2, 3, 4, 5, 6, 7), 0, 0)
+            Refused(*names).queue(config, 0)

@@ -28,7 +28,7 @@ class Adding:
 
     name, parameter_sizes = "adding", (8, 8, 8, 8)
 
-    def queue(self, sizes: tuple[int, ...], stream: int, address: int, early: Any) -> None:
+    def queue(self, config: Any, address: int) -> None:
         parameters = (ctypes.c_void_p * 4).from_address(address)
         x, w, y, factor = (ctypes.c_int64.from_address(parameter or 0).value for parameter in parameters)
         x, w, y = ((ctypes.c_float * FEATURES).from_address(address) for address in (x, w, y))
