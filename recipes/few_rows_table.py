@@ -1,4 +1,4 @@
-"""The parts of a Vision Transformer's block for one image, by the kernels for few rows, beside PyTorch's own: one table for one GPU.
+"""The parts of a Vision Transformer's block for a few images, by the kernels for few rows, beside PyTorch's own: one table for one GPU.
 
 ``python recipes/few_rows_table.py --out recipes/results/few_rows_h200.csv``
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +28,7 @@ from flysurgery.patterns import gonon
 
 HEAD = 64
 PARTS = ("norm and q, k, v", "attention", "output projection", "feed-forward")
-WIDTHS, TOKENS = (192, 384, 768), 197
+IMAGES, WIDTHS, TOKENS = (1, 2, 4, 8), (384, 768), 197
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Block:
     def parts(self, operators: ModuleType) -> dict[str, recipe.Run]:
         """The block's parts by the functions of ``flysurgery.ops`` or of ``flysurgery.ops.composed``."""
 
-        def attention(x: Tensor) -> Tensor:  # shape: (tokens, 3 * width)
-            q, k, v = x.view(1, len(x), 3, -1, HEAD).permute(2, 0, 3, 1, 4).unbind(0)
-            return operators.attention(q, k, v).transpose(1, 2).flatten(2)[0]
+        def attention(x: Tensor) -> Tensor:  # shape: (images * TOKENS, 3 * width)
+            q, k, v = x.view(-1, TOKENS, 3, x.shape[1] // (3 * HEAD), HEAD).permute(2, 0, 3, 1, 4).unbind(0)
+            return operators.attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
 
         runs: tuple[recipe.Run, ...] = (
             lambda x: operators.norm_linear(x, self.norm, self.group),
@@ -129,7 +130,7 @@ def measure(table: recipe.Table, width: int, mode: str, rows: int) -> list[Row]:
         moved = x.nbytes + truth.numel() * x.element_size()
         works = {name: recipe.work_of(moved, block.weights(part), rows) for name, block in own.items()}
         if part == "attention":
-            works = dict.fromkeys(runs, Work(moved, 4 * rows * rows * width))
+            works = dict.fromkeys(runs, Work(moved, 4 * rows * TOKENS * width))
         measured = table.measure(mode, runs, x, truth, works)
         found += [Row(part, width, mode, rows, name, *recipe.cells(each, measured["dense"])) for name, each in measured.items()]
     return found
@@ -137,17 +138,18 @@ def measure(table: recipe.Table, width: int, mode: str, rows: int) -> list[Row]:
 
 def draw(records: Sequence[Record], plot: Path) -> None:
     """Bars for each part, a picture for each mode."""
-    recipe.draw(plot, records, group=("part", "width"))
+    recipe.draw(plot, records, group=("part", "width", "rows"))
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = recipe.arguments(__doc__, modes="fp16", seconds=0.5)
-    parser.add_argument("--rows", type=recipe.count, default=TOKENS, help=f"tokens of the image, {TOKENS} by default")
-    parser.add_argument("--widths", type=recipe.counts, default=WIDTHS, help="widths of the model, 192,384,768 by default")
+    parser = recipe.arguments(__doc__, modes="fp16,fp32", seconds=0.5)
+    parser.add_argument("--images", type=recipe.counts, default=IMAGES, help=f"of {TOKENS} tokens each, 1,2,4,8 by default")
+    parser.add_argument("--widths", type=recipe.counts, default=WIDTHS, help="widths of the model, 384,768 by default")
     table = recipe.table_of(parser)
-    widths = table.few(table.options.widths)
-    table.make(Row, [{"width": width, "mode": mode, "rows": table.options.rows} for mode in table.modes for width in widths], measure, draw)
+    sizes = table.few(product(table.options.widths, table.options.images))
+    cases = [{"width": width, "mode": mode, "rows": images * TOKENS} for mode in table.modes for width, images in sizes]
+    table.make(Row, cases, measure, draw)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import product_of
 from flysurgery.ops.cuda.short_attention import run_short_attention
 from flysurgery.ops.cuda.single import SingleFactor
+from flysurgery.ops.cuda.some_rows import run_some_rows
 from flysurgery.ops.cuda.tiling import Tiling, tiling
 from flysurgery.ops.cuda.transposition import Transposition
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
@@ -196,6 +197,18 @@ def run_few(dtype: torch.dtype) -> None:
     print(f"few rows and queries {dtype}")
 
 
+def run_some(mode: str) -> None:
+    """Sums of warpgroups and of blocks that meet, and each of a block by itself."""
+    dtype = dtype_of(mode)
+    for inputs, outputs in ((192, 96), (1536, 96)):
+        weight, bias = torch.randn((outputs, inputs), device="cuda").to(dtype), torch.randn(outputs, device="cuda").to(dtype)
+        for rows in ROWS:
+            x, residual = (torch.randn((rows, size), device="cuda").to(dtype) for size in (inputs, outputs))
+            for _ in range(2):  # the second begins early
+                run_some_rows(x, [weight], [0], [bias], "gelu", residual, bias, mode)
+    print(f"some hundred rows {mode}")
+
+
 def run_gradient_of_linears(pattern: Pattern, mode: str, config: AnyGradConfig, x: torch.Tensor, dy: torch.Tensor) -> None:
     """They share x; with the gradients of their biases where the kernel has them."""
     joined = LINEARS if isinstance(config, WgmmaGradConfig) else 1
@@ -246,6 +259,7 @@ def cases() -> list[Callable[[], None]]:
     for mode in ("fp16", "bf16", "tf32", "fp32"):
         found += [partial(run_fused, SMALL, mode, 1), partial(run_single, ODD, mode), partial(run_dense_layer, mode)]
         found += [partial(run_gradient, ODD, mode), partial(run_gradient, EIGHTS, mode), partial(run_gates, mode)]
+        found += [partial(run_some, mode)] if device_arch(0) == "sm_90a" else []
     for mode in ("fp16", "fp32"):
         found += [partial(run_fused, SMALL, mode, 3), partial(run_fused, SMALL, mode, 3, norm=True), partial(run_fused, UNCHAINED, mode, 1)]
         found += [partial(run_fused, SMALL, mode, 1, (rows_of_two_rounds(),)), partial(run_single, Pattern(1, 48, 64, 1), mode)]

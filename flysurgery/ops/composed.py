@@ -49,7 +49,8 @@ def norm_linear(
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """The linears' outputs for ``norm(x)``, side by side."""
     normed = _normed(x, norm)
-    return torch.cat([_linear(normed, member) for member in group], dim=-1)
+    outputs = [_linear(normed, member) for member in group]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def layer_norm(

@@ -153,6 +153,9 @@ def _stages(
         first = "up and activation" if norm is None else "norm, up and activation"
         last = " and ".join([*(["inner norm, down"] if inner else ["down"]), *_added(scale, residual)])
         return Stage((first,), _first_of_few_rows), Stage((last,), _last_of_few_rows)
+    if norms_reason is None and takes_few_rows(x, (up,), None, activation) and takes_few_rows(x, (down,)):
+        first = Stage(("up and activation",), lambda y, x, block: few_rows_linear(y, None, (block.up,), block.activation))
+        return *_before(norm), first, *before_last, _last(x, down, scale, residual)
     whole = _whole_obstacle(x, norm, up, down, activation, residual, inner)
     if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
         if whole is None:
@@ -194,8 +197,12 @@ def _first(x: Tensor, norm: Norm | None, up: Linear, activation: str) -> tuple[S
     if norm is not None and isinstance(up, FusedFactors) and in_one_launch(x, [up]):
         launch = "norm, up and activation"
         return (Stage((launch,), lambda y, x, block: fused_norm_linear(y, block.norm, (block.up,), block.activation)),)
-    before = () if norm is None else (Stage(("norm",), lambda y, x, block: normed(y, block.norm)),)
-    return *before, Stage(("up and activation",), lambda y, x, block: linear_epilogue(y, block.up, block.activation))
+    return *_before(norm), Stage(("up and activation",), lambda y, x, block: linear_epilogue(y, block.up, block.activation))
+
+
+def _before(norm: Norm | None) -> tuple[Stage, ...]:
+    """The norm of x, where there is one, in a launch of its own."""
+    return () if norm is None else (Stage(("norm",), lambda y, x, block: normed(y, block.norm)),)
 
 
 def _last(x: Tensor, down: Linear, scale: Tensor | None, residual: bool) -> Stage:

@@ -76,18 +76,21 @@ def _stages(x: Tensor, norm: Norm, group: Sequence[Linear]) -> tuple[Stage, ...]
         return wrong
     if takes_few_rows(x, group, norm):
         return (Stage(("norm and linear",), lambda y, x, given: few_rows_linear(y, given.norm, given.group)),)
+    few = takes_few_rows(x, group)
     factors = [member for member in group if isinstance(member, FusedFactors)]
-    if len(group) > 1 and len(factors) < len(group):
+    if not few and len(group) > 1 and len(factors) < len(group):
         return "several linears that share x are multiplied together where all of them are factors"
     obstacle = norm_reason(norm, features, x.dtype)
     if obstacle is not None:
         return obstacle
+    before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
+    if few:
+        return before, Stage(("linear",), lambda y, x, given: few_rows_linear(y, None, given.group))
     together = in_one_launch(x, factors)
     if _alike(factors) and takes_group(x, factors, together):
         return (Stage(wide_group_launches(), lambda y, x, given: wide_group(y, given.norm, given.group)),)
     if together:
         return (Stage(("norm and linear",), lambda y, x, given: fused_norm_linear(y, given.norm, given.group, "none")),)
-    before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
     return before, Stage(("linear",), lambda y, x, given: _multiplied(y, given.group))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import Dense, FusedFactors, Gated, Norm, epilogue, feed_forward, ffn, ffn_launches, ffn_reason, gated, normed
+from flysurgery.ops import Dense, FusedFactors, Gated, Norm, epilogue, feed_forward, few_rows, ffn, ffn_launches, ffn_reason, gated, normed
 from flysurgery.ops import decided as decisions
 from flysurgery.ops.cuda import ffn as whole
 from flysurgery.patterns import Architecture, monarch
@@ -42,13 +42,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "common_obstacle": lambda *_: None,
             "norm_reason": lambda *_: None,
             "epilogue_reason": lambda *_: None if "epilogue" in kinds else "no epilogue",
-            "takes_few_rows": lambda *_: "few rows" in kinds,
+            "takes_few_rows": lambda x, group, norm=None, *_: "few rows" in kinds or (norm is None and "some rows" in kinds),
             "_whole_obstacle": lambda *_: None if "whole" in kinds else "not whole",
             "takes_ffn": lambda *_: "by factors" in kinds,
             "in_one_launch": lambda *_: "norm" in kinds,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(feed_forward, name, answer)
+        monkeypatch.setattr(few_rows, "_has_fewest", lambda *_: "few rows" in kinds)
         monkeypatch.setattr(gated, "_gated_obstacle", lambda *_: None)
         monkeypatch.setattr(gated, "_dense_in_one_launch", lambda *_: False)
 
@@ -73,6 +74,12 @@ def operators(*block: object) -> list[str]:
     ("takes", "block", "launches", "runs"),
     [
         (("few rows", "whole"), ("factors", True), ("norm, up and activation", f"inner norm, {LAST}"), ["few_rows", "few_rows"]),
+        (
+            ("some rows", "whole"),
+            ("factors", True),
+            ("norm", "up and activation", "inner norm", LAST),
+            ["layer_norm", "some_rows", "layer_norm", "some_rows"],
+        ),
         (("whole", "by factors"), ("factors", False), ("the whole block",), ["ffn"]),
         (("epilogue", "norm"), ("factors", False), ("norm, up and activation", LAST), ["norm_linear", "ks_linear_epilogue"]),
         (
@@ -88,7 +95,7 @@ def operators(*block: object) -> list[str]:
             ["layer_norm", "gated", "layer_norm", "ks_linear_epilogue"],
         ),
     ],
-    ids=["few rows", "whole", "norm and layer", "layer by layer", "gated"],
+    ids=["few rows", "some rows", "whole", "norm and layer", "layer by layer", "gated"],
 )
 def test_what_is_told_is_what_runs(
     kernels: Callable[..., None], takes: tuple[str, ...], block: tuple[str, bool], launches: tuple[str, ...], runs: list[str]

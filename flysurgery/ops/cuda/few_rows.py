@@ -158,19 +158,19 @@ def run_few_rows(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return run_few_rows(x, norm_weight, norm_bias, eps, weights, lengths, biases, activation, residual, scale)
-    (rows, in_features), sizes = x.shape, _sizes(weights, lengths)
+    (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
     y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
         return y
     parts = (*weights, *biases, norm_weight, norm_bias, scale)
     sources = tuple([part for part in parts if part is not None])
-    in_place = [*lengths] == [0] and _in_place(weights[0], x.dtype)
+    as_it_lies = [*lengths] == [0] and in_place(weights[0], x.dtype)
 
     def make() -> tuple[Tensor, ...]:
         vectors = pack_vectors(weights[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
-        return vectors if in_place else (*vectors, pack_weights(weights, lengths).to(x.dtype))
+        return vectors if as_it_lies else (*vectors, pack_weights(weights, lengths).to(x.dtype))
 
-    token = ("few rows", x.dtype, in_place, tuple(lengths), tuple([part is not None for part in parts]))
+    token = ("few rows", x.dtype, as_it_lies, tuple(lengths), tuple([part is not None for part in parts]))
     (norm, columns, *packed), early = kept(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
@@ -184,7 +184,7 @@ def run_few_rows(
     return y
 
 
-def _in_place(weight: Tensor, dtype: torch.dtype) -> bool:
+def in_place(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel reads a dense weight where it lies."""
     return weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 16 == 0
 
@@ -194,7 +194,7 @@ def _linears(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[tuple[Te
     return [tuple(weights[end - max(length, 1) : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
-def _sizes(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[int]:
+def sizes_of(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[int]:
     """Outputs of each linear, which its first weight tells."""
     sizes, place = [], 0
     for length in lengths:
@@ -248,7 +248,7 @@ def _fake_few_rows(
     residual: Tensor | None,
     scale: Tensor | None,
 ) -> Tensor:
-    return x.new_empty((x.shape[0], sum(_sizes(weights, lengths))))
+    return x.new_empty((x.shape[0], sum(sizes_of(weights, lengths))))
 
 
 few_rows_operator = Operator(
