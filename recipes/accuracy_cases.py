@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from flysurgery import surgery
-from flysurgery.bench import Stamp, take_stamp, write_csv
+from flysurgery.bench import Sheet, Stamp, take_stamp, write_csv
 from flysurgery.errors import FlysurgeryError
 from flysurgery.evaluation import ImageData, evaluate
 from flysurgery.patterns import named
@@ -237,6 +237,15 @@ def output_errors(dense: nn.Module, model: nn.Module, plan: Plan, images: Tensor
     return {f"error_{role}": sum(values) / len(values) for role, values in sums.items() if role in ROLES}
 
 
+def check_out(out: Path, device: torch.device) -> None:
+    """See before the first row that ``out`` can be written.
+
+    Raises:
+        OptionError: it cannot, or it holds something else than such rows.
+    """
+    Sheet(out, device, Row)
+
+
 def run(
     open_workshop: Callable[[], Workshop],
     cases: Sequence[Case],
@@ -252,7 +261,11 @@ def run(
     The rows are made in as many processes as there are ``gpus``, each with one of these for its CUDA_VISIBLE_DEVICES and a workshop
     of its own; without any, in this process. After each row ``out`` (CSV) is written whole, and ``out`` with the ending .json, from
     which a later call takes the rows that are there already. No row is begun once ``minutes`` are over.
+
+    Raises:
+        OptionError: ``out`` cannot be written, or holds something else.
     """
+    check_out(out, device)
     started = time.perf_counter()
     rows = _earlier(out.with_suffix(".json"))
     waiting = [case for case in (Case(DENSE, DENSE), *cases) if case not in rows]

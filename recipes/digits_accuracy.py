@@ -13,6 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+import recipe
 import torch
 from accuracy_cases import METHODS, TARGETS, Workshop, all_cases, run
 from torch import nn
@@ -44,21 +45,20 @@ def open_workshop(epochs: int) -> Workshop:
 def main() -> None:
     """Convert, measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/digits_accuracy.csv"), metavar="FILE", help="CSV file to write")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="CSV file to write, by default in build")
     parser.add_argument("--quick", action="store_true", help="one target, two ways and one epoch, to see that it runs")
-    parser.add_argument("--epochs", type=int, help="length of each fine-tuning, 6 by default, 1 with --quick")
+    parser.add_argument("--epochs", type=recipe.count, help="length of each fine-tuning, 6 by default, 1 with --quick")
     parser.add_argument("--targets", nargs="*", choices=TARGETS)
     parser.add_argument("--methods", nargs="*", choices=METHODS)
-    parser.add_argument("--processes", type=int, default=0, help="rows made at a time; 0 makes them in this process")
+    parser.add_argument("--processes", type=recipe.count, default=0, help="rows made at a time; without it they are made in this process")
     options = parser.parse_args()
     epochs = options.epochs or (1 if options.quick else 6)
     targets = options.targets or (QUICK_TARGETS if options.quick else TARGETS)
     methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     run(
         partial(open_workshop, epochs),
         all_cases(targets, methods),
-        options.out,
+        options.out or Path("build", f"digits_accuracy{'.quick' if options.quick else ''}.csv"),
         device=torch.device("cpu"),
         gpus=[""] * options.processes,
         echo=lambda text: print(text, flush=True),
@@ -66,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import recipe
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from accuracy_cases import METHODS, TARGETS, Workshop, all_cases, run
+from accuracy_cases import METHODS, TARGETS, Workshop, all_cases, check_out, run
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -175,13 +176,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/fractals"), metavar="FOLDER", help="the dense model's place")
     parser.add_argument("--out", type=Path, help="CSV file to write; by default in FOLDER", metavar="FILE")
-    parser.add_argument("--minutes", type=float, default=9.5, help="begin no row after this many minutes")
-    parser.add_argument("--train-minutes", type=float, default=4.5, help="length of the dense training")
-    parser.add_argument("--finetune-share", type=float, default=0.05, help="images of a fine-tuning over those of the training")
-    parser.add_argument("--classes", type=int, help="number of classes, instead of 100")
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--processes", type=int, help="rows made at a time, shared out over the GPUs; by default three on each")
+    parser.add_argument("--minutes", type=recipe.duration, default=9.5, help="begin no row after this many minutes")
+    parser.add_argument("--train-minutes", type=recipe.duration, default=4.5, help="length of the dense training")
+    parser.add_argument("--finetune-share", type=recipe.duration, default=0.05, help="images of a fine-tuning over those of the training")
+    parser.add_argument("--classes", type=recipe.count, help="number of classes, instead of 100")
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--processes", type=recipe.count, help="rows made at a time, shared out over the GPUs; by default three on each")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
@@ -191,6 +192,8 @@ def main() -> None:
     size = QUICK if options.quick else FULL
     if options.classes is not None:
         size = replace(size, base_args=size.base_args | {"num_classes": options.classes})
+    out = options.out or options.folder / "accuracy.csv"
+    check_out(out, device)
     if not (options.folder / "dense.json").is_file():
         state = PartialState(cpu=device.type == "cpu")
         train_dense(size, None if options.quick else options.train_minutes, 960, state.device or device, options.folder)
@@ -200,7 +203,7 @@ def main() -> None:
     run(
         partial(open_workshop, size, options.folder, options.finetune_share, device),
         all_cases(options.targets, options.methods),
-        options.out or options.folder / "accuracy.csv",
+        out,
         device=device,
         gpus=places(device, options.processes),
         minutes=options.minutes - (time.perf_counter() - started) / 60,
@@ -209,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

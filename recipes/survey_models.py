@@ -249,12 +249,23 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
     done = _surveyed(arguments.out)
+    only = arguments.only or (QUICK_CASES if arguments.quick else "")
+    try:
+        chosen = [case for case in cases if re.search(only, case.name)]
+    except re.error as error:
+        raise OptionError(f"--only takes a regular expression, got '{only}': {error}") from error
+    if not chosen:
+        raise OptionError(f"--only {only} matches no model of {arguments.library}")
     if arguments.fresh:
         arguments.out.unlink(missing_ok=True)
         done = set()
-    only = arguments.only or (QUICK_CASES if arguments.quick else "")
-    chosen = [case for case in cases if case.name not in done and re.search(only, case.name)]
-    run(chosen, arguments.out, jobs=arguments.jobs, timeout=arguments.timeout, tolerance=arguments.tolerance)
+    run(
+        [case for case in chosen if case.name not in done],
+        arguments.out,
+        jobs=arguments.jobs,
+        timeout=arguments.timeout,
+        tolerance=arguments.tolerance,
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import platform
 import time
 from pathlib import Path
 
+import recipe
 import timm
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from flysurgery.errors import OptionError
 from flysurgery.evaluation import Accuracy, digits, evaluate, load_data
 
 SEED = 0
@@ -146,6 +148,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints/digits_vit by default")
     options = parser.parse_args()
     folder = options.out or (Path("build/digits_vit") if options.quick else Path(__file__).parents[1] / "checkpoints" / "digits_vit")
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"--out takes a folder, and {folder} is none; choose another name")
     epochs = QUICK_EPOCHS if options.quick else EPOCHS
     torch.set_num_threads(1)  # the batches are too small to be worth sharing out, and sums come out the same everywhere
     torch.manual_seed(SEED)
@@ -159,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

@@ -97,6 +97,47 @@ def test_rows_that_cannot_be_kept_are_not_measured(run_recipe: RunRecipe, tmp_pa
     assert other.read_text() == "fruit,price\napple,1\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("digits_accuracy.py", ("--quick",)),
+        ("fractal_accuracy.py", ("--quick", "--device", "cpu")),
+        ("calibration_cost.py", ("--quick", "--device", "cpu")),
+        ("finetune_on_two_gpus.py", ("--quick", "--device", "cpu")),
+    ],
+)
+def test_no_recipe_writes_over_another_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other.csv"
+    other.write_text("fruit,price\napple,1\n")
+    with pytest.raises(SystemExit, match="no table of measurements"):
+        run(monkeypatch, name, *arguments, "--out", str(other))
+    assert other.read_text() == "fruit,price\napple,1\n" and list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("survey_models.py", ("timm", "--only", "["), r"--only takes a regular expression, got '\['"),
+        ("survey_models.py", ("vit_pytorch", "--only", "resnet"), "--only resnet matches no model of vit_pytorch"),
+        ("train_digits_vit.py", (), "--out takes a folder"),
+        ("finetune_on_two_gpus.py", ("--quick", "--device", "cpu", "--arch", "butterfly"), "arch must be one of"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    out = tmp_path / "out"
+    if name == "train_digits_vit.py":
+        out.write_text("a file")
+    before = list(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match=sentence):
+        run(monkeypatch, name, *arguments, "--out", str(out))
+    assert list(tmp_path.iterdir()) == before
+
+
 def test_a_survey_adds_to_no_other_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = tmp_path / "other.csv"
     other.write_text("model,price\napple,1\n")
