@@ -103,7 +103,7 @@ def _cost(tile: Tiling, config: FusedConfig) -> float:
             10.0 if tile.long_sums and not tile.small_apart(config) else 0.0,  # less exact
             0.38 * (tile.first.d / config.residues - 1),
             0.02 / config.panel_steps,
-            0.3 if config.apart else 0.0,
+            0.25 if config.apart else 0.0,
             0.08 if config.wgmma and config.u_shared == 0 and config.panel_classes < tile.second.d else 0.0,  # waits more often
         )
     )
