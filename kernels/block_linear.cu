@@ -31,9 +31,11 @@
 constexpr int kTiles = COLUMNS / 8, kRun = 2 * RUN * D;
 constexpr int kPanel = 64 * COLUMNS * 2;      // bytes of a stage's weights
 constexpr int kOut = COLUMNS * D;             // outputs of a tile
-constexpr int kAhead = 2;                     // turns of the epilogue, of 8 rows and a run, that residuals are loaded ahead
+constexpr int kTurns = 2 * kTiles / RUN;      // of the epilogue, of 8 rows and a run
+constexpr int kAhead = kRun == 8 && kTurns >= 4 ? 4 : 2;  // turns that residuals are loaded ahead
 constexpr int kTurned = kRun > 8 ? 8 * 4 * kRun * 2 : 0;  // bytes in which a warp turns 8 rows of a run, where a lane holds several vectors of it
 constexpr int kProducts = D * (4 * STEPS - 4 + LAST) * COLUMNS / 2;  // clock cycles of the products of 64 rows
+constexpr int kApart = ACTIVATION ? kProducts : 6000;  // clock cycles between the warpgroups' beginnings; the latter is about a third of a round
 constexpr int kParts = NORM < 5 ? 1 : (NORM + 3) / 4;  // of a row's parts, those whose moments a lane loads
 constexpr bool kLines = ACTIVATION && kRun == 8 && kTiles / RUN % 2 == 0;  // stores fill lines of 128 bytes
 static_assert(kRun % 8 == 0 && kTiles % RUN == 0, "a lane holds whole vectors");
@@ -95,9 +97,9 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     StagedRows staged(x, x_stride, units, staged_at, row_barriers, pieces_at, warp, lane);
     staged.begin();
 
-    if (ACTIVATION) {  // one warpgroup after the other, so that one's activations run beside the others' products
+    if (ACTIVATION || (RESIDUAL && units.first(1, 0) < rows)) {  // one warpgroup after the other, so that one's ends run beside the others' products
         const long long start = clock64();
-        while (clock64() - start < warp / 4 * kProducts) {
+        while (clock64() - start < warp / 4 * kApart) {
         }
     }
     const u32 b_from = __shfl_sync(0xffffffffu, weights, 0);
@@ -203,7 +205,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
                         *reinterpret_cast<Vector<16>*>(y + own * (TILES * kOut * 2) + byte + column * 2) = packed;
                     }
                 }
-                if (RESIDUAL && 2 * r + h + kAhead < 2 * (kTiles / RUN)) bring(2 * r + h + kAhead);
+                if (RESIDUAL && 2 * r + h + kAhead < kTurns) bring(2 * r + h + kAhead);
                 if (kTurned) {
                     __syncwarp();
 #pragma unroll
