@@ -13,8 +13,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.configured import GRADIENT, SINGLE, factor_grad, joined_pattern, single_factor
 from flysurgery.ops.cuda.factor_grad import Part, sum_of_splits
 from flysurgery.ops.cuda.gather import Packer, can_gather
-from flysurgery.ops.cuda.graph_series import GraphSeries
-from flysurgery.ops.cuda.kernel import Prepared, Rows, current_stream, in_rows
+from flysurgery.ops.cuda.kernel import Prepared, Rows, Series, current_stream, in_rows
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.ops.derived import derived
@@ -26,7 +25,7 @@ _ALIGNMENT = 256
 class _Plan(NamedTuple):
     """The launches of a call, and the memory that they need."""
 
-    launches: GraphSeries
+    launches: Series
     offsets: list[int]  # into the memory of the call: bytes
     memory_bytes: int
 
@@ -235,7 +234,7 @@ class Chain:
             names += ["table", *sources]
             offsets += [size + offset for offset in gather.offsets]
             size += gather.size * x.dtype.itemsize
-        series = GraphSeries([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
+        series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
         return _Plan(series, offsets, size)
 
 

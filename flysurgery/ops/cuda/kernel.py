@@ -61,8 +61,8 @@ def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, dev
 def _load(source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> Kernel:
     arch = device_arch(device_index)
     rejected: Exception | None = None
-    with torch.cuda.device(device_index), outside_capture():
-        make_context_current(device_index)
+    with torch.cuda.device(device_index), _outside_capture():
+        _make_context_current(device_index)
         for refresh in (False, True):  # a file damaged in the cache folder is replaced
             cubin = find_cubin(source, defines, arch=arch, name=name, refresh=refresh)
             try:
@@ -72,13 +72,13 @@ def _load(source: str, defines: Mapping[str, int | str], name: str, device_index
     raise BackendError(f"the CUDA driver rejects kernel {source} for {arch}: {rejected}; update the driver") from rejected
 
 
-def make_context_current(device_index: int) -> None:
-    """Let this thread use the driver. PyTorch's device guard leaves a thread that has not yet used the device without a driver context."""
+def _make_context_current(device_index: int) -> None:
+    """PyTorch's device guard leaves a thread that has not yet used the device without a driver context."""
     cuda_module("core").Device(device_index).set_current()
 
 
 @contextlib.contextmanager
-def outside_capture() -> Iterator[None]:
+def _outside_capture() -> Iterator[None]:
     """Let this thread load code while it captures a graph, which the driver refuses by default although it is safe."""
     driver = cuda_module("bindings.driver")
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -157,7 +157,7 @@ class Kernel:
     def queue_refused(self, result: Any, config: Any, address: int) -> None:
         """What follows on a result of the driver's other than success: once more where a context was missing, else an error."""
         if result.name == "CUDA_ERROR_INVALID_CONTEXT":
-            make_context_current(self.device_index)
+            _make_context_current(self.device_index)
             result = self.launch_as(config, self.function, address, 0)[0]
         if result != 0:
             grid, block = (config.gridDimX, config.gridDimY, config.gridDimZ), (config.blockDimX, config.blockDimY, config.blockDimZ)
@@ -165,15 +165,6 @@ class Kernel:
                 f"kernel {self.name} was not launched: {result.name} with grid {grid}, block {block}, "
                 f"{config.sharedMemBytes} bytes shared memory"
             )
-
-    def node_parameters(self, config: Any, address: int) -> Any:
-        """The same as ``queue`` launches, for a node of a graph."""
-        driver = cuda_module("bindings.driver")
-        parameters = driver.CUDA_KERNEL_NODE_PARAMS()
-        parameters.kern, parameters.kernelParams = self._kernel, address
-        for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes"):
-            setattr(parameters, name, getattr(config, name))
-        return parameters
 
     def allow_shared(self, shared_bytes: int) -> None:
         """Raise the limit of dynamic shared memory, where it is lower."""

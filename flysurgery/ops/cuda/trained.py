@@ -12,8 +12,7 @@ from torch import Tensor
 from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.gather import Gather, Packer, aligned
 from flysurgery.ops.cuda.gradients import chain_for
-from flysurgery.ops.cuda.graph_series import GraphSeries
-from flysurgery.ops.cuda.kernel import Prepared, current_device, current_stream, in_rows
+from flysurgery.ops.cuda.kernel import Prepared, Series, current_device, current_stream, in_rows
 from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import HALVES
 from flysurgery.ops.cuda.multiply import product_for
@@ -28,7 +27,7 @@ _forgotten = 0
 class _Plan(NamedTuple):
     """A forward pass: the launches that pack and multiply, and where in one piece of memory, in bytes, their results lie."""
 
-    launches: GraphSeries
+    launches: Series
     size: int  # of the memory, elements
     offsets: list[int]  # of the images, then of the inputs that are kept
     behind: list[int]  # those of the backward pass
@@ -154,7 +153,7 @@ class Trained:
             own = {"x": flows, "image": images[0], "bias": images[1] if self._with_bias else None, "y": "y", None: None}
             launches.append((launch, tuple(own[operand] for operand in operands)))
         names = [None, "x", "table", *images, *kept, *sources, *(["y"] if self.product.is_one_launch else [])]
-        series = GraphSeries([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
+        series = Series([(launch, [*map(names.index, operands)]) for launch, operands in launches], len(names))
         *behind, size = accumulate((aligned(at.rows * features) for features in inner), initial=sum(gather.sizes))
         offsets = [*gather.offsets, *(x.element_size() * place for place in behind)]
         outputs = self.product.linears * self.product.architecture.out_features

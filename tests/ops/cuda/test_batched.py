@@ -135,7 +135,7 @@ def test_training_packs_it_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured, "batched_pays", lambda pattern, mode, rows: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Gather, "prepared", emulated_gather)
-    monkeypatch.setattr(trained_calls, "GraphSeries", EmulatedSeries)
+    monkeypatch.setattr(trained_calls, "Series", EmulatedSeries)
     monkeypatch.setattr(trained_calls, "current_stream", lambda index: 0)
     architecture = Architecture((Pattern(2, 5, 7, 3), Pattern(1, 14, 4, 3)))
     kernels = tuple(chosen_factor(pattern, "fp16", 0, 25088) for pattern in reversed(architecture.patterns))

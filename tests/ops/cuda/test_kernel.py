@@ -89,7 +89,7 @@ class Refused(Kernel):
 
 def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(kernels, "make_context_current", made.append)
+    monkeypatch.setattr(kernels, "_make_context_current", made.append)
     config = Config((1, 2, 3, 4, 5, 6, 7))
     Refused("CUDA_ERROR_INVALID_CONTEXT", "").queue(config, 0)
     assert made == [3]
