@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 from types import ModuleType
@@ -49,11 +49,9 @@ def test_converted_it_still_reads_digits(arch: str, least: float, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_digits_vit", ROOT / "recipes" / "train_digits_vit.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "recipes"))
+        return importlib.import_module("train_digits_vit")
 
 
 def test_distortions_are_small_and_seeded(recipe: ModuleType) -> None:
@@ -67,14 +65,13 @@ def test_distortions_are_small_and_seeded(recipe: ModuleType) -> None:
 
 
 def test_recipe_learns_and_writes_a_folder(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "EPOCHS", 10)
     torch.manual_seed(0)
     model = timm.create_model(recipe.BASE, **{**recipe.BASE_ARGS, "depth": 1})
-    recipe.train(model, recipe.digits("train", (8, 8), mean=[0.5], std=[0.5]))
+    recipe.train(model, recipe.digits("train", (8, 8), mean=[0.5], std=[0.5]), epochs=10)
     data = load_data("digits", model)
     accuracy = evaluate(model, data)
     assert accuracy.top1 > 0.3, "guessing gives 0.1"
     monkeypatch.setattr(recipe, "BASE_ARGS", {**recipe.BASE_ARGS, "depth": 1})
-    recipe.write(model, tmp_path / "out", accuracy, 1.0)
+    recipe.write(model, tmp_path / "out", accuracy, 10, 1.0)
     assert evaluate(load_dense(tmp_path / "out")[0], data).top1 == accuracy.top1
     assert f"**{accuracy.top1:.2%}** top-1" in (tmp_path / "out" / "README.md").read_text()
