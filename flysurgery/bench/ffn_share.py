@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.measuring import AGAIN, MOST_ERROR, Measured, Protocol, launch_on, noise_of, relative_error, status_of
+from flysurgery.bench.ceilings import Ceilings
+from flysurgery.bench.measuring import AGAIN, MOST_ERROR, Measured, Protocol, judged, launch_on, noise_of, relative_error, status_of
 from flysurgery.bench.modes import in_mode
-from flysurgery.bench.timing import Timing, time_interleaved
+from flysurgery.bench.timing import time_interleaved
 from flysurgery.bench.units import vit_sizes
 from flysurgery.bench.work import work_of
 
@@ -59,7 +59,7 @@ def bench_ffn_share(
     Raises:
         OptionError: timm does not know the model, or it is no ViT that can be taken apart.
     """
-    sizes = vit_sizes(model, model_args)
+    sizes, protocol = vit_sizes(model, model_args), replace(protocol, launch=launch_on(device, protocol))
     torch.manual_seed(protocol.seed)
     with in_mode(mode) as dtype, torch.inference_mode():
         with device:  # where drawing weights takes least
@@ -74,34 +74,17 @@ def bench_ffn_share(
         right = {name: part for name, part in parts.items() if errors[name] <= MOST_ERROR}
         if COMPLETE in right:
             right[COMPLETE + AGAIN], inputs[COMPLETE + AGAIN] = whole, inputs[COMPLETE]
-        launch = launch_on(device, protocol)
-        timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=launch, seed=protocol.seed)
+        timings = time_interleaved(
+            right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed
+        )
     noise = noise_of(timings, COMPLETE)
     rows = []
     for name in (COMPLETE, COMPLETE + AGAIN, LINEARS):
         kind, timing = name.removesuffix(AGAIN), timings.get(name)
-        measured = _measured(timing, timings.get(COMPLETE), errors[kind], noise, works[kind], ceilings, launch, device)
+        status = f"wrong: relative error {errors[kind]:.2g}" if timing is None else status_of(noise, device.type)
+        measured = judged(status, errors[kind], timing, timings.get(COMPLETE), noise, works[kind], ceilings, protocol)
         rows.append(ShareRow(model, batch, mode, device.type, name, paper if kind == LINEARS else None, measured))
     return rows
-
-
-def _measured(
-    timing: Timing | None,
-    whole: Timing | None,
-    error: float,
-    noise: float | None,
-    work: Work,
-    ceilings: Ceilings,
-    launch: str,
-    device: torch.device,
-) -> Measured:
-    bound = ceilings.bound_ms(work)
-    if timing is None:
-        status = f"wrong: relative error {error:.2g}"
-        return Measured(launch, status, error, noise, bytes_moved=work.bytes_moved, flops=work.flops, bound_ms=bound)
-    ratio = None if whole is None else timing.median_ms / whole.median_ms
-    spent = work.bytes_moved, work.flops, bound, bound / timing.median_ms
-    return Measured(timing.launch, status_of(noise, device.type), error, noise, timing.median_ms, timing.iqr_ms, ratio, *spent)
 
 
 def linears_of_ffns(width: int, depth: int) -> nn.Sequential:

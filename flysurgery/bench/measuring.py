@@ -123,7 +123,7 @@ def measure(
     for name in statuses:
         work = works.get(name.removesuffix(AGAIN)) if isinstance(works, Mapping) else works
         status = right_status if statuses[name] == "ok" else statuses[name]
-        found[name] = _measured(status, errors.get(name), timings.get(name), timings.get(baseline), noise, work, ceilings, protocol)
+        found[name] = judged(status, errors.get(name), timings.get(name), timings.get(baseline), noise, work, ceilings, protocol)
     return found
 
 
@@ -168,7 +168,7 @@ def status_of(noise: float | None, device_type: str, baseline: str = "dense", me
     return f"noisy: {baseline} {measured} twice differs by {noise:.0%}"
 
 
-def _measured(
+def judged(
     status: str,
     error: float | None,
     timing: Timing | None,
@@ -178,6 +178,7 @@ def _measured(
     ceilings: Ceilings | None,
     protocol: Protocol,
 ) -> Measured:
+    """What is known of a candidate: its time, if it has one, beside the baseline's and what the ceilings allow for its work."""
     bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
     spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
     if timing is None:

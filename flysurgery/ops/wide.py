@@ -27,8 +27,9 @@ WIDEST_TOGETHER, ROWS_TOGETHER = 768, 10
 each of these.
 
 A row's features there lie in a warp's registers, and leave room for few columns of the outputs where there are more. On an H200 in fp16
-q, k and v of 768 features take 11.3 us in one launch and 13.5 factor by factor (architecture of Gonon et al., 192 between, 2048 rows),
-59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
+q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor (architecture of Gonon et al., 192 between, 2048 rows),
+59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218
+(run 29 of ``recipes/results/kernel_trials_h200.csv``).
 """
 
 

@@ -100,7 +100,7 @@ class Kernel:
         self._code = code
         self._kernel = driver.CUkernel(int(kernel.handle))
         self.function = driver.CUfunction(int(kernel.handle))
-        self.launch_as = driver.cuLaunchKernelEx
+        self._launch_as = driver.cuLaunchKernelEx
         self.parameter_sizes = [size for _, size in kernel.arguments_info]
         self._parameters = Parameters(self.parameter_sizes)
         self._shared_bytes = _FREE_SHARED_BYTES
@@ -150,15 +150,10 @@ class Kernel:
 
     def queue(self, config: Any, address: int) -> None:
         """Launch as a ``launch_config`` says, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
-        result = self.launch_as(config, self.function, address, 0)[0]
-        if result != 0:
-            self.queue_refused(result, config, address)
-
-    def queue_refused(self, result: Any, config: Any, address: int) -> None:
-        """What follows on a result of the driver's other than success: once more where a context was missing, else an error."""
-        if result.name == "CUDA_ERROR_INVALID_CONTEXT":
+        result = self._launch_as(config, self.function, address, 0)[0]
+        if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)
-            result = self.launch_as(config, self.function, address, 0)[0]
+            result = self._launch_as(config, self.function, address, 0)[0]
         if result != 0:
             grid, block = (config.gridDimX, config.gridDimY, config.gridDimZ), (config.blockDimX, config.blockDimY, config.blockDimZ)
             raise BackendError(

@@ -84,7 +84,7 @@ class Refused(Kernel):
     def __init__(self, *names: str) -> None:
         self.name, self.device_index, self.function = "some", 3, 0
         self.results = [SimpleNamespace(name=name) if name else 0 for name in names]
-        self.launch_as = lambda *arguments: (self.results.pop(0),)
+        self._launch_as = lambda *arguments: (self.results.pop(0),)
 
 
 def test_a_refused_launch_is_told_and_a_missing_context_made(monkeypatch: pytest.MonkeyPatch) -> None:
