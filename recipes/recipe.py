@@ -144,9 +144,11 @@ def work_of(moved: int, weights: Iterable[Tensor], rows: int) -> Work:
 class Times:
     """The time of one candidate in the tables of kernels; None where the last column says why.
 
+    ``launch`` is how it was launched, as in ``flysurgery.bench.Measured``: what cannot be captured is launched from Python.
     ``error`` is relative to float64, in the Frobenius norm; of a block with its residual, relative to its change of x.
     """
 
+    launch: str
     error: float | None
     median_us: float | None
     iqr_us: float | None
@@ -179,7 +181,7 @@ def cells(measured: Measured, *bases: Measured) -> tuple[Any, ...]:
         return None if ms is None else 1e3 * ms
 
     spent = measured.bytes_moved, measured.flops, us(measured.bound_ms), measured.share_of_bound
-    times = Times(measured.error, us(measured.median_ms), us(measured.iqr_ms))
+    times = Times(measured.launch, measured.error, us(measured.median_ms), us(measured.iqr_ms))
     return times, *map(over, bases), Judged(*spent, measured.noise, measured.status)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flysurgery.bench import Measured, Stamp, Work
-from flysurgery.bench.rows import columns_of, read_table
+from flysurgery.bench.rows import columns_of, read_table, write_records
 from tests.recipes.conftest import RECIPES, RunRecipe
 
 
@@ -19,10 +19,11 @@ def test_a_time_stands_beside_its_work_and_bound(monkeypatch: pytest.MonkeyPatch
 
     dense, failed = Measured("graph", "ok", 1e-3, 0.01, 2.0, 0.1, 1.0, 100, 30, 0.3, 0.15), Measured("graph", "needs CUDA")
     times, ratio, none, judged = recipe.cells(Measured("graph", "ok", 1e-3, 0.01, 0.5, 0.1, 0.25, 100, 5, 0.1, 0.2), dense, failed)
-    assert times == recipe.Times(1e-3, 500.0, 100.0) and ratio == 0.25 and none is None
+    assert times == recipe.Times("graph", 1e-3, 500.0, 100.0) and ratio == 0.25 and none is None
     assert judged == recipe.Judged(100, 5, 100.0, 0.2, 0.01, "ok")
     times, ratio, judged = recipe.cells(failed, dense)
-    assert times == recipe.Times(None, None, None) and ratio is None and judged.status == "needs CUDA"
+    assert times == recipe.Times("graph", None, None, None) and ratio is None and judged.status == "needs CUDA"
+    assert recipe.cells(Measured("eager", "ok", 1e-3, 0.01, 0.5, 0.1, 0.25), dense)[0].launch == "eager", "its own, not its base's"
 
 
 def test_products_must_read_their_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,8 @@ def test_a_table_draws_the_pictures_that_lie_beside_its_rows(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(RECIPES))
     stem, column = TABLES[name]
     table, (columns, rows) = importlib.import_module(name), read_table(RECIPES / "results" / f"{stem}_h200.csv")
-    assert columns == [*columns_of(table.Row), *columns_of(Stamp)], "a run can add to them"
+    known = [*columns_of(table.Row), *columns_of(Stamp)]
+    assert "launch" in known and columns in (known, [each for each in known if each != "launch"]), "rows of now, or of before that column"
     few = [row for value in {row[column] for row in rows} for row in [each for each in rows if each[column] == value][:6]]
     table.draw(few, tmp_path / f"{stem}_h200.png")
     drawn = {path.name for path in tmp_path.iterdir()}
@@ -88,7 +90,8 @@ def test_quick_runs_on_a_cpu_and_goes_on(
     key, time = ("change" if name == "fused_ablation" else "candidate"), next(each for each in rows[0] if each.startswith("median_"))
     assert {row[key].removesuffix(" again") for row in rows if row[time]} == timed
     for row in rows:
-        assert row["device"] and (bool(row[time]) == (row["status"] == "ok" or row["status"].startswith("noisy")))
+        assert row["device"] and row["launch"] == "eager"
+        assert bool(row[time]) == (row["status"] == "ok" or row["status"].startswith("noisy"))
         assert row[time] or row["status"] in ("needs CUDA", "left out on a CPU") or "cudnn" in row[key]
         assert not row[time] or (float(row["error"]) < 1e-5 and row["noise"] and float(row["flops"]) >= 0)
     said = capsys.readouterr().out
@@ -118,6 +121,16 @@ def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, mo
     rows = run_recipe("norm_linear_table.py")
     assert rows[: len(kept)] == kept and len(copies) == 3
     assert [row["architecture"] for row in rows] == ["gonon"] * len(kept) + ["monarch"] * len(kept)
+
+
+def test_rows_that_do_not_say_how_they_were_launched_are_not_added_to(run_recipe: RunRecipe, tmp_path: Path) -> None:
+    run_recipe("factor_grad_table.py")
+    columns, rows = read_table(out := tmp_path / "rows.csv")
+    older = [{name: row[name] for name in columns if name != "launch"} for row in rows]
+    write_records(out, older)
+    with pytest.raises(SystemExit, match="a table of other measurements, or of another version, with the columns a, b, c, d, mode"):
+        run_recipe("factor_grad_table.py")
+    assert read_table(out)[1] == older
 
 
 def test_a_table_of_another_commit_is_measured_anew_and_a_fresh_one_too(run_recipe: RunRecipe, tmp_path: Path) -> None:
