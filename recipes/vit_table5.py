@@ -49,7 +49,7 @@ def main() -> None:
     ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
     with recipe.start(options, device, ShareRow) as run:
         for model, mode in ((model, mode) for model in models for mode in modes):
-            if run.has(share_head(model, batch, mode, device)):
+            if run.has(share_head(model, arguments, batch, mode, device)):
                 continue
             paper = None if arguments else PAPER.get((model, mode))
             protocol = recipe.protocol(options, 30)

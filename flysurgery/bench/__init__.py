@@ -64,6 +64,7 @@ from flysurgery.bench.timing import Timing as Timing
 from flysurgery.bench.timing import time_interleaved as time_interleaved
 from flysurgery.bench.training import bench_training as bench_training
 from flysurgery.bench.units import PROTOCOLS as PROTOCOLS
+from flysurgery.bench.units import model_name as model_name
 from flysurgery.bench.verdict import latency_table as latency_table
 from flysurgery.bench.verdict import sentence as sentence
 from flysurgery.bench.verdict import slower_layers as slower_layers

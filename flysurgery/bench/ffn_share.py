@@ -15,7 +15,7 @@ from flysurgery.bench.ceilings import Ceilings
 from flysurgery.bench.measuring import AGAIN, MOST_ERROR, Measured, Protocol, judged, launch_on, noise_of, relative_error, status_of
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.timing import time_interleaved
-from flysurgery.bench.units import vit_sizes
+from flysurgery.bench.units import model_name, vit_sizes
 from flysurgery.bench.work import work_of
 
 COMPLETE, LINEARS = "dense", "linears of FFNs"
@@ -38,9 +38,9 @@ class ShareRow:
     measured: Measured
 
 
-def share_head(model: str, batch: int, mode: str, device: torch.device) -> dict[str, object]:
+def share_head(model: str, model_args: Mapping[str, Any], batch: int, mode: str, device: torch.device) -> dict[str, object]:
     """What identifies the rows of one model."""
-    return {"model": model, "batch": batch, "mode": mode, "device_type": device.type}
+    return {"model": model_name(model, model_args), "batch": batch, "mode": mode, "device_type": device.type}
 
 
 def bench_ffn_share(
@@ -55,6 +55,8 @@ def bench_ffn_share(
     paper: float | None = None,
 ) -> list[ShareRow]:
     """Measure a timm ViT and the linears of its feed-forward networks in one run, with random weights.
+
+    The linears have biases, as those of the model; the paper leaves them out.
 
     Raises:
         OptionError: timm does not know the model, or it is no ViT that can be taken apart.
@@ -83,7 +85,7 @@ def bench_ffn_share(
         kind, timing = name.removesuffix(AGAIN), timings.get(name)
         status = f"wrong: relative error {errors[kind]:.2g}" if timing is None else status_of(noise, device.type)
         measured = judged(status, errors[kind], timing, timings.get(COMPLETE), noise, works[kind], ceilings, protocol)
-        rows.append(ShareRow(model, batch, mode, device.type, name, paper if kind == LINEARS else None, measured))
+        rows.append(ShareRow(model_name(model, model_args), batch, mode, device.type, name, paper if kind == LINEARS else None, measured))
     return rows
 
 

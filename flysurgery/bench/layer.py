@@ -15,7 +15,7 @@ from flysurgery.bench.compiled import COMPILED, compiled, forget_compiled
 from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
 from flysurgery.bench.modes import in_mode
-from flysurgery.bench.units import PROTOCOLS, Unit, fits, units, vit_sizes
+from flysurgery.bench.units import PROTOCOLS, Unit, fits, model_name, units, vit_sizes
 from flysurgery.bench.variants import INT8, INT8_ERROR, VARIANTS, by_definition, chosen_backends, obstacle
 from flysurgery.bench.work import work_of
 from flysurgery.errors import OptionError, PatternError
@@ -31,7 +31,10 @@ LAUNCHES = ("graph", "eager", *COMPILED)
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One candidate for one part of a model. ``paper_ratio`` is what Gonon et al. report for it on an A100, where they do."""
+    """One candidate for one part of a model, whose name has its arguments.
+
+    ``paper_ratio`` is what Gonon et al. report for it on an A100, where they do.
+    """
 
     model: str
     arch: str
@@ -121,7 +124,7 @@ def _launches(wanted: Sequence[str], protocol: str, device: torch.device) -> lis
 
 def _key(settings: LayerSettings, protocol: str, unit: Unit, mode: str, launch: str, device: torch.device) -> dict[str, object]:
     return {
-        "model": settings.model,
+        "model": model_name(settings.model, settings.model_args),
         "arch": settings.arch,
         "protocol": protocol,
         "unit": unit.name,
@@ -170,7 +173,7 @@ def _rows(
         backend = chosen_backends(module, x, allow_tf32=mode == "tf32", rows=settings.batch * unit.rows)
     order = [name for each in settings.candidates for name in (each, each + AGAIN) if name in measured]
     mark = launch if launch in COMPILED else ""
-    head = (settings.model, settings.arch, protocol, unit.name, settings.batch, mode, device.type, mark)
+    head = (model_name(settings.model, settings.model_args), settings.arch, protocol, unit.name, settings.batch, mode, device.type, mark)
     return [LayerRow(*head, name, backend if name == "layer" else None, paper.get((unit.name, name)), measured[name]) for name in order]
 
 

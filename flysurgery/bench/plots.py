@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from flysurgery.bench.files import check_file
@@ -12,6 +13,9 @@ from flysurgery.errors import OptionError
 
 MOST_LETTERS = 60
 """Of the labels side by side under bars; more are turned."""
+
+LONGEST_LINE = 30
+"""Letters of a label in one line; longer texts are broken at a space."""
 
 LETTER_INCHES = 0.06
 """Width of a letter in a legend."""
@@ -61,7 +65,8 @@ def draw_ratios(
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_yscale("log")
     crowded = sum(max(map(len, each)) for each in groups) > MOST_LETTERS
-    axes.set_xticks(range(len(groups)), ["\n".join(each) for each in groups], fontsize=7, rotation=90 if crowded else 0)
+    labels = ["\n".join(fill(text, LONGEST_LINE) for text in each) for each in groups]
+    axes.set_xticks(range(len(groups)), labels, fontsize=7, rotation=90 if crowded else 0)
     axes.set_ylabel(f"time / time of {ratio.removeprefix(RATIO)}")
     axes.set_title(title, fontsize=9)
     if names:

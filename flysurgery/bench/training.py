@@ -14,7 +14,7 @@ from flysurgery.bench.compiled import COMPILED, compiled, forget_compiled
 from flysurgery.bench.layer import LayerRow, LayerSettings
 from flysurgery.bench.measuring import AGAIN, Measured, noise_of, one_line, status_of
 from flysurgery.bench.timing import Timing, time_interleaved
-from flysurgery.bench.units import converted_timm
+from flysurgery.bench.units import converted_timm, model_name
 from flysurgery.bench.variants import VARIANTS, by_definition
 
 UNIT = "training step"
@@ -34,7 +34,7 @@ def bench_training(
         if launch not in ("eager", "compile"):
             continue
         mark = launch if launch in COMPILED else ""
-        head = (settings.model, settings.arch, "today", UNIT, settings.batch, MODE, device.type, mark)
+        head = (model_name(settings.model, settings.model_args), settings.arch, "today", UNIT, settings.batch, MODE, device.type, mark)
         names = ("model", "arch", "protocol", "unit", "batch", "mode", "device_type", "compiled")
         if not done(dict(zip(names, head, strict=True))):
             ceilings = ceilings or measure_ceilings(MODE, device, quick=settings.quick)

@@ -55,6 +55,11 @@ def units(protocol: str, model: str, model_args: Mapping[str, Any], arch: str, s
     return list((_paper_units if protocol == "paper" else _today_units)(sizes, model, model_args, arch, seed))
 
 
+def model_name(model: str, model_args: Mapping[str, Any]) -> str:
+    """How rows call a model: its name, and what its constructor is told besides, so that a run that goes on takes no other for it."""
+    return ", ".join((model, *(f"{name}={value}" for name, value in model_args.items())))
+
+
 def vit_sizes(model: str, model_args: Mapping[str, Any]) -> VitSizes:
     """The sizes of a timm ViT, read off it on the meta device.
 

@@ -64,6 +64,7 @@ def model(
         latency_table,
         launch_on,
         layer_head,
+        model_name,
         sentence,
         slower_layers,
         whole_head,
@@ -74,7 +75,8 @@ def model(
     precision, *others = own.modes(mode, target)
     if others:
         raise OptionError(f"bench model takes one mode at a time, got {mode}")
-    source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=None)
+    arguments = options.model_arguments(model_args)
+    source = find_dense(model, base=base, model_args=arguments, checkpoint=None)
     skeleton = source.skeleton()
     plan = surgery.plan(
         skeleton.model,
@@ -88,7 +90,8 @@ def model(
         base_args=skeleton.base_args,
     )
     protocol = Protocol(launch.value, rounds or (7 if quick else 30), 0.1 if quick else 0.5, seed)
-    settings = ModelSettings(source.name, batch, precision, search=not quick, optimized=optimized, quick=quick, protocol=protocol)
+    name = model_name(source.name, arguments)
+    settings = ModelSettings(name, batch, precision, search=not quick, optimized=optimized, quick=quick, protocol=protocol)
     groups = groups_of(plan)
     launched = {"launch": launch_on(target, protocol)}
     whole = whole_head(settings, target, plan) | launched
@@ -106,7 +109,7 @@ def model(
         write_records(table, latency_table(own_rows, groups))
     if plot is not None:
         drawn = [each for each in own_rows if not each["candidate"].startswith("(")]  # the searched ones would fill the picture
-        draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
+        draw_ratios(drawn, plot, group=("layer",), title=f"{name}, batch {batch}, {precision}")
     if as_json:
         run.print_json()
         return

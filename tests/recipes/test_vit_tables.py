@@ -48,6 +48,14 @@ def test_a_model_that_is_not_the_papers_has_no_ratio_of_theirs(run_recipe: RunRe
     assert {row["paper_ratio"] for row in rows} == {""}
 
 
+def test_a_run_that_goes_on_tells_models_of_one_name_apart(run_recipe: RunRecipe) -> None:
+    one = ("--batches", "1", "--modes", "fp32", "--protocols", "paper", "--parts", "linear N x N", "--candidates", "dense,bmm")
+    first = run_recipe("vit_s16_table6.py", *TINY_VIT, *one)
+    both = run_recipe("vit_s16_table6.py", *TINY_VIT, "--model-args", "embed_dim=96", *one)
+    assert both[: len(first)] == first and len(both) == 2 * len(first)
+    assert first[0]["model"].startswith("vit_small_patch16_224, embed_dim=48, depth=1") and "embed_dim=96" in both[-1]["model"]
+
+
 @pytest.mark.parametrize(
     ("option", "name", "sentence"),
     [
@@ -71,6 +79,7 @@ def test_a_training_step_is_timed_and_bounded_beside_dense(run_recipe: RunRecipe
     assert 0 < int(step["layer"]["flops"]) < int(step["dense"]["flops"])
 
 
+@pytest.mark.filterwarnings("error:constrained_layout not applied")
 def test_table_5_has_the_whole_model_and_its_feed_forward_linears(run_recipe: RunRecipe, tmp_path: Path) -> None:
     rows = run_recipe("vit_table5.py", *TINY_VIT[2:], "--batch", "2", "--plot", str(tmp_path / "bars.png"))
     by_name = {row["candidate"]: row for row in rows}
