@@ -27,7 +27,7 @@ WHOLE = "(model)"
 
 DENSE, PLANNED, WHERE_FASTER = "dense", "converted", "converted where faster"
 OPTIMIZED = ", optimized"
-"""What the names of ``DENSE`` and ``PLANNED`` end with for the models that ``optimize`` makes of them."""
+"""What the names of whole models end with for those that ``optimize`` makes of them."""
 
 CHECKED_ROWS = 256
 
@@ -76,7 +76,7 @@ class Group:
 class ModelSettings:
     """What is measured. ``search`` times more architectures than the plan's own; ``name`` stands in the rows.
 
-    With ``optimized`` the whole model is timed as ``optimize`` makes it too, converted and dense.
+    With ``optimized`` whole models are timed as ``optimize`` makes them too, converted and dense.
     """
 
     name: str
@@ -199,7 +199,7 @@ def bench_whole_model(
 ) -> list[ModelRow]:
     """Measure one forward of the model: dense, converted by ``plan``, and converted but for the layers ``stay_dense`` (with reasons).
 
-    With ``settings.optimized`` dense and converted as ``optimize`` makes them as well.
+    With ``settings.optimized`` each of them as ``optimize`` makes it as well.
 
     ``build`` makes the dense model, with any weights; ``plan`` must say what a forward takes (``plan.example``).
     """
@@ -213,7 +213,7 @@ def bench_whole_model(
         models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
         refused: dict[str, str] = {}
         x = _example(plan, settings, device, dtype)
-        for name in (DENSE, PLANNED) if settings.optimized else ():
+        for name in list(models) if settings.optimized else ():
             try:
                 models[name + OPTIMIZED] = fused_modules(models[name], x)
             except Exception as error:  # the other rows stand without it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flysurgery.bench.model import DENSE, OPTIMIZED, PLANNED, WHOLE, Group
+from flysurgery.bench.model import DENSE, OPTIMIZED, PLANNED, WHERE_FASTER, WHOLE, Group
 from flysurgery.bench.rows import Record
 
 LatencyRow = dict[str, str | float]
@@ -55,22 +55,26 @@ def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:
     """The answer in words: of the optimized model where it was timed, beside optimized dense, which needs no conversion."""
     noisy = any(record["layer"] == WHOLE and record["status"].startswith("noisy") for record in records)
     start = "this machine is too noisy to say; by these numbers " if noisy else ""
-    whole = ratio_of(records, WHOLE, PLANNED)
-    fused, fused_dense = (ratio_of(records, WHOLE, name + OPTIMIZED) for name in (PLANNED, DENSE))
+    whole, fused, fused_dense = (ratio_of(records, WHOLE, name) for name in (PLANNED, PLANNED + OPTIMIZED, DENSE + OPTIMIZED))
     if fused is not None and fused_dense is not None:
-        return (
-            f"{start}conversion is {_verdict(fused < min(1, fused_dense))}: converted and optimized the model takes {fused:.2f} "
-            f"of the dense time, optimized without conversion {fused_dense:.2f}"
-        )
-    if whole is None:
+        kind, verdict = OPTIMIZED, _verdict(fused < min(1, fused_dense))
+        times = f"converted and optimized the model takes {fused:.2f} of the dense time, optimized without conversion {fused_dense:.2f}"
+    elif whole is not None:
+        kind, verdict, times = "", _verdict(whole < 1), f"the converted model takes {whole:.2f} of the dense time"
+    else:
         return "the whole model could not be timed converted; its row says why"
+    words = f"{start}conversion is {verdict}: {times}"
     slower = [group.name for group in groups if (ratio := ratio_of(records, group.name, PLANNED)) is None or ratio >= 1]
-    words = f"{start}conversion is {_verdict(whole < 1)}: the converted model takes {whole:.2f} of the dense time"
+    shaky = {record["layer"] for record in records if record["status"].startswith("noisy")}
+    alone = "by itself " if kind else ""
     if not slower:
-        return f"{words}; every replaced layer is faster than dense"
-    partly = ratio_of(records, WHOLE, "converted where faster")
+        return f"{words}; every replaced layer is {alone}faster than dense"
+    if len(slower) == len(groups):
+        return f"{words}; every replaced layer is {alone}faster dense"
+    partly = ratio_of(records, WHOLE, WHERE_FASTER + kind)
     rest = "" if partly is None else f", and without converting them the model takes {partly:.2f}"
-    return f"{words}; faster dense: {', '.join(slower)}{rest}"
+    named = ", ".join(name + (" (noisy)" if name in shaky else "") for name in slower)
+    return f"{words}; {alone}faster dense: {named}{rest}"
 
 
 def _verdict(faster: bool) -> str:
