@@ -73,3 +73,10 @@ def test_pictures_group_by_the_share_of_moving() -> None:
     assert boxes["Figures 9b, 14b"] == {"0.0417": [0.25]}
     assert boxes["Figures 6, 13"] == {"0.0312": [0.8], "0.0417": [2.0]}
     assert boxes["Figures 12, 17"]["bmm"] == [2.0]
+
+
+def test_the_gain_of_the_kernel_leaves_out_patterns_where_dense_is_the_fastest() -> None:
+    title, (_, _, before) = list(panels(RECORDS, "fp32").items())[2]
+    faster = [*RECORDS, record(ONE, "dense", "first", 0.5)]
+    assert title.startswith("Figures 6, 13") and before == {"0.0312": [0.8], "0.0417": [2.0]}
+    assert panels(faster, "fp32")[title][2] == {"0.0312": [0.8]}
