@@ -9,9 +9,12 @@ meanwhile: a row whose two dense runs differ says noisy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import recipe
 
-from flysurgery.bench import LayerRow, LayerSettings, bench_layers, draw_ratios
+from flysurgery.bench import LayerRow, LayerSettings, Record, bench_layers, draw_ratios
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
 
@@ -53,7 +56,15 @@ def main() -> None:
                 run.add(group, f"{arch} {group[0].unit} {group[0].mode}")
     recipe.show(run, ("arch", *COLUMNS))
     if options.plot is not None:
-        draw_ratios(run.records, options.plot, group=("arch", "unit", "mode", "compiled"), title=f"{run.records[0]['device']}, 2 threads")
+        draw(run.records, options.plot)
+
+
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Bars of the two ways to call each part, a picture for each protocol and mode."""
+    for protocol, mode in dict.fromkeys((record["protocol"], record["mode"]) for record in records):
+        own = [record for record in records if (record["protocol"], record["mode"]) == (protocol, mode)]
+        title = f"{own[0]['device']}, {own[0]['threads']} threads, protocol {protocol}, {mode}"
+        draw_ratios(own, recipe.of_mode(plot, f"{protocol}.{mode}"), group=("arch", "unit", "compiled"), title=title)
 
 
 if __name__ == "__main__":

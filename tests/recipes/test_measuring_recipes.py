@@ -65,12 +65,13 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(
         assert (tmp_path / name).stat().st_size > 5000
 
 
-def test_cpu_tables_hold_int8_beside_the_butterfly(run_recipe: RunRecipe) -> None:
+def test_cpu_tables_hold_int8_beside_the_butterfly(run_recipe: RunRecipe, tmp_path: Path) -> None:
     one = ("--threads", "1", "--modes", "fp32", "--archs", "monarch", "--protocols", "today")
-    rows = run_recipe("cpu_tables.py", *TINY_VIT, "--batch", "2", *one)
+    rows = run_recipe("cpu_tables.py", *TINY_VIT, "--batch", "2", *one, "--plot", str(tmp_path / "bars.png"))
     model = {row["candidate"]: row for row in rows if row["unit"] == "model"}
     assert float(model["layer"]["error"]) < 1e-5 < float(model["int8 dynamic"]["error"]) < 0.2
     assert model["int8 dynamic"]["median_ms"]
+    assert (tmp_path / "bars.today.fp32.png").stat().st_size > 5000
 
 
 def test_energy_without_a_counter_is_times_alone_and_only_with_quick(
