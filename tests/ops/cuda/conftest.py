@@ -13,7 +13,9 @@ from flysurgery.ops.cuda import multiply as multiplication
 from flysurgery.ops.cuda.gather import Gather
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
 from flysurgery.ops.derived import forget_derived
+from tests.ops.cuda.dense_kernels import DenseKernel
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
+from tests.support.rounding import rounding_as
 from tests.support.tolerance import MODES
 
 
@@ -27,10 +29,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """Lets PyTorch's own products round as the mode does."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
-    yield request.param
-    torch.set_float32_matmul_precision(before)
+    with rounding_as(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DenseKernel]:
+    """One of the dense kernels, which PyTorch's own products then round as."""
+    with rounding_as(request.param.mode), request.param.taken(monkeypatch):
+        yield request.param
 
 
 @pytest.fixture

@@ -10,12 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.ops import composed, patch_embedding
-from flysurgery.ops.cuda import dense
 from flysurgery.ops.cuda.dense_patches import run_patches
-from flysurgery.ops.cuda.dense_tiling import DenseTiling, dense_tiling
-from flysurgery.ops.cuda.kernel import device_arch
-from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.patterns import Pattern
+from tests.ops.cuda.dense_kernels import warpgroups_or_warps
 from tests.support.oracle import product
 from tests.support.problems import make_factor, make_input, make_integers, make_vector
 from tests.support.tolerance import MODES, assert_epilogue_bounded, assert_epilogue_comparable, assert_equal
@@ -29,18 +26,9 @@ CASES = [(96, 16, (), "patches"), (96, 16, (1, 4), "patches"), (96, 16, (1, 4), 
 
 
 @pytest.fixture(params=[True, False], ids=["wgmma", "mma.sync"])
-def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """By warpgroups where the device has them, and by warps."""
-    if request.param and device_arch(0) != "sm_90a":
-        pytest.skip("wgmma needs compute capability 9.0")
-
-    def tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
-        return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), request.param, gated)
-
-    monkeypatch.setattr(dense, "_tiling", tiling)
-    dense.launcher.cache_clear()  # which remembers the tiling
-    yield request.param
-    dense.launcher.cache_clear()
+def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with warpgroups_or_warps(monkeypatch, request.param):
+        yield
 
 
 def as_images(rows: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
