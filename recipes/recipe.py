@@ -30,6 +30,7 @@ from flysurgery.bench.paper_patterns import ROWS
 from flysurgery.bench.rows import columns_of
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
+from flysurgery.cli.memory import sentence_if_full
 from flysurgery.cli.options import device_of
 from flysurgery.errors import FlysurgeryError
 
@@ -324,13 +325,18 @@ def start(options: argparse.Namespace, device: torch.device, kind: type[Dataclas
 
 
 def main(work: Callable[[], None]) -> None:
-    """Run a recipe; an error that was raised on purpose, or by the file system, is one sentence and an exit code."""
+    """Run a recipe; an error that was raised on purpose, by the file system or for want of memory, is one sentence and an exit code."""
     try:
         work()
     except FlysurgeryError as error:
         raise SystemExit(" ".join(str(error).split())) from error
     except OSError as error:
         raise SystemExit(f"{error.strerror or error}: {error.filename}" if error.filename else str(error)) from error
+    except RuntimeError as error:
+        sentence = sentence_if_full(error)
+        if sentence is None:
+            raise
+        raise SystemExit(sentence) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -5,14 +5,15 @@
 Random weights: nothing here depends on their values. Inference is timed by CUDA graphs over rotating inputs. A training step
 (forward, backward, fused AdamW) is timed eagerly with a look at each loss, eagerly with the next step behind it, and in a CUDA graph:
 what the host takes shows in the first, and in the second where it takes longer than the device. All beside dense in the same
-run, steps by turns. The error is that of the converted model's features against the same model in float64. ``bound_us`` is what a large
-copy and a large matrix product, measured in the same run, allow the converted model. With --quick nothing is compiled or exported, and on a
-CPU the model has one block.
+run, steps by turns in shuffled order. The error is that of the converted model's features against the same model in float64.
+``bound_us`` is what a large copy and a large matrix product, measured in the same run, allow the converted model. With --quick nothing is
+compiled or exported, and on a CPU the model has one block.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -92,14 +93,17 @@ def training(table: recipe.Table, models: Models, arch: str, mode: str, batch: i
         (f"{what}, {_STEPS} on end", lambda model: [model.step() for _ in range(_STEPS)], _STEPS, 7),
         (f"{what}, CUDA graph", (lambda model: model.replay()) if table.on_cuda else recipe.NEEDS_CUDA, 1, 10),
     ]
-    rows = []
+    rows, shuffle = [], random.Random(table.options.seed).sample
     for label, run, steps, rounds in ways:
         if isinstance(run, str):
             rows.append(Row(arch, mode, batch, label, None, None, None, None, None, "", recipe.cells(Measured("graph", run))[-1]))
             continue
         count = max(1, rounds // 10) if table.options.quick else rounds
-        times = [[_timed(partial(run, model), table.device) / steps for model in trained.values()] for _ in range(count)]
-        medians = dict(zip(trained, map(statistics.median, zip(*times, strict=True)), strict=True))
+        times: dict[str, list[float]] = {name: [] for name in trained}
+        for _ in range(count):
+            for name in shuffle(list(trained), len(trained)):
+                times[name].append(_timed(partial(run, trained[name]), table.device) / steps)
+        medians = {name: statistics.median(own) for name, own in times.items()}
         noise = noise_of({name: Timing(ms, ms, ms) for name, ms in medians.items()})
         before, after, work = medians["dense"], medians["converted"], works["converted"]
         bound = table.ceilings(mode).bound_ms(work)

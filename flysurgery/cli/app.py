@@ -11,6 +11,7 @@ import typer
 
 from flysurgery import __version__
 from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, finetune, inspect
+from flysurgery.cli.memory import sentence_if_full
 from flysurgery.errors import FlysurgeryError
 
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     0 done; 1 failed, also when the reader of the output went away; 2 usage, a selector that matched nothing
-    included; 130 interrupted. Errors raised on purpose and errors of the file system become one line on stderr;
+    included; 130 interrupted. Errors raised on purpose, errors of the file system and memory that is full become one line on stderr;
     anything else is a bug and keeps its traceback.
     """
     try:
@@ -66,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         return _fail(_file_system_error(error), 1)
+    except RuntimeError as error:
+        sentence = sentence_if_full(error)
+        if sentence is None:
+            raise
+        return _fail(sentence, 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0

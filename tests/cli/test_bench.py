@@ -59,6 +59,32 @@ def test_a_value_that_is_refused_is_named(option: str, value: str, capsys: pytes
     assert line.count("\n") == 1 and option in line and value in line.partition(option)[2]
 
 
+def test_rows_that_fit_no_memory_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    assert main([*SMALL, "--rows", str(10**13), "--out", str(out)]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("flysurgery: this does not fit into this machine's memory; take fewer") and line.count("\n") == 1
+    assert not out.exists()
+
+
+def test_other_errors_of_pytorch_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("flysurgery.bench.bench_multiply", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(SMALL)
+
+
+def test_a_full_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")
+
+    monkeypatch.setattr("flysurgery.bench.bench_multiply", fail)
+    assert main(SMALL) == 1
+    assert "does not fit into the memory of the GPU" in capsys.readouterr().err
+
+
 TINY_VIT = ("vit_tiny_patch16_224", "--model-args", '{"embed_dim": 48, "depth": 1, "num_heads": 2, "img_size": 32, "patch_size": 8}')
 
 

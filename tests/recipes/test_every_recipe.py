@@ -124,6 +124,7 @@ def test_no_recipe_writes_over_another_table(
         ("survey_models.py", ("vit_pytorch", "--only", "resnet"), "--only resnet matches no model of vit_pytorch"),
         ("train_digits_vit.py", (), "--out takes a folder"),
         ("finetune_on_two_gpus.py", ("--quick", "--device", "cpu", "--arch", "butterfly"), "arch must be one of"),
+        ("rivals.py", ("--quick", "--device", "cpu", "--rows", str(10**13)), "does not fit into this machine's memory"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(
