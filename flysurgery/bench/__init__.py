@@ -16,6 +16,7 @@ from flysurgery.bench.factor import factor_head as factor_head
 from flysurgery.bench.ffn_share import ShareRow as ShareRow
 from flysurgery.bench.ffn_share import bench_ffn_share as bench_ffn_share
 from flysurgery.bench.ffn_share import share_head as share_head
+from flysurgery.bench.files import check_apart as check_apart
 from flysurgery.bench.files import check_file as check_file
 from flysurgery.bench.layer import CANDIDATES as CANDIDATES
 from flysurgery.bench.layer import LAUNCHES as LAUNCHES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from flysurgery.errors import OptionError
@@ -25,6 +26,20 @@ def check_file(path: Path, option: str) -> None:
             pass
     except OSError as error:
         raise OptionError(f"{option} cannot write {path}: {error.strerror or error}; choose another file") from error
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """See that options, by name, do not name one file twice: what is written last would take the place of the rest.
+
+    Raises:
+        OptionError: two do.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is not None:
+            first = seen.setdefault(path.expanduser().resolve(), option)
+            if first != option:
+                raise OptionError(f"{first} and {option} name the same file, {path}; give each its own")
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -58,6 +58,7 @@ def model(
         Protocol,
         bench_model_layers,
         bench_whole_model,
+        check_apart,
         check_file,
         draw_ratios,
         groups_of,
@@ -95,6 +96,7 @@ def model(
     groups = groups_of(plan)
     launched = {"launch": launch_on(target, protocol)}
     whole = whole_head(settings, target, plan) | launched
+    check_apart({"--out": out, "--plot": plot, "--table": table})
     if table is not None:
         check_file(table, "--table")
     with BenchRun(target, ModelRow, out, fresh=fresh, plot=plot) as run:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import typer
 
-from flysurgery.bench import Record, Sheet, check_plot, typed
+from flysurgery.bench import Record, Sheet, check_apart, check_plot, typed
 from flysurgery.cli.progress import progress
 from flysurgery.cli.tables import print_json
 
@@ -23,12 +23,14 @@ class BenchRun:
     """Rows of the class ``kind``, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
 
     Raises:
-        OptionError: ``--plot`` cannot be drawn, or ``--out`` cannot be written or names a file that holds something else.
+        OptionError: ``--plot`` cannot be drawn, or ``--out`` cannot be written or names a file that holds something else, or both name
+            one file.
     """
 
     def __init__(
         self, device: torch.device, kind: type[DataclassInstance], out: Path | None, *, fresh: bool = False, plot: Path | None = None
     ) -> None:
+        check_apart({"--out": out, "--plot": plot})
         check_plot(plot)
         self._sheet = Sheet(out, device, kind, fresh=fresh)
         if self._sheet.dropped:

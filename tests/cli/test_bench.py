@@ -140,6 +140,15 @@ def test_a_table_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pa
     assert "--table takes a file" in capsys.readouterr().err
 
 
+def test_one_file_for_two_things_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, same = tmp_path / "rows.svg", tmp_path / "." / "rows.svg"
+    assert main([*SMALL, "--out", str(rows), "--plot", str(same)]) == 2
+    assert "--out and --plot name the same file" in capsys.readouterr().err
+    assert main(["bench", "model", *TINY_VIT, "--device", "cpu", "--out", str(rows), "--table", str(same)]) == 2
+    assert "--out and --table name the same file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_model_answers_and_writes_the_table_of_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "latency.csv"
     assert (
