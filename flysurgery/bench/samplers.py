@@ -28,12 +28,16 @@ MOST_INPUTS = 64
 
 
 def rotating(x: Tensor) -> list[Tensor]:
-    """``x`` and copies of it, together larger than the L2 cache; on the CPU x alone."""
+    """``x`` and copies of it, together larger than the L2 cache; on the CPU x alone.
+
+    Copies are inference tensors where x is one, and no others: a compiler would make another graph for them, while the calls are captured.
+    """
     if not x.is_cuda:
         return [x]
     cache_bytes = torch.cuda.get_device_properties(x.device).L2_cache_size
     copies = min(MOST_INPUTS - 1, CACHE_MULTIPLE * cache_bytes // max(1, x.nbytes))
-    return [x, *(x.clone() for _ in range(copies))]
+    with torch.inference_mode(x.is_inference()):
+        return [x, *(x.clone() for _ in range(copies))]
 
 
 def cpu_sampler(run: Run, x: Tensor) -> Sample:

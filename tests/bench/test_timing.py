@@ -71,3 +71,21 @@ def test_graphs_run_on_the_gpu() -> None:
     weight = torch.randn(384, 384, device="cuda")
     timing = time_interleaved({"product": lambda x: x @ weight}, x, rounds=5)["product"]
     assert 0 < timing.lower_ms <= timing.median_ms <= timing.upper_ms
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_a_compiler_makes_one_graph_for_all_inputs_of_a_sample(made_in_inference_mode: bool) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    with torch.inference_mode(made_in_inference_mode):
+        x = torch.ones(3, device="cuda")
+    with torch.inference_mode():
+        timing = time_interleaved({"a": torch.compile(lambda x: x.sin(), backend=keep)}, x, rounds=2)["a"]
+    assert timing.launch == "graph"
+    assert len(graphs) == 1
