@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
+from flysurgery.ops import forget_moved
 from flysurgery.surgery import STANDS_FOR
 
 _DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
@@ -83,6 +84,12 @@ class StandIn(nn.Module):
     def train(self, mode: bool = True) -> StandIn:
         self.original.train(mode)
         self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StandIn:
+        """Moves and retypes parameters and buffers, as ``to`` asks, and frees what fused modules packed of them."""
+        super()._apply(fn, recurse)
+        forget_moved()
         return self
 
     def _replicate_for_data_parallel(self) -> NoReturn:

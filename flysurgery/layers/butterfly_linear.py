@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.ops import ks_linear
+from flysurgery.ops import forget_moved, ks_linear
 from flysurgery.patterns import Architecture
 
 
@@ -81,6 +83,12 @@ class ButterflyLinear(nn.Module):
             return factors, self._parameters["bias"]  # pyright: ignore[reportReturnType] - None is no factor
         except KeyError:  # parametrized, or replaced by plain tensors
             return tuple(self.factors), self.bias
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ButterflyLinear:
+        """Moves and retypes the parameters, as ``to`` asks, and frees what was packed of them."""
+        super()._apply(fn, recurse)
+        forget_moved()
+        return self
 
     def extra_repr(self) -> str:
         return f"architecture={self.architecture}, density={self.architecture.density:.3f}, bias={self.bias is not None}"

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flysurgery.ops.autocast import without_autocast
 from flysurgery.ops.cuda.notes import forget_notes, note_change, rely_on
+from flysurgery.ops.cuda.repeating import forget_changed_calls
 from flysurgery.ops.taken import present_taken
 
 Stamp = tuple[object, ...]
@@ -47,7 +48,7 @@ def derived(
 
     Nothing hangs on the sources themselves: state dicts, pickles and deep copies know nothing of it. What was made on
     one stream is waited for on another. Memory that the sources leave behind, when they are moved or retyped, is freed
-    at the next call. A write is noticed by the version that PyTorch counts and by the address, and a
+    by ``forget_moved``, or at the next call. A write is noticed by the version that PyTorch counts and by the address, and a
     step of a fused optimizer, which counts none, by a hook. One through ``tensor.data``, or by the replay of a graph that
     trains, is not, and calls for ``forget_derived``. Inference tensors count no versions: what derives from them is made
     at each call.
@@ -73,6 +74,7 @@ def derived(
     entry = _entries.get(key)
     same = entry is not None and all(map(is_, [reference() for reference in entry.references], sources))
     if entry is not None and same and entry.stamps == stamps:
+        entry.captured = entry.captured or (capturing and taken is None)  # graphs of ``taking`` keep what they read
         _order(entry, capturing)
         rely_on(entry.tensors, sources)
         if taken is not None:
@@ -91,6 +93,19 @@ def forget_derived() -> None:
     """Drop everything, after parameters were written to behind PyTorch's back, as through ``parameter.data``."""
     _entries.clear()
     forget_notes()
+
+
+def forget_moved() -> None:
+    """Free what derives from sources that have left their memory, as for another device or dtype, unless a captured graph may read it.
+
+    ``derived`` would find out at the next call, which may never come. Costs a look at every source.
+    """
+    for key, entry in [*_entries.items()]:  # other threads may add some
+        sources = [reference() for reference in entry.references]
+        stays = [source is None or source.data_ptr() == value.data_ptr() for source, value in zip(sources, entry.values, strict=True)]
+        if not (entry.captured or all(stays)):
+            _entries.pop(key, None)
+    forget_changed_calls()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -187,7 +202,6 @@ def _order(entry: _Entry, capturing: bool) -> None:
     """Let the current stream wait for the one that made the entry. A capture begins with all streams at rest."""
     if entry.ready is None:
         return
-    entry.captured = entry.captured or capturing
     device = entry.tensors[0].device
     if capturing or torch._C._cuda_getCurrentRawStream(device.index) in entry.streams:
         return

@@ -26,6 +26,7 @@ class Taken:
             if id(source) not in self._known:
                 self._known.add(id(source))
                 self._sources.append(source)
+                self._kept.append(source.detach())  # its memory, whose address is not to be given to other values
                 self._versions.append(source._version)
                 self._addresses.append(source.data_ptr())
 

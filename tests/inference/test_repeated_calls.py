@@ -101,6 +101,21 @@ def test_weights_that_change_are_followed(model: nn.Module, x: Tensor, asked: li
     assert_equal(model.half()(x), anew(model, x))
 
 
+def test_moved_away_it_leaves_no_memory_behind(model: nn.Module, x: Tensor) -> None:
+    expected = model(x)
+    left = []
+    for _ in range(2):  # what kernels keep for a device besides weights is there from the first time on
+        before = torch.cuda.memory_allocated()
+        model.cpu()
+        left.append(before - torch.cuda.memory_allocated())
+        before = torch.cuda.memory_allocated()
+        model.cuda()
+        assert_equal(model(x), expected)
+        assert_equal(model(x), expected)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert left[0] == left[1] >= 1.5 * weights, "packed ones as well"
+
+
 def test_modes_streams_threads_and_graphs(model: nn.Module, x: Tensor) -> None:
     expected = model(x)
     with torch.inference_mode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flysurgery.errors import InferenceError
 from flysurgery.inference import standing
 from flysurgery.inference.standing import Passed, StandIn
 from flysurgery.inference.steps import LayerNorm, LinearResidual
+from flysurgery.ops.derived import derived
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
 
@@ -186,6 +188,16 @@ def test_names_that_lie(called: list[str]) -> None:
     flysurgery.optimize(model)
     assert_equal(model(x), before)
     assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
+
+
+def test_moved_they_free_what_was_packed(called: list[str]) -> None:
+    model = small()
+    flysurgery.optimize(model)
+    parameters = {name: each for name, each in model.named_parameters() if name.startswith(("patch_embed", "blocks", "norm"))}
+    packed = [weakref.ref(derived("packed", (each,), lambda each=each: (each.clone(),))[0]) for each in parameters.values()]
+    assert packed and all(each() is not None for each in packed)
+    model.double()
+    assert not any(each() is not None for each in packed)
 
 
 def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:

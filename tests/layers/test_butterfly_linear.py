@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.layers import ButterflyLinear
+from flysurgery.ops.derived import _entries
 from flysurgery.patterns import Architecture, named
 from tests.support.problems import ARCHITECTURES, make_input
 from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal
@@ -47,6 +49,16 @@ def test_parameters_are_named_as_checkpoints_hold_them() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in ButterflyLinear(SQUARE).state_dict().items()}
     assert shapes == {"factors.0": (1, 192, 48, 2), "factors.1": (2, 48, 192, 1), "bias": (384,)}
     assert "bias" not in ButterflyLinear(SQUARE, bias=False).state_dict()
+
+
+def test_moved_it_keeps_nothing_of_what_was_packed() -> None:
+    layer = ButterflyLinear(SQUARE).requires_grad_(False)
+    layer(torch.ones(600, 384))
+    packed = [weakref.ref(tensor) for entry in _entries.values() for tensor in entry.tensors if entry.references[0]() is layer.factors[0]]
+    assert packed
+    assert layer.double() is layer
+    assert not any(each() is not None for each in packed)
+    check(layer, FP64)
 
 
 @pytest.mark.parametrize("name", ["weight", "fuse", "reparameterize", "switch_to_deploy"])

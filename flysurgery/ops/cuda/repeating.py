@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,19 @@ class Repeating:
         parameters, calls = self._known
         if parameters is None or not parameters.same():
             parameters, calls = self._known = _Parameters(modules()), {}
+            _holding[id(self)] = self
         key = _key(operands)
         try:  # another thread may clear them
             repeated = calls[key]
         except KeyError:
             return self._noted(run, parameters, calls, key, operands)
         return run(*operands) if repeated is None else repeated(*operands)
+
+    def forget_changed(self) -> None:
+        """Forget all calls where parameters are no more what they were."""
+        parameters, _ = self._known
+        if parameters is not None and not parameters.same():
+            self._known = None, {}
 
     @staticmethod
     def _noted(
@@ -66,6 +74,17 @@ class Repeating:
         if not notes.changed:  # else the next call is the first of those that are alike
             calls[key] = _repeated(notes, len(operands), result, parameters)
         return result
+
+
+_holding: WeakValueDictionary[int, Repeating] = WeakValueDictionary()
+
+
+def forget_changed_calls() -> None:
+    """Let go of what was noted with parameters that have changed since, and of the memory that these have left."""
+    for reference in _holding.valuerefs():
+        repeating = reference()
+        if repeating is not None:
+            repeating.forget_changed()
 
 
 def _repeatable(operands: tuple[Tensor, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.ops import derived as derivation
 from flysurgery.ops.cuda.multiply import multiply
-from flysurgery.ops.derived import derived, forget_derived
+from flysurgery.ops.derived import derived, forget_derived, forget_moved
 from flysurgery.patterns import Architecture
 from tests.ops.cuda.emulation import EmulatedProduct
 from tests.support.problems import make_factors, make_input, make_vector
@@ -145,6 +145,24 @@ def test_dies_with_its_parameters(emulated: type[EmulatedProduct], x: Tensor) ->
     del layer
     gc.collect()
     assert not derivation._entries
+
+
+def test_what_was_left_behind_is_freed_without_another_call(emulated: type[EmulatedProduct], x: Tensor) -> None:
+    layer, other, captured = Layer(), Layer(), Layer()
+    for each in (layer, other, captured):
+        check(each, x)
+    *others, of_captured = derivation._entries.values()
+    of_captured.captured = True  # a graph may read it
+    layer.half()
+    captured.half()
+    assert len(derivation._entries) == 3
+    forget_moved()
+    assert [*derivation._entries.values()] == [others[1], of_captured]
+    check(other, x)
+    assert emulated.packs == 3, "what has not moved stays packed"
+    check(layer.double(), x)
+    check(captured.double(), x)
+    assert emulated.packs == 5
 
 
 def test_inference_tensors_are_packed_at_each_call(emulated: type[EmulatedProduct], x: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from flysurgery.ops.cuda.kernel import Prepared
 from flysurgery.ops.cuda.notes import fresh, rely_on
 from flysurgery.ops.cuda.repeated import Repeated
 from flysurgery.ops.cuda.repeating import Repeating
-from flysurgery.ops.derived import derived, forget_derived
+from flysurgery.ops.derived import derived, forget_derived, forget_moved
 from tests.support.tolerance import assert_equal
 
 FEATURES = 6
@@ -140,6 +141,22 @@ def test_weights_that_changed_are_read_anew(layer: Layer, change: str) -> None:
     layer.check(1)  # packs
     layer.check(1)  # notes
     layer.check(0)
+
+
+def test_what_was_noted_is_let_go_of_once_parameters_have_moved(layer: Layer) -> None:
+    other = Layer()
+    other.check(1)
+    other.check(1)
+    parameters, calls = layer.repeating._known
+    assert parameters is not None and calls
+    left = weakref.ref(parameters)
+    del parameters, calls
+    layer.double().float()
+    assert left() is not None
+    forget_moved()
+    assert left() is None
+    other.check(0)
+    layer.check(1)
 
 
 def test_fused_optimizers_are_noticed(layer: Layer) -> None:
