@@ -18,7 +18,17 @@ from statistics import median
 
 import recipe
 
-from flysurgery.bench import EnergyMeter, EnergyRow, NoMeter, draw_boxes, energy_boxes, energy_of_factor, energy_of_model, measure_ceilings
+from flysurgery.bench import (
+    EnergyMeter,
+    EnergyRow,
+    Meter,
+    NoMeter,
+    draw_boxes,
+    energy_boxes,
+    energy_of_factor,
+    energy_of_model,
+    measure_ceilings,
+)
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled
 
 QUICK_LARGEST = 1024
@@ -44,7 +54,7 @@ def main() -> None:
     quickly = options.quick and device.type == "cpu"
     if device.type == "cpu" and not quickly:
         raise SystemExit("energy is read from an NVIDIA GPU's counter, and the device is cpu; --quick times calls without it, on few rows")
-    meter = NoMeter() if quickly else EnergyMeter(device)
+    meter: Meter = NoMeter() if quickly else EnergyMeter(device)
     batch = options.batch or recipe.images(options, device)
     end = time.monotonic() + 60 * options.minutes
     how = {"seconds": 0.1 if quickly else 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}

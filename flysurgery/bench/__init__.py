@@ -5,6 +5,7 @@ from flysurgery.bench.ceilings import Ceilings as Ceilings
 from flysurgery.bench.ceilings import Work as Work
 from flysurgery.bench.ceilings import measure_ceilings as measure_ceilings
 from flysurgery.bench.energy import EnergyMeter as EnergyMeter
+from flysurgery.bench.energy import Meter as Meter
 from flysurgery.bench.energy import NoMeter as NoMeter
 from flysurgery.bench.energy_rows import EnergyRow as EnergyRow
 from flysurgery.bench.energy_rows import energy_boxes as energy_boxes

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, quantiles
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +49,18 @@ class Energy:
     call_ms: float | None = None
     windows: int = 0
     window_s: float | None = None
+
+
+class Meter(Protocol):
+    """What tells of a call what it takes: joules and time, or time alone."""
+
+    def idle_watts(self, seconds: float = WINDOW_SECONDS) -> float:
+        """Mean power while nothing runs."""
+        ...
+
+    def measure(self, run: Run, x: Tensor, *, windows: int = 3, seconds: float = WINDOW_SECONDS, idle_watts: float) -> Energy:
+        """What ``run(x)`` takes."""
+        ...
 
 
 class EnergyMeter:
@@ -114,17 +127,14 @@ class EnergyMeter:
         return (after - before) / (end - begin), end - begin
 
 
-class NoMeter(EnergyMeter):
+class NoMeter:
     """In the place of a meter where there is no counter: it tells how long calls take, and no joules."""
-
-    def __init__(self) -> None:
-        pass
 
     def idle_watts(self, seconds: float = WINDOW_SECONDS) -> float:
         """Nothing is known of it."""
         return 0.0
 
-    def measure(self, run: Run, x: Tensor, *, windows: int = 3, seconds: float = WINDOW_SECONDS, idle_watts: float = 0.0) -> Energy:
+    def measure(self, run: Run, x: Tensor, *, windows: int = 3, seconds: float = WINDOW_SECONDS, idle_watts: float) -> Energy:
         """The time of a call alone."""
         timing = time_interleaved({"call": run}, x, rounds=windows, seconds=seconds)["call"]
         return Energy("no joules: they need an NVIDIA GPU's counter", call_ms=timing.median_ms)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.energy import Energy, EnergyMeter
+from flysurgery.bench.energy import Energy, Meter
 from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.layouts import FIRST, LAST, factor_runs, problem_of_factor, rows_first
 from flysurgery.bench.measuring import AGAIN, MOST_ERROR, relative_error, status_of
@@ -49,7 +49,7 @@ class EnergyRow:
 
 
 def energy_of_factor(
-    meter: EnergyMeter,
+    meter: Meter,
     pattern: Pattern,
     rows: int,
     mode: str,
@@ -83,7 +83,7 @@ def energy_of_factor(
 
 
 def energy_of_model(
-    meter: EnergyMeter,
+    meter: Meter,
     model: str,
     arguments: Mapping[str, Any],
     arch: str,
@@ -129,9 +129,7 @@ def _bounds(energy: Energy, work: Work, ceilings: Ceilings) -> tuple[int, int, f
     return work.bytes_moved, work.flops, bound, bound / energy.call_ms if energy.call_ms else None
 
 
-def _measured(
-    meter: EnergyMeter, runs: Mapping[str, Run], x: Tensor, truth: Tensor, baseline: str, how: Mapping[str, Any]
-) -> dict[str, Energy]:
+def _measured(meter: Meter, runs: Mapping[str, Run], x: Tensor, truth: Tensor, baseline: str, how: Mapping[str, Any]) -> dict[str, Energy]:
     """Hold each candidate's first rows against the truth, and measure the right ones in shuffled order, the baseline among them twice."""
     energies: dict[str, Energy] = {}
     for name, run in runs.items():
