@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from flysurgery import surgery
-from flysurgery.bench import Sheet, Stamp, take_stamp, write_csv
+from flysurgery.bench import Sheet, Stamp, take_stamp, write_records
+from flysurgery.bench.rows import columns_of, flat
 from flysurgery.errors import FlysurgeryError
 from flysurgery.evaluation import ImageData, evaluate
 from flysurgery.patterns import named
@@ -260,14 +261,14 @@ def run(
 
     The rows are made in as many processes as there are ``gpus``, each with one of these for its CUDA_VISIBLE_DEVICES and a workshop
     of its own; without any, in this process. After each row ``out`` (CSV) is written whole, and ``out`` with the ending .json, from
-    which a later call takes the rows that are there already. No row is begun once ``minutes`` are over.
+    which a later call takes the rows that are there already, with their stamps. No row is begun once ``minutes`` are over.
 
     Raises:
         OptionError: ``out`` cannot be written, or holds something else.
     """
     check_out(out, device)
     started = time.perf_counter()
-    rows = _earlier(out.with_suffix(".json"))
+    rows, stamps = _earlier(out.with_suffix(".json"))
     waiting = [case for case in (Case(DENSE, DENSE), *cases) if case not in rows]
     unplanned = list(dict.fromkeys(case.target for case in waiting))
     plans: dict[str, Plan | None] = {}
@@ -304,7 +305,8 @@ def run(
                     waiting = [case for case in waiting if case.target != job]
                 if isinstance(job, str) and failed is None:
                     continue
-                _write(out, _table(rows), stamp)
+                stamps |= {case: stamp for case in rows if case not in stamps}
+                _write(out, _table(rows), stamps)
                 echo(_shown(rows[job]) if isinstance(job, Case) else f"{job}: {reason}")
     return _table(rows)
 
@@ -338,9 +340,10 @@ def _row(case: Case, plan: Plan | None) -> Row:
     return _workshop[0].row(case, plan)
 
 
-def _write(out: Path, rows: Sequence[Row], stamp: Stamp) -> None:
-    write_csv(out, rows, stamp)
-    out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n", encoding="utf-8")
+def _write(out: Path, rows: Sequence[Row], stamps: Mapping[Case, Stamp]) -> None:
+    records = [flat(row) | flat(stamps[Case(row.target, row.method)]) for row in rows]
+    write_records(out, records)
+    out.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
 def _table(rows: Mapping[Case, Row]) -> list[Row]:
@@ -361,9 +364,14 @@ def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - dropped
 
 
-def _earlier(file: Path) -> dict[Case, Row]:
-    found = [Row(**each) for each in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
-    return {Case(row.target, row.method): row for row in found if row.status == "ok"}
+def _earlier(file: Path) -> tuple[dict[Case, Row], dict[Case, Stamp]]:
+    """The rows of earlier calls that are ok, and the stamp of each; what has none was written by an older version, and is made anew."""
+    rows, stamps = dict[Case, Row](), dict[Case, Stamp]()
+    for each in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
+        if each["status"] == "ok" and "commit" in each:
+            case = Case(each["target"], each["method"])
+            rows[case], stamps[case] = (kind(**{name: each[name] for name in columns_of(kind)}) for kind in (Row, Stamp))
+    return rows, stamps
 
 
 def _shown(row: Row) -> str:

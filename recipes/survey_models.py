@@ -7,20 +7,22 @@ Each model is built with random weights (timm's at their default arguments), eve
 the walk finds is planned as Monarch of four blocks, and the planned weights are set to products of random factors. The model then
 computes in float64 and in float32, is converted, and computes again: ``error_ratio`` is the error of the converted model over that
 of the dense one in the same arithmetic. ``kept`` counts the layers of these roles that stay dense, by reason. A model runs in a process
-of its own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped.
+of its own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped; those of another
+version or commit are surveyed anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import multiprocessing
 import re
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,15 +34,15 @@ from survey_cases import Case, timm_cases, vit_pytorch_cases
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flysurgery.bench import check_file
-from flysurgery.bench.rows import columns_of, read_table
 from flysurgery.checkpoint import build_base
+from flysurgery.cli.bench_run import BenchRun
 from flysurgery.errors import FlysurgeryError, ModelError, OptionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
 from flysurgery.walker import Target, example_input, walk
 
 QUICK_CASES = "^deit_tiny_|^vit:ViT$"
+PACKAGES = {"timm": "timm", "vit_pytorch": "vit-pytorch"}
 ROLES = ("qkv", "attn_out", "ffn_in", "ffn_out")
 
 
@@ -67,6 +69,7 @@ class Row:
     output_kept: bool | None = None
     seconds: float = 0.0
     note: str = ""
+    library: str = ""  # with its version
 
 
 def survey(case: Case, tolerance: float) -> Row:
@@ -179,7 +182,6 @@ def _rms(values: Tensor) -> float:
 
 def _work(case: Case, tolerance: float, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     try:
         row = survey(case, tolerance)
     except Exception as error:
@@ -187,8 +189,8 @@ def _work(case: Case, tolerance: float, pipe: Connection) -> None:
     pipe.send(row)
 
 
-def run(cases: list[Case], out: Path, *, jobs: int, timeout: float, tolerance: float) -> None:
-    """Survey the cases side by side, and add a row to the file as soon as it is there."""
+def run(cases: list[Case], done: Callable[[Row], None], *, jobs: int, timeout: float, tolerance: float) -> None:
+    """Survey the cases side by side, and hand each row on as soon as it is there."""
     fork = multiprocessing.get_context("fork")  # the libraries are imported once
     waiting = list(reversed(cases))
     running: dict[Connection, tuple[Case, BaseProcess, float]] = {}
@@ -214,26 +216,8 @@ def run(cases: list[Case], out: Path, *, jobs: int, timeout: float, tolerance: f
             if row is not None:
                 process.join()
                 del running[pipe]
-                _append(out, row)
+                done(row)
                 print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
-
-
-def _append(out: Path, row: Row) -> None:
-    is_new = not out.exists()
-    with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
-
-
-def _surveyed(out: Path) -> set[str]:
-    """The models that the file has; raises OptionError where it holds something else."""
-    check_file(out, "--out")
-    columns, rows = read_table(out)
-    if columns and columns != columns_of(Row):
-        raise OptionError(f"{out} is no survey, its first columns are {', '.join(columns[:8])}; name another file with --out")
-    return {row["model"] for row in rows}
 
 
 def main() -> None:
@@ -248,7 +232,8 @@ def main() -> None:
     parser.add_argument("--tolerance", type=recipe.duration, default=16.0, help="largest error_ratio at which the output counts as kept")
     arguments = parser.parse_args()
     cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
-    done = _surveyed(arguments.out)
+    package = PACKAGES[arguments.library]
+    library = f"{package} {version(package)}"
     only = arguments.only or (QUICK_CASES if arguments.quick else "")
     try:
         chosen = [case for case in cases if re.search(only, case.name)]
@@ -256,16 +241,15 @@ def main() -> None:
         raise OptionError(f"--only takes a regular expression, got '{only}': {error}") from error
     if not chosen:
         raise OptionError(f"--only {only} matches no model of {arguments.library}")
-    if arguments.fresh:
-        arguments.out.unlink(missing_ok=True)
-        done = set()
-    run(
-        [case for case in chosen if case.name not in done],
-        arguments.out,
-        jobs=arguments.jobs,
-        timeout=arguments.timeout,
-        tolerance=arguments.tolerance,
-    )
+    torch.set_num_threads(1)  # as in the processes to come
+    with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept:
+        run(
+            [case for case in chosen if not kept.has({"model": case.name, "library": library})],
+            lambda row: kept.add([replace(row, library=library)], row.model),
+            jobs=arguments.jobs,
+            timeout=arguments.timeout,
+            tolerance=arguments.tolerance,
+        )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,6 @@ from flysurgery.bench.rows import Record as Record
 from flysurgery.bench.rows import flat as flat
 from flysurgery.bench.rows import to_json as to_json
 from flysurgery.bench.rows import typed as typed
-from flysurgery.bench.rows import write_csv as write_csv
 from flysurgery.bench.rows import write_records as write_records
 from flysurgery.bench.sheet import Sheet as Sheet
 from flysurgery.bench.stamp import Stamp as Stamp

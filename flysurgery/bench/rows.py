@@ -45,11 +45,6 @@ def columns_of(kind: type[DataclassInstance]) -> list[str]:
     return found
 
 
-def write_csv(path: Path, rows: Sequence[DataclassInstance], stamp: Stamp) -> None:
-    """Write the rows, the stamp repeated in the last columns; an existing file is replaced whole or not at all."""
-    write_records(path, [flat(row) | flat(stamp) for row in rows])
-
-
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write records of the same columns; an existing file is replaced whole or not at all."""
     replace_text(path, as_csv(records))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.bench import Stamp, take_stamp, to_json, write_csv
+from flysurgery.bench import Stamp, take_stamp, to_json, write_records
+from flysurgery.bench.rows import flat
 
 STAMP = Stamp(date="2026-01-02", device="a CPU", driver=None, threads=2, torch="2.11", flysurgery="0.1.0", commit="abc")
 
@@ -23,7 +24,7 @@ class Row:
 
 def test_csv_rows_carry_the_stamp(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.csv"
-    write_csv(path, [Row("(1,2,3,4),(5,6,7,8)", 1.23456789), Row("refused", None)], STAMP)
+    write_records(path, [flat(row) | flat(STAMP) for row in (Row("(1,2,3,4),(5,6,7,8)", 1.23456789), Row("refused", None))])
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows[0] == {
@@ -51,7 +52,7 @@ def test_an_existing_file_survives_a_failed_write(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        write_csv(path, [Row("a", 1.0)], STAMP)
+        write_records(path, [flat(Row("a", 1.0))])
     assert path.read_text() == "precious"
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 

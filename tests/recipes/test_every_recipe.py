@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,14 @@ ANYWHERE = {"calibration_cost", "digits_accuracy", "survey_models", "train_digit
 
 CHECKS = {"check_single_factor", "sanitize_kernels"}
 """Those that hold kernels against something and time nothing: a CPU has nothing for them."""
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Some recipes set how many threads their process has."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
@@ -142,7 +152,7 @@ def test_what_cannot_be_meant_is_one_sentence(
 def test_a_survey_adds_to_no_other_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = tmp_path / "other.csv"
     other.write_text("model,price\napple,1\n")
-    with pytest.raises(SystemExit, match=r"other\.csv is no survey"):
+    with pytest.raises(SystemExit, match=r"other\.csv is no table of measurements"):
         run(monkeypatch, "survey_models.py", "timm", "--out", str(other))
     assert other.read_text() == "model,price\napple,1\n"
 
@@ -174,18 +184,18 @@ def test_a_quick_survey_is_one_small_model(monkeypatch: pytest.MonkeyPatch, tmp_
     run(monkeypatch, "survey_models.py", "vit_pytorch", "--quick", "--out", str(out))
     (row,) = read_table(out)[1]
     assert (row["model"], row["converted"], row["output_kept"], row["replaced"]) == ("vit:ViT", "True", "True", "8")
-    assert "8 replaced" in capsys.readouterr().out
+    assert (row["library"], row["torch"], row["threads"]) == (f"vit-pytorch {version('vit-pytorch')}", torch.__version__, "1")
+    assert row["commit"] and "8 replaced" in capsys.readouterr().out
     run(monkeypatch, "survey_models.py", "vit_pytorch", "--quick", "--out", str(out))
     assert "replaced" not in capsys.readouterr().out, "it is there already"
+    out.write_text(out.read_text().replace(row["commit"], "an older one"))
+    run(monkeypatch, "survey_models.py", "vit_pytorch", "--quick", "--out", str(out))
+    assert [each["commit"] for each in read_table(out)[1]] == [row["commit"]], "surveyed anew"
 
 
 def test_a_quick_training_makes_a_model_that_timm_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    try:
-        run(monkeypatch, "train_digits_vit.py", "--quick")
-    finally:
-        torch.set_num_threads(threads)
+    run(monkeypatch, "train_digits_vit.py", "--quick")
     model = timm.create_model("local-dir:build/digits_vit", pretrained=True)
     assert model.num_classes == 10 and ", 1 epochs" in (tmp_path / "build/digits_vit/README.md").read_text()
 

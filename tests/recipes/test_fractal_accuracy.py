@@ -10,7 +10,7 @@ import torch
 from tests.recipes.conftest import RECIPES, RunRecipe
 
 
-def test_rows_and_going_on(run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_going_on(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run_recipe("fractal_accuracy.py", "--folder", "f", "--targets", "gonon", "--methods", "svd", "magnitude")
     assert [(row["target"], row["method"], row["status"]) for row in first] == [
         ("dense", "dense", "ok"),
@@ -26,8 +26,11 @@ def test_rows_and_going_on(run_recipe: RunRecipe, capsys: pytest.CaptureFixture[
             points = 100 * (float(row[f"top1{when}"]) - float(dense["top1"]))
             assert float(row[f"points{when}"]) == pytest.approx(points, abs=0.01)
     capsys.readouterr()
+    commit, kept = first[0]["commit"], tmp_path / "rows.json"
+    kept.write_text(kept.read_text().replace(f'"{commit}"', '"an older one"'))
     second = run_recipe("fractal_accuracy.py", "--folder", "f", "--targets", "gonon", "--methods", "svd", "lowrank calibrated", "magnitude")
     new = second.pop(2)
+    assert {row["commit"] for row in second} == {"an older one"} and new["commit"] == commit, "each keeps its own stamp"
     assert [row["top1"] for row in second] == [row["top1"] for row in first]
     assert new["method"] == "lowrank calibrated" and float(new["replaced_share"]) <= float(svd["replaced_share"])
     assert float(new["error_ffn_out"]) < float(svd["error_ffn_out"]), "it has seen what the layers are given"
