@@ -370,7 +370,8 @@ def _earlier(file: Path) -> tuple[dict[Case, Row], dict[Case, Stamp]]:
     for each in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
         if each["status"] == "ok" and "commit" in each:
             case = Case(each["target"], each["method"])
-            rows[case], stamps[case] = (kind(**{name: each[name] for name in columns_of(kind)}) for kind in (Row, Stamp))
+            rows[case] = Row(**{name: each[name] for name in columns_of(Row)})
+            stamps[case] = Stamp(**{name: each[name] for name in columns_of(Stamp)})
     return rows, stamps
 
 

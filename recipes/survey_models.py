@@ -189,7 +189,7 @@ def _work(case: Case, tolerance: float, pipe: Connection) -> None:
     pipe.send(row)
 
 
-def run(cases: list[Case], done: Callable[[Row], None], *, jobs: int, timeout: float, tolerance: float) -> None:
+def run(cases: list[Case], done: Callable[[Row], object], *, jobs: int, timeout: float, tolerance: float) -> None:
     """Survey the cases side by side, and hand each row on as soon as it is there."""
     fork = multiprocessing.get_context("fork")  # the libraries are imported once
     waiting = list(reversed(cases))
