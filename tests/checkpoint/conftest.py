@@ -19,6 +19,12 @@ ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "
 BASE = "vit_tiny_patch16_224"
 
 
+def need_recorded_arguments() -> None:
+    """Skip what saves a model without saying how it was built, where timm does not know that."""
+    if not hasattr(timm.models, "get_model_args"):
+        pytest.skip(f"timm {timm.__version__} keeps no arguments of its models, as 1.0.31 does, so saving asks for base_args=")
+
+
 def small_model(**changes: Any) -> nn.Module:
     """A timm ViT of 30 thousand parameters."""
     torch.manual_seed(0)
@@ -27,6 +33,8 @@ def small_model(**changes: Any) -> nn.Module:
 
 def install_random(model: nn.Module, **options: Any) -> nn.Module:
     """Convert without projecting: factors and all other parameters are random, none of them zero."""
+    if "base_args" not in options:
+        need_recorded_arguments()
     install(plan(model, **options), model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -51,6 +59,7 @@ def outputs(model: nn.Module, batch: int = 3) -> Tensor:
 @pytest.fixture(scope="session")
 def converted() -> tuple[nn.Module, Report]:
     """A model converted for real, with its report; not to be changed."""
+    need_recorded_arguments()
     model = small_model()
     return model, convert_model(model)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,15 +16,15 @@ WHOLE = ["patch_embedding", *["norm_linear", "attention", "linear_residual", "ff
 """The operators that such a model calls when all of it is fused."""
 
 
-def ready(model: nn.Module, *, convert: bool = True) -> nn.Module:
-    """The model in eval mode, every weight moved at random (layer scales and norms too), and by default converted."""
+def ready(model: nn.Module, *, convert: bool = True, **options: Any) -> nn.Module:
+    """The model in eval mode, every weight moved at random (layer scales and norms too), and by default converted, with ``options``."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.eval().requires_grad_(False)
     if convert:
-        flysurgery.convert(model, "monarch", roles=("ffn", "qkv", "attn_out"), nblocks=4)
+        flysurgery.convert(model, "monarch", roles=("ffn", "qkv", "attn_out"), nblocks=4, **options)
     return model
 
 

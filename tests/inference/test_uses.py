@@ -29,7 +29,8 @@ BLOCKS = ["norm_linear", "attention", "linear_residual", "ffn"] * 2
 
 
 def small(**options: object) -> nn.Module:
-    return ready(timm.create_model("vit_tiny_patch16_224", **SMALL, **options))  # pyright: ignore[reportArgumentType]
+    base, arguments = "vit_tiny_patch16_224", SMALL | options  # which older versions of timm do not keep
+    return ready(timm.create_model(base, **arguments), base=base, base_args=arguments)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_folder_keeps_the_wish_and_the_plain_weights(called: list[str], tmp_path: Path) -> None:
