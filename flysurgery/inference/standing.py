@@ -21,29 +21,32 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Condition:
     """Whether fused modules may run: none of the modules that they cover is in training mode or has hooks that wait for its call.
 
-    From ``settle`` on all of them, and ``holders``, must also have the children that they had then; to a compiler that would be
-    hundreds of guards, so it does not look.
+    From ``settle`` on all of them, and ``holders``, must also have the children that they had then, and none of these nor the covered ones
+    another forward set on it; to a compiler that would be hundreds of guards, so it does not look.
     """
 
     def __init__(self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = ()) -> None:
         self.covered, self._holders = tuple(covered), tuple(holders)
         self._hooks = tuple(getattr(module, name) for module in self.covered for name in _HOOKS)  # the dictionaries, which stay the same
-        self._dictionaries, self._names = list[dict[str, nn.Module | None]](), list[str]()
-        self._children = list[nn.Module | None]()
+        self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
+        self._settled = list[Any]()
 
     def settle(self) -> None:
-        """Take the present children for those that fused modules were made of, or that are fused modules."""
+        """Take the present children for those that fused modules were made of, or that are fused modules, and the present forwards."""
         places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
-        self._dictionaries, self._names = [children for children, _ in places], [name for _, name in places]
-        self._children = self._present()
+        children = (place[name] for place, name in places)
+        forwards = {id(module): (vars(module), "forward") for module in (*self.covered, *children) if module is not None}
+        places += forwards.values()
+        self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
+        self._settled = self._present()
 
     def holds(self) -> bool:
         """Whether the fused modules may run: ``obstacle`` in a third of its time, as it is asked in every call."""
         if torch.compiler.is_compiling():
             return not any(self._hooks) and not any(module.training for module in self.covered)
-        return not any(self._hooks) and not any(map(_training, self.covered)) and self._children == self._present()
+        return not any(self._hooks) and not any(map(_training, self.covered)) and self._settled == self._present()
 
-    def _present(self) -> list[nn.Module | None]:
+    def _present(self) -> list[Any]:
         return [*map(dict.get, self._dictionaries, self._names)]
 
     def obstacle(self) -> tuple[str, nn.Module] | None:

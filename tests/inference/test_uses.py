@@ -152,6 +152,25 @@ def test_children_that_are_replaced_later_count(called: list[str], change: Calla
     assert [name for name in called if name in BLOCKS] == fused
 
 
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("blocks.0.attn", BLOCKS[4:]), ("blocks.1.mlp.act", BLOCKS[:4]), ("patch_embed.proj", BLOCKS), ("pos_drop", BLOCKS)],
+)
+def test_a_forward_that_is_set_on_a_module_later_counts(called: list[str], name: str, fused: list[str]) -> None:
+    """As one that keeps the attention's maps."""
+    model = small()
+    x, plain = images(model), copy.deepcopy(model)
+    flysurgery.optimize(model)
+    model(x)
+    for each in (model, plain):
+        module = each.get_submodule(name)
+        own = module.forward
+        module.forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
+    called.clear()
+    assert_equal(model(x), plain(x))
+    assert [name for name in called if name in BLOCKS] == fused
+
+
 def test_a_norm_that_is_replaced_later_takes_back_its_work(called: list[str]) -> None:
     """It is put in the place of one that passes its input on to a fused module."""
     sizes: dict[str, Any] = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "num_classes": 5}
