@@ -64,6 +64,7 @@ def draw_ratios(
         axes.hlines([y for _, y in paper], [x - width / 2 for x, _ in paper], [x + width / 2 for x, _ in paper], "black")
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_yscale("log")
+    _plain_numbers(axes.yaxis)
     crowded = sum(max(map(len, each)) for each in groups) > MOST_LETTERS
     labels = ["\n".join(fill(text, LONGEST_LINE) for text in each) for each in groups]
     axes.set_xticks(range(len(groups)), labels, fontsize=7, rotation=90 if crowded else 0)
@@ -98,15 +99,19 @@ def draw_boxes(panels: Mapping[str, tuple[str, str, Boxes]], path: Path, *, titl
     _save(figure, path)
 
 
-def draw_lines(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, across: str, up: str, title: str = "") -> None:
-    """One line for each series of points, both axes logarithmic."""
+def draw_lines(
+    series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, across: str, up: str, title: str = "", level: float | None = 1
+) -> None:
+    """One line for each series of points, both axes logarithmic, and a grey one across at ``level``."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for name, points in series.items():
         ordered = sorted(points)
         axes.plot([x for x, _ in ordered], [y for _, y in ordered], marker="o", markersize=3, label=name)
-    axes.axhline(1, color="grey", linewidth=0.8)
+    if level is not None:
+        axes.axhline(level, color="grey", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel=across, ylabel=up, title=title)
+    _plain_numbers(axes.yaxis)
     if series:
         axes.legend(fontsize=8)
     _save(figure, path)
@@ -132,6 +137,15 @@ def _pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Numbers of a logarithmic axis as 0.3, 0.5, 1, not as powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -44,9 +45,11 @@ def projection(
 
 
 def _draw(records: list[dict[str, str]], plot: Path, draw: Callable[..., None]) -> None:
-    series: dict[str, list[tuple[float, float]]] = {}
+    """A line for each family and kind of matrix; layers of one size, as up and down, are one point, their mean."""
+    times: dict[str, dict[int, list[float]]] = {}
     for each in records:
         if each["seconds"]:
             weights = int(each["out_features"]) * int(each["in_features"])
-            series.setdefault(each["arch"], []).append((weights, float(each["seconds"])))
-    draw(series, plot, across="weights of the dense matrix", up="seconds")
+            times.setdefault(f"{each['arch']}, {each['matrix']}", {}).setdefault(weights, []).append(float(each["seconds"]))
+    series = {name: [(weights, fmean(own)) for weights, own in points.items()] for name, points in times.items()}
+    draw(series, plot, across="weights of the dense matrix", up="seconds", level=None)

@@ -191,6 +191,13 @@ def test_projection_tells_seconds_and_errors(capsys: pytest.CaptureFixture[str])
     assert any(row["status"].startswith("no: ") and row["seconds"] is None for row in rows if row["arch"] == "gonon")
 
 
+def test_projection_draws_a_line_for_each_family_and_kind_of_matrix(tmp_path: Path) -> None:
+    plot = tmp_path / "lines.svg"
+    assert main(["bench", "projection", "--arch", "monarch", "--width", "16", "--quick", "--plot", str(plot)]) == 0
+    drawn = plot.read_text()
+    assert all(f"<!-- monarch, {kind} -->" in drawn for kind in ("gaussian", "falling spectrum"))
+
+
 def test_rows_of_another_verb_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.csv"
     assert main([*SMALL, "--out", str(out)]) == 0
