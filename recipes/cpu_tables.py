@@ -33,16 +33,16 @@ def main() -> None:
     options = parser.parse_args()
     device, modes = recipe.device_and_modes(options)
     protocol = recipe.protocol(options, 15)
-    archs = names(options.archs, "--archs")
+    archs, protocols = names(options.archs, "--archs"), names(options.protocols, "--protocols")
     if options.quick:
-        archs, modes = archs[:1], modes[:1]
+        archs, modes, protocols = archs[:1], modes[:1], protocols[-1:]
     with recipe.start(options, device, LayerRow) as run:
         for arch in archs:
             settings = LayerSettings(
                 model=options.model,
                 model_args=model_arguments(options.model_args),
                 arch=arch,
-                protocols=names(options.protocols, "--protocols"),
+                protocols=protocols,
                 modes=modes,
                 launches=("eager",) if options.quick else names(options.launches, "--launches"),
                 candidates=CANDIDATES,

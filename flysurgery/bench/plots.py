@@ -69,7 +69,7 @@ def draw_ratios(
     labels = ["\n".join(fill(text, LONGEST_LINE) for text in each) for each in groups]
     axes.set_xticks(range(len(groups)), labels, fontsize=7, rotation=90 if crowded else 0)
     axes.set_ylabel(f"time / time of {ratio.removeprefix(RATIO)}")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=9, wrap=True)
     if names:
         columns = int(figure.get_figwidth() / (LETTER_INCHES * max(map(len, names)) + 0.5))
         figure.legend(fontsize=7, ncols=max(1, min(columns, len(names))), loc="outside lower center")

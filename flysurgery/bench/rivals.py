@@ -88,7 +88,7 @@ def _pruned_csr(dense: nn.Linear, share: float) -> Rival:
     limit = weight.abs().flatten().kthvalue(weight.numel() - keep + 1).values
     pruned = torch.where(weight.abs() >= limit, weight, 0)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
         stored = pruned.to_sparse_csr()
     bias = dense.bias.detach()
     wide, wide_bias = pruned.double(), bias.double()

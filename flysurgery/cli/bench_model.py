@@ -111,7 +111,7 @@ def model(
         write_records(table, latency_table(own_rows, groups))
     if plot is not None:
         drawn = [each for each in own_rows if not each["candidate"].startswith("(")]  # the searched ones would fill the picture
-        draw_ratios(drawn, plot, group=("layer",), title=f"{name}, batch {batch}, {precision}")
+        draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
     if as_json:
         run.print_json()
         return

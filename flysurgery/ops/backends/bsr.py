@@ -55,7 +55,7 @@ class BsrBackend(FactorwiseBackend):
         count = torch.arange(a * d * down + 1, device=factor.device) * across
         columns = torch.arange(a * d * across, device=factor.device).view(a * d, 1, across).expand(-1, down, -1).flatten()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
+            warnings.filterwarnings("ignore", message="Sparse (BSR tensor support is in beta|invariant checks are)")
             return torch.sparse_bsr_tensor(count, columns, tiles, (a * d * b, a * d * c), check_invariants=False)
 
     def multiply(self, x: Tensor, prepared: Tensor, pattern: Pattern) -> Tensor:

@@ -38,7 +38,7 @@ class SparseBackend(FactorwiseBackend):
         columns = (block.view(a, 1, 1, 1) * c + column) * d + residue.view(1, 1, d, 1)  # shape: (a, 1, d, c)
         values = factor.permute(0, 1, 3, 2).flatten()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
             return torch.sparse_csr_tensor(
                 count, columns.expand(a, b, d, c).flatten(), values, pattern_of(factor).shape, check_invariants=False
             )
