@@ -19,9 +19,9 @@ def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
     """Read ``fp32,bf16``; ``all`` is every mode that the device knows.
 
     Raises:
-        OptionError: an unknown mode, or TF32 away from CUDA.
+        OptionError: an unknown mode, or one that the device has not.
     """
-    known = tuple(mode for mode in MODES if device.type == "cuda" or mode != "tf32")
+    known = _known_modes(device)
     found = known if text == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
     for mode in found:
         if mode not in known:
@@ -29,6 +29,13 @@ def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
     if not found:
         raise OptionError(f"expected modes such as fp32,bf16, got '{text}'")
     return found
+
+
+def _known_modes(device: torch.device) -> tuple[str, ...]:
+    """TF32 is CUDA's alone, and GPUs before compute capability 8.0 have neither it nor bfloat16: they would time something else."""
+    if device.type != "cuda":
+        return "fp32", "fp16", "bf16"
+    return tuple(MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
 
 
 @contextmanager
