@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,8 @@ from torch import Tensor
 from flysurgery.patterns import Architecture, Pattern
 from tests.support.tolerance import Arithmetic, power_above
 
-PATTERNS = tuple(
-    Pattern(a, b, c, d) for a, d, (b, c) in itertools.product((1, 2, 6), (1, 2, 3, 5), ((3, 5), (16, 16), (48, 192), (64, 64), (192, 48)))
-)
+BLOCKS, RESIDUES, SIZES = (1, 2, 6), (1, 2, 3, 5), ((3, 5), (16, 16), (48, 192), (64, 64), (192, 48))
+PATTERNS = tuple(Pattern(a, b, c, d) for a, d, (b, c) in itertools.product(BLOCKS, RESIDUES, SIZES))
 
 ARCHITECTURES = tuple(
     Architecture.of(*patterns)
@@ -32,7 +32,22 @@ SMALL_ROWS = (0, 1, 7, 64, 129)
 LARGE_ROWS = (25088, 25216)
 """Batches of 128 images at 196 and 197 tokens. For GPUs only: on two CPU cores they take minutes and run the same code."""
 
+
+def in_third(pattern: Pattern, turn: int) -> bool:
+    """Whether a pattern is in one of three parts of ``PATTERNS``, in each of which every pair of a, d and (b, c) occurs."""
+    return (BLOCKS.index(pattern.a) + RESIDUES.index(pattern.d) + SIZES.index((pattern.b, pattern.c)) + turn) % 3 == 0
+
+
 INPUTS = ("normal", "ranged", "cancelling", "zero", "largest")
+
+
+def all_pairs(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    """Triples in which every two values of different axes meet, for tests to which three at once matter no more than two.
+
+    The third axis, whose values take turns, must be the shortest.
+    """
+    assert len(third) <= min(len(first), len(second))
+    return [(one, two, third[(n + m) % len(third)]) for n, one in enumerate(first) for m, two in enumerate(second)]
 
 
 def make_factor(pattern: Pattern, mode: Arithmetic, *, device: str = "cpu", seed: int = 0) -> Tensor:

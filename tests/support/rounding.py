@@ -13,5 +13,7 @@ def rounding_as(mode: str) -> Iterator[None]:
     """Let them take TF32 where the mode is ``"tf32"``, and only there."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if mode == "tf32" else "highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

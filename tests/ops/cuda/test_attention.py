@@ -14,6 +14,7 @@ from flysurgery.ops.cuda.attention import head_attention, launch_attention
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from tests.support.problems import keep_bits
+from tests.support.rounding import rounding_as
 from tests.support.tolerance import BF16, FP16, FP32_BY_FP16_PAIRS, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
 
 pytestmark = pytest.mark.gpu
@@ -23,10 +24,8 @@ MODES = {"fp32": FP32_BY_FP16_PAIRS, "tf32": TF32}
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if request.param == "tf32" else "highest")
-    yield MODES[request.param]
-    torch.set_float32_matmul_precision(before)
+    with rounding_as(request.param):
+        yield MODES[request.param]
 
 
 def operands(batch: int, heads: int, tokens: int, head: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.ops.contract import BackendContract
 from tests.support.problems import keep_bits
+from tests.support.rounding import rounding_as
 from tests.support.tolerance import BF16, FP16, FP32, FP32_BY_FP16_PAIRS, TF32
 
 pytestmark = pytest.mark.gpu
@@ -35,11 +35,9 @@ class TestCudaTf32(BackendContract):
         return x if bias is None else x + bias
 
     @pytest.fixture(autouse=True)
-    def _tf32_is_allowed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        yield
-        torch.set_float32_matmul_precision(before)
+    def _tf32_is_allowed(self) -> Iterator[None]:
+        with rounding_as("tf32"):
+            yield
 
 
 class TestCudaExact(BackendContract):

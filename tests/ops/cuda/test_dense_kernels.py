@@ -114,9 +114,9 @@ def test_a_small_layer_scale_does_not_vanish(kernel: DenseKernel) -> None:
 def test_any_number_of_rows_strided_or_not(kernel: DenseKernel) -> None:
     arithmetic, (pattern, *_) = kernel.arithmetic, kernel.patterns
     factor, bias = make_factor(pattern, arithmetic, device="cuda"), make_vector(pattern.b, arithmetic, device="cuda")
-    x, residual = (make_input(1031, size + 16, arithmetic, device="cuda")[:, :size] for size in (pattern.c, pattern.b))
+    x, residual = (make_input(431, size + 16, arithmetic, device="cuda")[:, :size] for size in (pattern.c, pattern.b))
     whole = kernel.linear(x.contiguous(), factor, bias, residual=residual.contiguous())
-    for rows in (0, 1, 7, 64, 129, 197, 231, 431, 1031):
+    for rows in (0, 1, 7, 64, 129, 197, 231, 431):
         assert_equal(kernel.linear(x[:rows], factor, bias, residual=residual[:rows]), whole[:rows])
 
 

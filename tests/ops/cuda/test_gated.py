@@ -11,6 +11,7 @@ from flysurgery.ops import Dense, FusedFactors, Gated, Linear, Norm, composed, f
 from flysurgery.ops.cuda.gated import run_gated
 from flysurgery.patterns import gonon, monarch
 from tests.ops.cuda.test_inference_ops import DTYPES, comparable, dense, layer, normal, wide
+from tests.support.problems import all_pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -48,20 +49,18 @@ def in_double(norm: Norm | None) -> Norm | None:
     return None if norm is None else Norm(*(part.double() for part in norm.tensors), norm.eps)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "dense-dense-packed",
-        "dense-dense-apart",
-        "monarch-monarch-packed",
-        "monarch-monarch-apart",
-        "mixed-monarch-apart",
-        "dense-monarch-packed",
-    ],
+KINDS = (
+    "dense-dense-packed",
+    "dense-dense-apart",
+    "monarch-monarch-packed",
+    "monarch-monarch-apart",
+    "mixed-monarch-apart",
+    "dense-monarch-packed",
 )
-@pytest.mark.parametrize("more", ["nothing", "norm inside", "layer scale"])
-def test_blocks(dtype: torch.dtype, kind: str, more: str) -> None:
+
+
+@pytest.mark.parametrize(("kind", "more", "dtype"), all_pairs(KINDS, ("nothing", "norm inside", "layer scale"), DTYPES))
+def test_blocks(kind: str, more: str, dtype: torch.dtype) -> None:
     features, hidden = SIZES[more == "norm inside"]
     gate = 1 if more == "layer scale" else 0
     up, down = block(kind, features, hidden, dtype, gate)

@@ -23,6 +23,8 @@ from flysurgery.ops import (
 )
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
+from tests.support.problems import all_pairs
+from tests.support.rounding import rounding_as
 
 pytestmark = pytest.mark.gpu
 
@@ -67,13 +69,15 @@ def comparable(out: Tensor, yardstick: Tensor, truth: Tensor, loss: float = 1.0)
     assert error <= loss * (K_FP32 if out.dtype == torch.float32 else K) * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(768, 768), monarch(192, 192)], ids=str)
+ROWS = ((1, 0.0, 1.0), (197, 50.0, 1.0), (1009, 100.0, 1.0), (211, 0.5, 2e-3), (25216, 0.0, 1.0))
+"""How many, their mean and deviation."""
+
+
 @pytest.mark.parametrize(
-    ("rows", "mean", "deviation"), [(1, 0.0, 1.0), (197, 50.0, 1.0), (1009, 100.0, 1.0), (211, 0.5, 2e-3), (25216, 0.0, 1.0)]
+    ("architecture", "drawn", "dtype"), all_pairs((gonon(384, 384), monarch(768, 768), monarch(192, 192)), ROWS, DTYPES), ids=str
 )
-def test_norm_and_projections(architecture: Architecture, dtype: torch.dtype, rows: int, mean: float, deviation: float) -> None:
-    features = architecture.in_features
+def test_norm_and_projections(architecture: Architecture, drawn: tuple[int, float, float], dtype: torch.dtype) -> None:
+    (rows, mean, deviation), features = drawn, architecture.in_features
     x = normal(rows, features, dtype=dtype, mean=mean, deviation=deviation)
     norm = Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
     group = [layer(architecture, dtype) for _ in range(3)]
@@ -84,10 +88,8 @@ def test_norm_and_projections(architecture: Architecture, dtype: torch.dtype, ro
 
 @pytest.fixture
 def tf32_allowed() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
+    with rounding_as("tf32"):
+        yield
 
 
 @pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(384, 384)], ids=str)
@@ -157,9 +159,11 @@ def test_a_changed_norm_is_seen_and_graphs_replay() -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", [gonon(384, 384), gonon(384, 1536), monarch(384, 384)], ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "scaled"),
+    all_pairs((gonon(384, 384), gonon(384, 1536), monarch(384, 384)), DTYPES, (False, True)),
+    ids=str,
+)
 def test_product_added_to_a_residual(architecture: Architecture, dtype: torch.dtype, scaled: bool) -> None:
     x, residual = normal(2, 197, architecture.in_features, dtype=dtype), normal(2, 197, architecture.out_features, dtype=dtype)
     linear = layer(architecture, dtype)
@@ -168,10 +172,11 @@ def test_product_added_to_a_residual(architecture: Architecture, dtype: torch.dt
     comparable(linear_residual(x, linear, residual, scale), composed.linear_residual(x, linear, residual, scale), truth)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "features"), [(1, 384), (197, 192), (1009, 768), (25216, 384)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_dense_product_added_to_a_residual(dtype: torch.dtype, rows: int, features: int, scaled: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "scaled"), all_pairs(((1, 384), (197, 192), (1009, 768), (25216, 384)), DTYPES, (False, True)), ids=str
+)
+def test_dense_product_added_to_a_residual(size: tuple[int, int], dtype: torch.dtype, scaled: bool) -> None:
+    rows, features = size
     x, residual, linear = normal(rows, features, dtype=dtype), normal(rows, features, dtype=dtype), dense(features, features, dtype)
     scale = normal(features, dtype=dtype) if scaled else None
     truth = composed.linear_residual(x.double(), wide(linear), residual.double(), None if scale is None else scale.double())
@@ -186,10 +191,11 @@ def test_norm_and_a_dense_projection(dtype: torch.dtype, features: int) -> None:
     comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kinds", [("dense", "dense"), ("factors", "dense"), ("dense", "factors"), ("factors", "factors")], ids=str)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-def test_feed_forward_in_two_launches(dtype: torch.dtype, kinds: tuple[str, str], activation: str) -> None:
+KINDS = (("dense", "dense"), ("factors", "dense"), ("dense", "factors"), ("factors", "factors"))
+
+
+@pytest.mark.parametrize(("kinds", "activation", "dtype"), all_pairs(KINDS, ("gelu", "gelu_tanh", "silu"), DTYPES), ids=str)
+def test_feed_forward_in_two_launches(kinds: tuple[str, str], activation: str, dtype: torch.dtype) -> None:
     sizes = (384, 1536), (1536, 384)
     up, down = (
         dense(*size, dtype) if kind == "dense" else layer(gonon(size[1], size[0]), dtype) for kind, size in zip(kinds, sizes, strict=True)
