@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -16,21 +17,8 @@ FFN_OPERANDS = (
 """Of every operator for a feed-forward block."""
 
 
-def _ffn(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    up: Sequence[Tensor],
-    up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    activation: str,
-    scale: Tensor | None,
-    residual: bool,
-) -> Tensor:
-    norm = None if eps is None else (norm_weight, norm_bias)
-    return run_ffn(x, norm, eps or 0.0, up, up_bias, down, down_bias, activation, scale, residual)
+def _ffn(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float | None, *block: Any) -> Tensor:
+    return run_ffn(x, None if eps is None else (norm_weight, norm_bias), eps or 0.0, *block)
 
 
 def fake_ffn(
@@ -41,11 +29,7 @@ def fake_ffn(
     up: Sequence[Tensor],
     up_bias: Tensor | None,
     down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    activation: str,
-    scale: Tensor | None,
-    residual: bool,
-    moments: Tensor | None = None,
+    *others: Any,
 ) -> Tensor:
     """The shape and dtype of what an operator of ``FFN_OPERANDS`` gives."""
     a, b, _, d = down[0].shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,22 +129,8 @@ def run_wide_ffn(
     return last.multiply(v, down[:1], down_biases, scale, x if residual else None, backwards=True)
 
 
-def _wide_ffn(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    up: Sequence[Tensor],
-    up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    activation: str,
-    scale: Tensor | None,
-    residual: bool,
-    moments: Tensor | None = None,
-) -> Tensor:
-    norm = None if eps is None else Norm(norm_weight, norm_bias, eps)
-    return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual, moments)
+def _wide_ffn(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float | None, *block: Any) -> Tensor:
+    return run_wide_ffn(x, None if eps is None else Norm(norm_weight, norm_bias, eps), *block)
 
 
 wide_ffn_operator = Operator(f"wide_ffn({FFN_OPERANDS}, Tensor? moments=None) -> Tensor", _wide_ffn, fake_ffn)
