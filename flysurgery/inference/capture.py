@@ -72,6 +72,8 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
         InferenceError: the model is in training mode or not on CUDA, ``example`` is not where the model is, or something in the forward
             cannot be captured; the message holds the reason.
     """
+    if not isinstance(model, nn.Module):
+        raise InferenceError(f"expected a torch.nn.Module to capture, got {type(model).__name__}")
     if not isinstance(example, Tensor):
         raise InferenceError(f"expected a tensor as example, got {type(example).__name__}")
     places = {parameter.device for parameter in model.parameters()}

@@ -50,12 +50,11 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
             vit-pytorch's models need none, and 64 images are measured on CUDA.
 
     Raises:
-        InferenceError: the model is optimized already, or has parameters of several devices.
+        InferenceError: the model is optimized already, has parameters of several devices, or is compiled.
         WalkError: no example is known for the model, or its forward pass cannot be traced.
     """
     started = perf_counter()
-    if is_optimized(model):
-        raise InferenceError("the model is optimized already; flysurgery.restore(model) takes that back")
+    _refuse(model)
     device, dtype = _place_of(model)
     found = look(model, _example(model, device) if example is None else example)
     built = Builder(model, found).build()
@@ -69,6 +68,18 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
     return OptimizeReport(tuple(rows), str(device), str(dtype).removeprefix("torch."), perf_counter() - started, model, whole)
+
+
+def _refuse(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InferenceError(f"expected a torch.nn.Module to optimize, got {type(model).__name__}")
+    if is_optimized(model):
+        raise InferenceError("the model is optimized already; flysurgery.restore(model) takes that back")
+    compiled = (name for name, module in model.named_modules() if "_orig_mod" in module._modules or module._compiled_call_impl is not None)
+    name = next(compiled, None)
+    if name is not None:
+        what = f"its {name} is" if name else "the model is"
+        raise InferenceError(f"{what} compiled already, so nothing in it can be replaced; optimize the model first, and compile it then")
 
 
 def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]:

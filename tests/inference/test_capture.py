@@ -20,7 +20,9 @@ def test_the_cpu_is_refused_in_one_sentence() -> None:
         flysurgery.capture(nn.Linear(3, 4).eval(), torch.zeros(2, 3))
 
 
-def test_an_example_that_is_no_tensor_is_refused() -> None:
+def test_what_is_no_model_or_no_tensor_is_refused() -> None:
+    with pytest.raises(InferenceError, match=r"expected a torch.nn.Module to capture, got str"):
+        flysurgery.capture("vit_tiny_patch16_224", torch.zeros(2, 3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(InferenceError, match="expected a tensor as example, got tuple"):
         flysurgery.capture(nn.Linear(3, 4), (torch.zeros(2, 3),))  # pyright: ignore[reportArgumentType]
 

@@ -152,6 +152,17 @@ def test_images_that_are_normed_first_are_left(given: list[Given]) -> None:
     assert rows_of(flysurgery.optimize(model)) == {"_pos_embed": "no-patches"}
 
 
+def test_a_profilers_ranges_are_no_part_of_the_model(given: list[Given]) -> None:
+    class Recorded(VisionTransformer):
+        def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+            with torch.profiler.record_function("features"):
+                return super().forward_features(x)
+
+    model = small()
+    model.__class__ = Recorded
+    assert rows_of(flysurgery.optimize(model)) == {"patch_embed": "fused", "patch_embed.proj": "fused"}
+
+
 def test_a_method_that_was_set_on_the_model_is_left(given: list[Given]) -> None:
     model = small()
     own = model._pos_embed

@@ -337,3 +337,20 @@ def test_an_example_that_the_model_does_not_take_changes_nothing(example: Any, w
     with pytest.raises(WalkError, match=words):
         flysurgery.optimize(model, example)
     assert list(model.modules()) == modules
+
+
+def test_what_cannot_be_optimized_is_refused_in_one_sentence() -> None:
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
+    in_place = copy.deepcopy(model)
+    in_place.compile()
+    holding = copy.deepcopy(model)
+    holding.blocks[1] = torch.compile(holding.get_submodule("blocks.1"))  # pyright: ignore
+    others: list[tuple[Any, str]] = [
+        (torch.compile(model), "the model is compiled already"),
+        (in_place, "the model is compiled already"),
+        (holding, "its blocks.1 is compiled already"),
+        ("vit_tiny_patch16_224", "expected a torch.nn.Module to optimize, got str"),
+    ]
+    for other, words in others:
+        with pytest.raises(InferenceError, match=words):
+            flysurgery.optimize(other)
