@@ -14,6 +14,7 @@ from flysurgery.cli import options
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import TIMES, print_records
 from flysurgery.cli.source import find_dense
+from flysurgery.cli.tables import print_json
 from flysurgery.errors import OptionError
 
 TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
@@ -68,6 +69,7 @@ def model(
         model_name,
         sentence,
         slower_layers,
+        typed,
         whole_head,
         write_records,
     )
@@ -112,8 +114,9 @@ def model(
     if plot is not None:
         drawn = [each for each in own_rows if not each["candidate"].startswith("(")]  # the searched ones would fill the picture
         draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
+    answer = sentence(own_rows, groups)
     if as_json:
-        run.print_json()
+        print_json({"answer": answer, "stay_dense": list(slower_layers(own_rows, groups)), **typed(own_rows)})
         return
     print_records(own_rows, COLUMNS)
-    typer.echo(sentence(own_rows, groups))
+    typer.echo(answer)

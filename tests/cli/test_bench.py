@@ -132,6 +132,12 @@ def test_model_measures_each_architecture_once(tmp_path: Path, capsys: pytest.Ca
     assert out.read_text() == both
     printed = capsys.readouterr()
     assert "the converted model takes" in printed.out
+    assert main([*command, "--arch", "gonon", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["answer"] == printed.out.splitlines()[-1] and {row["model"] for row in document["rows"]} == {rows[0]["model"]}
+    slow = [row["layer"] for row in document["rows"] if row["candidate"] == "converted" and row["ratio_to_dense"] >= 1]
+    assert document["stay_dense"] == [name for name in slow if name != "(model)"]
+    assert {row["architecture"] for row in document["rows"]} < {row["architecture"] for row in rows}
     assert printed.err == f"{out}: {len(rows)} rows are there already and stay; --fresh measures them again\n"
 
 
