@@ -6,7 +6,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
+from flysurgery.bench import layouts
+from flysurgery.ops import Problem
+from flysurgery.patterns import Architecture, Pattern
 from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
 
 
@@ -37,6 +41,13 @@ def test_without_dense_there_is_no_ratio_to_it(run_recipe: RunRecipe, monkeypatc
     timed = {row["candidate"]: row for row in rows if row["median_ms"]}
     assert {row["ratio_to_dense"] for row in timed.values()} == {""}
     assert "dense" not in timed and timed["bmm"]["noise"] and timed["bmm again"]["status"] == timed["bmm"]["status"]
+
+
+def test_halves_on_cuda_have_larger_dense_matrices() -> None:
+    pattern, most = Pattern(1, 48, 48, 4), layouts.most_dense_entries
+    kinds = ((torch.float32, "cuda"), (torch.float16, "cpu"), (torch.float16, "cuda"), (torch.bfloat16, "cuda"))
+    entries = [most(Problem(Architecture((pattern,)), 8, dtype, device)) for dtype, device in kinds]
+    assert entries == [1 << 25, 1 << 25, 1 << 30, 1 << 30]
 
 
 def test_where_pruning_crosses_dense(monkeypatch: pytest.MonkeyPatch) -> None:
