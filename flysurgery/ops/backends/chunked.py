@@ -17,10 +17,11 @@ from flysurgery.ops.derived import derived
 from flysurgery.ops.problem import Problem, is_exporting, is_tracing
 from flysurgery.patterns import Pattern
 
-FEW_ROWS, FEW_ROWS_OF_HALVES = 512, 2048
+FEW_ROWS, FEW_ROWS_OF_HALVES = 512, 1024
 """Below this the intermediates of bmm stay in the cache as well, and it has fewer steps.
 
-In bfloat16 up layers of a ViT-S/16 took bmm 0.8 times as long as chunks at 788 rows, and as long or twice at 3152 (Xeon with AMX).
+In bfloat16 up layers of a ViT-S/16 took bmm 0.8 times as long as chunks at 788 rows, and about twice as long from 1576 to 6304 (Xeon
+with AMX).
 """
 
 MOST_IDLE = 1.25
