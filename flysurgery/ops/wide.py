@@ -32,6 +32,13 @@ q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor 
 (run 29 of ``recipes/results/kernel_trials_h200.csv``).
 """
 
+FEWEST_TOGETHER = {1: 3456, 2: 8192}
+"""Rows from which on that holds at the earliest for so few linears, for whose launch no configuration was searched.
+
+On an H200 in fp16 one linear of 768 features takes 12.0 us in one launch and 11.8 factor by factor at 3200 rows, 12.3 and 12.8 at 4096,
+17.2 and 22.7 at 12608; two 25.1 and 20.7 at 6304, and more were not timed (architecture of Gonon et al., run 33).
+"""
+
 
 def wide_ffn(
     x: Tensor,  # shape: (*batch, in_features)
@@ -91,7 +98,8 @@ def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> boo
     """
     shapes, features = group[0].shapes, x.shape[-1]
     between = max(Architecture.of(*shapes).inner_features)
-    if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
+    fewest = max(ROWS_TOGETHER * between, FEWEST_TOGETHER.get(len(group), 0))
+    if together and between <= WIDEST_TOGETHER and x.numel() >= fewest * features:
         return False
     return features >= NARROWEST_GROUP and _group_obstacle(shapes, len(group), x.dtype, x.device.index) is None
 

@@ -162,11 +162,12 @@ def test_whole_operators_take_them() -> None:
     comparable(norm_linear(x, norm, group), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
 
 
-def test_many_rows_of_linears_that_share_x_take_one_launch() -> None:
-    norm, group = norm_of(768, torch.float16), [layer(GROUPS[0], torch.float16) for _ in range(3)]
-    x = normal(2100, 768, dtype=torch.float16, mean=3.0)
+@pytest.mark.parametrize(("linears", "few", "many"), [(3, 1800, 2100), (1, 3200, 3500)])
+def test_many_rows_of_linears_that_share_x_take_one_launch(linears: int, few: int, many: int) -> None:
+    norm, group = norm_of(768, torch.float16), [layer(GROUPS[0], torch.float16) for _ in range(linears)]
+    x = normal(many, 768, dtype=torch.float16, mean=3.0)
     compiled = torch.compile(lambda x: norm_linear(x, norm, group), fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows, launches in ((1800, 3), (len(x), 1)):  # compiled once, for any number of rows
+    for rows, launches in ((few, 3), (many, 1)):  # compiled once, for any number of rows
         own = x[:rows]
         way = norm_linear_way(own, norm, group)
         assert not isinstance(way, str) and len(way.launches()) == launches
