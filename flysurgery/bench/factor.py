@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.layouts import FIRST, LAST, PRODUCT_ONLY, blocks_of, factor_runs, problem_of_factor, product_only, rows_first
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.layouts import (
+    FIRST,
+    LAST,
+    PRODUCT_ONLY,
+    blocks_of,
+    factor_runs,
+    problem_of_factor,
+    product_only,
+    rows_first,
+    rows_of_blocks,
+)
+from flysurgery.bench.measuring import AGAIN, MOST_ERROR, Measured, Protocol, checked_rows, judged, measure, relative_error
 from flysurgery.bench.modes import in_mode
 from flysurgery.bench.timing import time_interleaved
 from flysurgery.bench.work import work_of_factor
@@ -94,14 +104,10 @@ def _one_layout(
     if "dense" not in runs:
         measured = {name: replace(each, ratio_to_dense=None) for name, each in measured.items()}
     blocks = blocks_of(x, pattern, layout).contiguous()
-    timing = time_interleaved(
-        {PRODUCT_ONLY: product_only(factor, layout)},
-        blocks,
-        rounds=protocol.rounds,
-        seconds=protocol.seconds,
-        launch=protocol.launch,
-    )[PRODUCT_ONLY]
-    bound, median = ceilings.bound_ms(work), timing.median_ms
-    spent = work.bytes_moved, work.flops, bound, bound / median
-    measured[PRODUCT_ONLY] = Measured(timing.launch, "ok", None, None, median, timing.iqr_ms, None, *spent)
+    run = product_only(factor, layout)
+    error = relative_error(rows_of_blocks(run(blocks), checked, pattern, layout), truth)
+    right = {PRODUCT_ONLY: run} if error <= MOST_ERROR else {}
+    timings = time_interleaved(right, blocks, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch)
+    status = "ok" if right else f"wrong: relative error {error:.2g}"
+    measured[PRODUCT_ONLY] = judged(status, error, timings.get(PRODUCT_ONLY), None, None, work, ceilings, protocol)
     return measured

@@ -80,6 +80,13 @@ def product_only(factor: Tensor, layout: str) -> Run:
     return lambda x: torch.bmm(blocks, x)
 
 
+def rows_of_blocks(product: Tensor, rows: list[int], pattern: Pattern, layout: str) -> Tensor:
+    """Some rows of what ``product_only`` gives, as (rows, features)."""
+    if layout == LAST:
+        return _unblocked(product[:, :, rows], pattern).T
+    return product[:, rows].unflatten(0, (pattern.a, pattern.d)).permute(2, 0, 3, 1).flatten(1)  # shape: (rows, a*b*d)
+
+
 def _last(name: str, factor: Tensor, pattern: Pattern) -> Run:
     if name == "dense":
         dense = factor_to_dense(factor)

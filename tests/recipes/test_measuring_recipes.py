@@ -22,11 +22,19 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
     timed = {(row["candidate"], row["layout"]) for row in rows if row["median_ms"]}
     both = {(name, layout) for name in ("dense", "bmm", "einsum", "bsr", "sparse", "bmm product only") for layout in ("first", "last")}
     assert timed >= both
-    assert all(float(row["error"]) < 1e-6 for row in rows if row["error"])
+    assert all(float(row["error"]) < 1e-6 for row in rows if row["median_ms"])
     assert "99.67 %, x6.57" in capsys.readouterr().out
     assert (tmp_path / "boxes.fp32.png").stat().st_size > 5000
     more = run_recipe("patterns_table.py", *small, "--count", "2")
     assert more[: len(rows)] == rows and len(more) == 2 * len(rows)
+
+
+def test_a_wrong_product_of_blocks_has_no_time(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layouts.product_only
+    monkeypatch.setattr("flysurgery.bench.factor.product_only", lambda factor, layout: right(1.1 * factor, layout))
+    rows = run_recipe("patterns_table.py", "--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
+    products = [row for row in rows if row["candidate"] == layouts.PRODUCT_ONLY]
+    assert {(row["status"], row["median_ms"]) for row in products} == {("wrong: relative error 0.1", "")}
 
 
 def test_no_pattern_is_small_enough(run_recipe: RunRecipe, tmp_path: Path) -> None:
