@@ -197,7 +197,8 @@ def _converted(layer: LayerPlan, architectures: list[Architecture | None]) -> Bu
 def bench_whole_model(
     plan: Plan, build: Callable[[], nn.Module], settings: ModelSettings, device: torch.device, stay_dense: Mapping[str, str]
 ) -> list[ModelRow]:
-    """Measure one forward of the model: dense, converted by ``plan``, and converted but for the layers ``stay_dense`` (with reasons).
+    """Measure one forward of the model: dense, converted by ``plan``, and converted but for the layers ``stay_dense`` (with reasons), if
+    those are not all.
 
     With ``settings.optimized`` each of them as ``optimize`` makes it as well.
 
@@ -209,7 +210,8 @@ def bench_whole_model(
         models[PLANNED] = _installed(plan, models[DENSE])
         if stay_dense:
             partly = plan.keeping({fqn: Reason("slower", text) for fqn, text in stay_dense.items()})
-            models[WHERE_FASTER] = _installed(partly, models[DENSE]) if partly.replaced else models[DENSE]
+            if partly.replaced:
+                models[WHERE_FASTER] = _installed(partly, models[DENSE])
         models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
         refused: dict[str, str] = {}
         x = _example(plan, settings, device, dtype)

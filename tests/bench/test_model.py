@@ -62,6 +62,11 @@ def test_the_whole_model_is_timed_with_and_without_the_slow_layers(plan: Plan) -
     assert all(by_name[name].median_ms for name in flops)
 
 
+def test_where_all_layers_stay_dense_dense_is_not_timed_once_more(plan: Plan) -> None:
+    rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), SETTINGS, CPU, {layer.fqn: "slower" for layer in plan.replaced})
+    assert {row.candidate for row in rows} == {"dense", "dense again", "converted"}
+
+
 def test_optimized_models_stand_beside_the_others_where_asked(plan: Plan) -> None:
     stay = {"blocks.0.mlp.fc1": "slower"}
     rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), replace(SETTINGS, optimized=True), CPU, stay)
