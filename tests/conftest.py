@@ -1,6 +1,6 @@
 """Tests marked ``gpu`` are skipped, with the reason, where there is no CUDA device.
 
-    pytest -m gpu -n 16 --dist worksteal
+    pytest -m gpu -n 16
 
 runs them alone, in as many processes as there are cores. Most of their time goes into compiling kernels, which processes find in the same
 folder, so the next run is shorter.
