@@ -25,6 +25,7 @@ class TestCudaTf32(BackendContract):
     backend = "cuda"
     device = "cuda"
     modes = (TF32,)
+    first_third = 1
 
     def yardstick(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """cuBLAS has TF32 for blocks in multiples of four alone; for others, float32 products of rounded operands stand in."""
@@ -44,3 +45,4 @@ class TestCudaExact(BackendContract):
     backend = "cuda-exact"
     device = "cuda"
     modes = (FP32,)
+    first_third = 2
