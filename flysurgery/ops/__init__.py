@@ -5,6 +5,7 @@ from flysurgery.ops.attend import attention_reason as attention_reason
 from flysurgery.ops.attend import attention_way as attention_way
 from flysurgery.ops.backend import Backend as Backend
 from flysurgery.ops.cuda.repeating import Repeating as Repeating
+from flysurgery.ops.cuda.sealed import Seal as Seal
 from flysurgery.ops.derived import forget_derived as forget_derived
 from flysurgery.ops.derived import forget_moved as forget_moved
 from flysurgery.ops.dispatch import Explanation as Explanation

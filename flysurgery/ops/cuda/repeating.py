@@ -28,14 +28,15 @@ class Repeating:
     the same stream and under the same settings, as long as the parameters are the same tensors with the same values. All other calls go
     to the function, as do those that somebody traces, transforms or captures, or that run under autocast.
 
-    Copies and pickles have nothing of what was noted.
+    Copies and pickles have nothing of what was noted, but for ``repeats``: whether there was a call that did nothing but launch kernels.
     """
 
     def __init__(self) -> None:
+        self.repeats = False
         self._known: tuple[_Parameters | None, dict[_Key, Repeated | None]] = None, {}
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(Repeating())
+        return {**vars(Repeating()), "repeats": self.repeats}
 
     def __call__(self, run: Callable[..., Result], modules: Callable[[], Iterable[nn.Module]], *operands: Tensor) -> Result | Tensor:
         """``run(*operands)``, or what it launched before; ``modules`` gives those whose parameters it reads."""
@@ -58,9 +59,13 @@ class Repeating:
         if parameters is not None and not parameters.same():
             self._known = None, {}
 
-    @staticmethod
     def _noted(
-        run: Callable[..., Result], parameters: _Parameters, calls: dict[_Key, Repeated | None], key: _Key, operands: tuple[Tensor, ...]
+        self,
+        run: Callable[..., Result],
+        parameters: _Parameters,
+        calls: dict[_Key, Repeated | None],
+        key: _Key,
+        operands: tuple[Tensor, ...],
     ) -> Result:
         """``run(*operands)``, and what it launched among the calls."""
         with ExitStack() as outside:
@@ -72,7 +77,8 @@ class Repeating:
         if len(calls) >= _REMEMBERED:
             calls.clear()
         if not notes.changed:  # else the next call is the first of those that are alike
-            calls[key] = _repeated(notes, len(operands), result, parameters)
+            repeated = calls[key] = _repeated(notes, len(operands), result, parameters)
+            self.repeats = self.repeats or repeated is not None
         return result
 
 

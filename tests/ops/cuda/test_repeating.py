@@ -190,6 +190,7 @@ def test_pytorch_between_two_launches_is_done_each_time(between: Any) -> None:
     layer = Layer(between)
     for _ in range(4):
         layer.check(1)
+    assert not layer.repeating.repeats
 
 
 def test_operands_in_one_place_are_not_told_apart() -> None:
@@ -242,6 +243,7 @@ def test_copies_and_pickles_begin_anew(layer: Layer) -> None:
     assert layer.repeating._known[1]
     for twin in (copy.deepcopy(layer.repeating), pickle.loads(pickle.dumps(layer.repeating))):
         assert isinstance(twin, Repeating) and not twin._known[1]
+        assert twin.repeats and not Repeating().repeats
 
 
 def test_calls_that_another_thread_forgot_are_asked_for(layer: Layer) -> None:
