@@ -149,6 +149,11 @@ def test_all_pairs_of_options(activation: str, residual: bool, with_norm: bool, 
     check(rows_of(130, 384, torch.float16), (norm if with_norm else None, up, down, scale if with_scale else None), activation, residual)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_activations_in_bfloat16(activation: str) -> None:
+    check(rows_of(25216, 384, torch.bfloat16), make_block(MONARCH, torch.bfloat16), activation, k=1.25)
+
+
 @pytest.mark.parametrize("architectures", [GONON, SMALL])
 def test_several_rounds(architectures: tuple[Architecture, Architecture]) -> None:
     check(rows_of(60001, architectures[0].in_features, torch.float16), make_block(architectures, torch.float16), "gelu")
