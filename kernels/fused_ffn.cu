@@ -46,7 +46,8 @@ constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces 
 constexpr int kSteps4 = STEPS4 / PARTS4;
 constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel, behind which floats stand
 constexpr int kOfBlock3 = kAllPieces * (PARTS2 + PARTS3);              // panels
-constexpr int kTurns = PARTS2 + PARTS3 - 1;                           // in which a piece is activated
+constexpr int kEarly = PARTS3 > 1;                                    // turns of activating a piece before the next one's products begin
+constexpr int kTurns = kEarly + PARTS2 + PARTS3 - 1;                  // of activating a piece
 constexpr int kTilesOfV = A3 * kTiles3;
 constexpr int kPanels4 = B4 / COLUMNS4;                               // of a class of factor 4, side by side
 constexpr int kRun = 2 * RUN * D4, kVectors4 = kRun / 8;              // adjacent outputs that a lane holds, vectors of 16 bytes of them
@@ -75,7 +76,7 @@ struct Panels {
     static constexpr int kFirst = A1 * PARTS1, kMiddle = A3 * kAllPieces * (PARTS2 + PARTS3), kLast = kPanels4 * D4 * PARTS4;
     static constexpr int kPanels = kFirst + kMiddle + kLast, kSlots = SLOTS, kStride = PANEL_STRIDE, kWarps = ::kWarps;
 };
-static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= 2 + PARTS3 && SLOTS >= 2 * PARTS4, "the panels that are in use together fit in the ring");
+static_assert(SLOTS >= 2 * PARTS1 && SLOTS >= 2 + PARTS3, "the panels that are in use together fit in the ring");
 
 // Where a round and a block of factor 3 take whole turns of the ring, the block's pieces are written out: slots and tiles are constants then, which
 // spares a third of the instructions beside the products.
@@ -246,20 +247,19 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                     for (int k = 0; k < 4; ++k) a[s][k] = round2(h[2 * s + k / 2][k % 2 * 2], h[2 * s + k / 2][k % 2 * 2 + 1]);
             };
-            auto activate_part = [&](int part) {  // in turn `part` of kTurns, each after the products with a panel are on their way
-                if (rows > 0) {  // always, but a branch: the compiler would activate between two products
+            auto activate_part = [&](int turn) {  // of kTurns, each while products run
+                if (rows > 0) {                   // always, but a branch: the compiler would activate between two products
 #pragma unroll
-                    for (int s = 0; s < HIDDEN / 16; ++s)
-#pragma unroll
-                        for (int k = 0; k < 4; ++k)
-                            if (s * kTurns / (HIDDEN / 16) == part) a[s][k] = activate_in_units<ACTIVATION>(a[s][k]);
+                    for (int pair = 0; pair < HIDDEN / 4; ++pair)
+                        if (pair * kTurns / (HIDDEN / 4) == turn) a[pair / 4][pair % 4] = activate_in_units<ACTIVATION>(a[pair / 4][pair % 4]);
                 }
             };
+            u32 there = 0;  // whether the panel that is multiplied next is known to be there
             // h = bias + K2 u for a class; meanwhile the piece before is activated.
             auto multiply_piece = [&](int cls, bool activate) {
 #pragma unroll
                 for (int part = 0; part < PARTS2; ++part) {
-                    const u32 panel = ring.wait(part > 0);
+                    const u32 panel = ring.wait(part > 0, there);
                     if (part == 0) broadcast(h, panel + kWeights2, t);
                     const u64 weights = describe<HIDDEN>(ring.sixteenths(part > 0));
                     wgmma_fence();
@@ -267,7 +267,10 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     for (int s = 0; s < kSteps2; ++s)
                         WgmmaShared<HIDDEN>::run(h, (u64)(128 >> 4) << 32 | (u_descriptor + kTilesOfClass2[cls][part * kSteps2 + s]), weights + s * kTiles2 * 16);
                     wgmma_commit();
-                    if (activate) activate_part(part);
+                    if (activate) {
+                        there = ring.is_there((part > 0) + 1);
+                        activate_part(kEarly + part);
+                    }
                     if (part > 0) {
                         wgmma_wait<1>();
                         ring.leave();
@@ -288,30 +291,36 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
             ring.leave();
 #pragma unroll
             for (int part = 0; part < PARTS3; ++part) round_part(part);
+            if (kEarly) activate_part(0);
 #pragma unroll 1
             for (int i = 0; i < A3; ++i) {
                 float sums[kTiles3][4] = {};
                 auto multiply_activated = [&](bool more) {  // and round `more` of h, if there is
 #pragma unroll
                     for (int part = 0; part < PARTS3; ++part) {
-                        ring.wait(more + part);
+                        ring.wait(more + part, there);
                         const u64 weights = describe<kTiles3 * 8>(ring.sixteenths(more + part));
                         wgmma_fence();
 #pragma unroll
                         for (int s = 0; s < kSteps3; ++s) multiply(sums, a[part * kSteps3 + s], weights + s * kTiles3 * 16, 1);
                         wgmma_commit();
-                        if (part + 1 < PARTS3) activate_part(PARTS2 + part);
+                        there = 0;
+                        if (part + 1 < PARTS3) {
+                            there = ring.is_there(more + part + 1);
+                            activate_part(kEarly + PARTS2 + part);
+                        }
                     }
                     if (more) {
                         wgmma_wait<PARTS3>();
                         ring.leave();
                     }
-                    if (PARTS3 > 1) {  // half of the next piece is rounded while the last products with this one run
+                    if (PARTS3 > 1) {  // half of the next piece is rounded, and its first part activated, while the last products with this one run
                         wgmma_wait<1>();
                         ring.template leave<PARTS3 - 1>();
 #pragma unroll
                         for (int part = 0; part + 1 < PARTS3; ++part)
                             if (more) round_part(part);
+                        if (more) activate_part(0);
                     }
                     wgmma_wait<0>();
                     ring.leave();
@@ -330,7 +339,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     } else {
                         begin_return();
 #pragma unroll
-                        for (int part = 0; part < PARTS2; ++part) activate_part(part);
+                        for (int part = 0; part < PARTS2; ++part) activate_part(kEarly + part);
                         multiply_activated(false);
                     }
                 }
@@ -375,39 +384,37 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     load_residual(0, 0);
                     load_residual(0, 1);
                 }
-                u32 floats[D4];
-                auto finish = [&](int j) {
-                    if (SCALED) multiply_columns(acc[j], floats[j] + COLUMNS4 * 4, t);
-                    ring.template leave<PARTS4>();
+                u32 floats = 0;
+                auto finish = [&](int j) {  // all products of class j, when those with its last panel are done
+                    if (SCALED) multiply_columns(acc[j], floats + COLUMNS4 * 4, t);
                 };
 #pragma unroll
                 for (int j = 0; j < D4; ++j) {  // a class is multiplied while the one before is scaled
-                    const int ahead = j > 0 ? PARTS4 : 0;
-                    u64 weights[PARTS4];
 #pragma unroll
-                    for (int part = 0; part < PARTS4; ++part) {
-                        const u32 panel = ring.wait(ahead + part);
-                        weights[part] = describe<COLUMNS4>(ring.sixteenths(ahead + part));
-                        if (part == 0) {
-                            floats[j] = panel + kWeights4;
-                            broadcast(acc[j], floats[j], t);
+                    for (int part = 0; part < PARTS4; ++part) {  // a panel is left when products with the next one are on their way
+                        const int ahead = j + part > 0;
+                        const u32 panel = ring.wait(ahead);
+                        const u64 weights = describe<COLUMNS4>(ring.sixteenths(ahead));
+                        if (part == 0) broadcast(acc[j], panel + kWeights4, t);
+                        wgmma_fence();
+#pragma unroll
+                        for (int s = 0; s < kSteps4; ++s) {
+                            const u32 tiles = kTilesOfClass4[j][part * kSteps4 + s];
+                            if (tiles == kNoTile) continue;
+                            WgmmaShared<COLUMNS4>::run(acc[j], (u64)(128 >> 4) << 32 | (u_descriptor + tiles), weights + s * kTiles4 * 16);
                         }
-                    }
-                    wgmma_fence();
-#pragma unroll
-                    for (int s = 0; s < STEPS4; ++s) {
-                        const u32 tiles = kTilesOfClass4[j][s];
-                        if (tiles == kNoTile) continue;
-                        WgmmaShared<COLUMNS4>::run(acc[j], (u64)(128 >> 4) << 32 | (u_descriptor + tiles), weights[s / kSteps4] + s % kSteps4 * kTiles4 * 16);
-                    }
-                    wgmma_commit();
-                    if (j > 0) {
-                        wgmma_wait<1>();
-                        finish(j - 1);
+                        wgmma_commit();
+                        if (ahead) {
+                            wgmma_wait<1>();
+                            if (part == 0) finish(j - 1);
+                            ring.leave();
+                        }
+                        floats = panel + kWeights4;
                     }
                 }
                 wgmma_wait<0>();
                 finish(D4 - 1);
+                ring.leave();
                 if (column == kPanels4 - 1) barrier_arrive(freed + 8 * warpgroup);
 #pragma unroll
                 for (int run = 0; run < kRuns; ++run)

@@ -167,6 +167,12 @@ __device__ __forceinline__ void named_barrier_wait(int barrier, int threads) { a
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 #if __CUDA_ARCH__ >= 900
+// Whether a barrier has completed; does not wait.
+__device__ __forceinline__ u32 barrier_completed(u32 barrier, u32 parity) {
+    u32 r;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }" : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
+    return r;
+}
 // One arrival, which also says how many bytes the copy engine will bring.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -40,12 +40,19 @@ struct PanelRing {
             }
     }
 
-    // Wait for the panel that comes `ahead` panels after the present one; gives its address.
-    __device__ __forceinline__ u32 wait(int ahead = 0) const {
+    // Wait for the panel that comes `ahead` panels after the present one, unless it is known to be there; gives its address.
+    __device__ __forceinline__ u32 wait(int ahead = 0, u32 there = 0) const {
         const bool wraps = slot + ahead >= Panels::kSlots;
         const int s = wraps ? slot + ahead - Panels::kSlots : slot + ahead;
-        barrier_wait(ring + kFull + 8 * s, wraps ? phase ^ 1 : phase);
+        if (!there) barrier_wait(ring + kFull + 8 * s, wraps ? phase ^ 1 : phase);
         return ring + s * Panels::kStride;
+    }
+
+    // Whether that panel is there; does not wait.
+    __device__ __forceinline__ u32 is_there(int ahead) const {
+        const bool wraps = slot + ahead >= Panels::kSlots;
+        const int s = wraps ? slot + ahead - Panels::kSlots : slot + ahead;
+        return barrier_completed(ring + kFull + 8 * s, wraps ? phase ^ 1 : phase);
     }
 
     // The address of that panel in units of 16 bytes, as descriptors want it: it takes an instruction less than from the address.

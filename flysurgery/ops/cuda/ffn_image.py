@@ -167,10 +167,10 @@ def in_turns(up: Tensor, down: Tensor) -> Tensor:  # shapes: (pieces, panels of 
 
 
 def with_floats(tile: FfnTiling, weights: Tensor, floats: Tensor) -> Tensor:  # shape: (products, parts, stride)
-    """Panels of products, the first of each with float32 values behind its weights."""
+    """Panels of products, each with the product's float32 values behind its weights."""
     weights = weights.view(len(floats), -1, weights.shape[1])
-    first = torch.cat([weights[:, 0], floats.view(torch.uint8)], dim=1)
-    return torch.cat([padded(first, tile.stride)[:, None], padded(weights[:, 1:], tile.stride)], dim=1)
+    repeated = floats.view(torch.uint8)[:, None].expand(-1, weights.shape[1], -1)
+    return padded(torch.cat([weights, repeated], dim=2), tile.stride)
 
 
 def padded(panels: Tensor, stride: int) -> Tensor:

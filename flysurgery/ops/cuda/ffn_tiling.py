@@ -141,7 +141,7 @@ class FfnTiling:
     @property
     def least_slots(self) -> int:
         """Panels that a warpgroup holds at once."""
-        return max(2 * self.parts[0], 2 + self.parts[2], 2 * self.parts[3])
+        return max(2 * self.parts[0], 2 + self.parts[2])
 
     @property
     def whole_turns(self) -> bool:

@@ -47,8 +47,9 @@ class Panels:
         self.panels[:0] = [panel[:bytes_of_first], panel[bytes_of_first:]]
 
     def of_parts(self, k: int, columns: int, floats: int, parts: int) -> tuple[Tensor, Tensor]:
-        """A product that is cut into parts."""
-        found = [self.next(k // parts, columns, floats if part == 0 else 0) for part in range(parts)]
+        """A product that is cut into parts, each with all values."""
+        found = [self.next(k // parts, columns, floats) for _ in range(parts)]
+        assert all(torch.equal(values, found[0][1]) for _, values in found)
         return torch.cat([weights for weights, _ in found]), found[0][1]
 
 
