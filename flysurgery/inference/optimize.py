@@ -36,14 +36,14 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group
     that gained the least is left as it was. Layers may be converted or dense.
 
-    Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, autocast, training mode, hooks that are set
-    later, modules that are replaced or given another forward later, and arguments other than those of the trace are served by the model's
-    own modules. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``; to ``torch.compile`` a fused block that does nothing
-    but launch kernels is one operator. ``restore`` puts the model back; do that before its layers are resized or set otherwise
-    (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` sees replaced ones, or by ``torch.func.functional_call``
-    other parameters, and before ``nn.DataParallel``, which refuses: fused modules keep to the attributes that they were made of, and to
-    their device. Weights may be changed, loaded, moved and retyped; what PyTorch counts no version for, as a write through
-    ``weight.data``, calls for ``flysurgery.ops.forget_derived``.
+    Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, ``torch.func``'s transforms, autocast,
+    training mode, hooks that are set later, modules that are replaced or given another forward later, and arguments other than those of the
+    trace are served by the model's own modules. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``; to ``torch.compile``
+    a fused block that does nothing but launch kernels is one operator. ``restore`` puts the model back; do that before its layers are
+    resized or set otherwise (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` sees replaced ones, or by
+    ``torch.func.functional_call`` other parameters, and before ``nn.DataParallel``, which refuses: fused modules keep to the attributes
+    that they were made of, and to their device. Weights may be changed, loaded, moved and retyped; what PyTorch counts no version for, as a
+    write through ``weight.data``, calls for ``flysurgery.ops.forget_derived``.
 
     Args:
         model: in eval mode; what is in training mode or hooked stays as it is.

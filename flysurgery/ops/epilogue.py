@@ -12,7 +12,7 @@ from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.epilogue import epilogue_obstacle, ks_linear_epilogue_operator
 from flysurgery.ops.cuda.modes import present_mode
 from flysurgery.ops.parts import Dense, Linear
-from flysurgery.ops.problem import is_exporting, is_tracing
+from flysurgery.ops.problem import foreign_obstacle, is_tracing
 from flysurgery.patterns import Architecture
 
 
@@ -55,9 +55,7 @@ def common_obstacle(x: Tensor, tensors: Iterable[Tensor]) -> str | None:
         return f"the fused operators take plain tensors as weights, not {', '.join({type(tensor).__name__ for tensor in tensors})}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "the fused operators have no gradients; call them under torch.inference_mode() or torch.no_grad()"
-    if is_exporting():
-        return "an exported graph holds only PyTorch's own operators"
-    return None
+    return foreign_obstacle()
 
 
 def wrong_size(x: Tensor, linear: Linear) -> str | None:

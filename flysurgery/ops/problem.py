@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.modes import tf32_allowed
@@ -67,16 +68,29 @@ def problem_of(
 def is_tracing(*tensors: Tensor) -> bool:
     """Whether operations on these tensors are recorded or transformed rather than just run.
 
-    So under compilation, export and TorchScript tracing, within ``torch.func`` transforms and dispatch modes (fake tensors,
-    operation counters), and for subclasses of Tensor: there, only operators that PyTorch knows about are safe.
+    So under compilation, export and TorchScript tracing, within ``torch.func`` transforms, forward derivatives and dispatch modes
+    (fake tensors, operation counters), and for subclasses of Tensor: there, only operators that PyTorch knows about are safe.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or not _PLAIN.issuperset(map(type, tensors))
         or bool(torch._C._len_torch_dispatch_stack())
-        or peek_interpreter_stack() is not None
+        or _is_transformed()
     )
+
+
+def _is_transformed() -> bool:
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def foreign_obstacle() -> str | None:
+    """Why only PyTorch's own operators will do here; None where registered ones will, too."""
+    if is_exporting():
+        return "an exported graph holds only PyTorch's own operators"
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return "transforms of torch.func and forward derivatives have rules for PyTorch's own operators alone"
+    return None
 
 
 @torch.compiler.assume_constant_result  # traced, some versions of dynamo take torch.compiler.is_exporting() as true

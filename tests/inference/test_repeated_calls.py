@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flysurgery
 from flysurgery.inference import clock
@@ -287,3 +288,18 @@ def test_inputs_of_any_layout(model: nn.Module, x: Tensor) -> None:
     for _ in range(3):
         assert_equal(model(one), anew(model, one))
         assert model(x[:0]).shape == (0, 5)
+
+
+def test_transforms_get_pytorchs_operators(model: nn.Module) -> None:
+    """Which alone have rules for them: kernels would leave out tangents, and know no vmap."""
+    own = copy.deepcopy(model)
+    flysurgery.restore(own)
+    tokens = torch.randn((3, 2, 17, 384), generator=torch.Generator().manual_seed(4)).cuda().half()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for blocks in (model.get_submodule("blocks"), own.get_submodule("blocks")):
+            blocks(tokens[0])
+        mapped, expected = [torch.vmap(each.get_submodule("blocks"))(tokens) for each in (model, own)]
+        assert_equal(mapped, expected)
+        tangents, expected = [torch.func.jvp(each.get_submodule("blocks"), (tokens[0],), (tokens[1],))[1] for each in (model, own)]
+        assert_equal(tangents, expected)
+        assert tangents.count_nonzero()

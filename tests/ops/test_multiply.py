@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear, ks_multiply
-from flysurgery.ops.problem import problem_of
+from flysurgery.ops.problem import foreign_obstacle, problem_of
 from flysurgery.patterns import Architecture
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import BF16, FP32, FP64, assert_bounded, assert_equal
@@ -147,6 +147,24 @@ def test_transforms_and_modes_get_operators_that_they_know() -> None:
     with FlopCounterMode(display=False) as counter:
         ks_linear(x, FACTORS, BIAS)
     assert counter.get_total_flops() == 600 * LAYER.flops_per_row
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # PyTorch's own, by which it looks for the rules
+def test_transforms_and_forward_derivatives_have_no_rules_for_registered_operators() -> None:
+    seen = list[tuple[bool, bool]]()
+
+    def noting(x: Tensor) -> Tensor:
+        seen.append((foreign_obstacle() is not None, problem_of(x, FACTORS).tracing))
+        return ks_linear(x, FACTORS, BIAS)
+
+    noting(X)
+    torch.func.vmap(noting)(X)
+    _, tangent = torch.func.jvp(noting, (X,), (X,))
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.unpack_dual(noting(torch.autograd.forward_ad.make_dual(X, X)))
+    assert seen == [(False, False), (True, True), (True, True), (True, True)]
+    assert dual.tangent is not None
+    assert_equal(dual.tangent, tangent)
 
 
 def test_meta_tensors_give_shapes() -> None:

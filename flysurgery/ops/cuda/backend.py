@@ -18,7 +18,7 @@ from flysurgery.ops.cuda.modes import HALVES, mode_of
 from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
 from flysurgery.ops.cuda.trained import TrainedCall
-from flysurgery.ops.problem import Problem, is_exporting, problem_of
+from flysurgery.ops.problem import Problem, foreign_obstacle, problem_of
 from flysurgery.patterns import Architecture
 
 
@@ -58,8 +58,9 @@ class CudaBackend(Backend):
         """Why several linears like the problem's that share x cannot run in one launch; None when they can."""
         if problem.device_type != "cuda":
             return f"it needs tensors on a CUDA device, these are on {problem.device_type}"
-        if problem.tracing and is_exporting():
-            return "an exported graph holds only PyTorch's own operators"
+        foreign = foreign_obstacle() if problem.tracing else None
+        if foreign is not None:
+            return foreign
         mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
         if mode is None:
             return f"it has kernels for {'float32' if self.exact else 'float32, float16 and bfloat16'}, not {problem.dtype}"
