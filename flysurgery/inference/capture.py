@@ -25,7 +25,8 @@ class Captured:
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self._model = model  # keeps the weights that the graph reads
-        self._input = example.clone()
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
+            self._input = example.detach().clone()
         self._capture()
 
     def _capture(self) -> None:
@@ -82,4 +83,4 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
         raise InferenceError(
             f"CUDA graphs need the model and its input on one CUDA device, got an input on {example.device}, weights on {where}"
         )
-    return Captured(model, example.detach())
+    return Captured(model, example)

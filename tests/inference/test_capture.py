@@ -44,6 +44,10 @@ def test_replays_give_what_the_model_gives() -> None:
     assert_equal(shared, kept)
     assert_equal(captured(x.clone().requires_grad_()), kept)
     assert not captured._input.requires_grad
+    with torch.inference_mode():
+        captured = flysurgery.capture(model, 3 * x)
+        assert_equal(captured(x), kept)
+    assert_equal(captured(x), kept)  # out of the mode that it was made in
     with pytest.raises(InferenceError, match="captured for"):
         captured(x[:1])
     with pytest.raises(InferenceError, match="training mode"):
