@@ -146,6 +146,8 @@ class Matcher:
         )
         factors = [origin(each) for each in node.args if isinstance(each, Node)]
         active = [each for each in factors if _activation(each) is not None]
+        if not active:
+            return Reason("activation", "its hidden units are a product without gelu or silu, as QuickGELU is; kernels know these two")
         if len(factors) != 2 or len(active) != 1 or is_in_place(node) or shape_of(factors[0]) != shape_of(factors[1]):
             return other
         kind, gate = _activation(active[0]), _operand(active[0])

@@ -27,6 +27,8 @@ class PatchesStep(Step):
         weight, bias = self.convolution.weight, self.convolution.bias
         if x.dim() != 4 or x.shape[2] % weight.shape[2] or x.shape[3] % weight.shape[3]:
             return f"the patches of {weight.shape[2]}x{weight.shape[3]} do not tile the image"
+        if x.shape[1] != weight.shape[1]:
+            return f"images have {x.shape[1]} channels, the weight {weight.shape[1]}"
         if x.dtype != weight.dtype:
             return f"images are {x.dtype}, the weight is {weight.dtype}"
         way = ops.patch_embedding_way(x, weight, bias)

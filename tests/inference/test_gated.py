@@ -97,6 +97,7 @@ def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, conve
         (lambda up, other, x: functional.silu(up(x)) * functional.silu(other(x)), HIDDEN, "gated"),
         (lambda up, other, x: functional.silu(up(x)[..., :HIDDEN]) * up(x)[..., :1], 2 * HIDDEN, "gated"),
         (lambda up, other, x: functional.glu(up(x)), 2 * HIDDEN, "activation"),
+        (lambda up, other, x: (lambda a: a * torch.sigmoid(1.702 * a))(up(x)), HIDDEN, "activation"),  # QuickGELU
         (lambda up, other, x: (lambda a, b: functional.silu(a) * b + b.mean())(*halves(up, x)), 2 * HIDDEN, "activation"),
         (lambda up, other, x: (lambda a, b: functional.silu(a) * functional.dropout(b, 0.5))(*halves(up, x)), 2 * HIDDEN, "gated"),
     ],

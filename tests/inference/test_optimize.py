@@ -322,6 +322,14 @@ def test_without_kernels_only_patches_by_themselves_can_be_fused() -> None:
         assert report.whole_ms is not None and report.whole_ms[1] <= report.whole_ms[0]
 
 
+def test_images_of_other_channels_meet_the_models_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
+    model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
+    flysurgery.optimize(model)
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 1 channels"):
+        model(torch.zeros(2, 1, 32, 32))
+
+
 @pytest.mark.parametrize(
     ("example", "words"),
     [
