@@ -104,7 +104,8 @@ def model(
     with BenchRun(target, ModelRow, out, fresh=fresh, plot=plot) as run:
         for group in bench_model_layers(plan, settings, target, done=lambda key: run.has({**key, **launched})):
             run.add(group, group[0].layer)
-        own_rows = [row for group in groups for row in run.rows(layer_head(settings, target, group) | launched)]
+        found = [row for group in groups for row in run.rows(layer_head(settings, target, group) | launched)]
+        own_rows = list({(row["layer"], row["candidate"]): row for row in found}.values())  # the last where quick ones came before
         if not run.has(whole | {"candidate": "converted, optimized" if optimized else "converted"}):
             build = partial(source.build, pretrained=False, seed=seed, device=target)
             run.add(bench_whole_model(plan, build, settings, target, slower_layers(own_rows, groups)), WHOLE)

@@ -146,6 +146,20 @@ def test_a_table_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pa
     assert "--table takes a file" in capsys.readouterr().err
 
 
+def test_after_a_quick_run_all_architectures_are_timed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, table = tmp_path / "rows.csv", tmp_path / "latency.csv"
+    command = ["bench", "model", *TINY_VIT, "--rounds", "2", "--device", "cpu", "--out", str(out), "--table", str(table)]
+    assert main([*command, "--quick"]) == 0
+    quick, few = out.read_text(), table.read_text()
+    assert main(command) == 0
+    both, many = out.read_text(), table.read_text()
+    assert both.startswith(quick) and len(many.splitlines()) > len(few.splitlines())
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("blocks.0.mlp.fc1 ") and " converted " in line for line in printed) == 2, "once in each answer"
+    assert main(command) == 0
+    assert (out.read_text(), table.read_text()) == (both, many), "all is there"
+
+
 def test_one_file_for_two_things_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, same = tmp_path / "rows.svg", tmp_path / "." / "rows.svg"
     assert main([*SMALL, "--out", str(rows), "--plot", str(same)]) == 2
