@@ -26,5 +26,5 @@ def ks_einsum(
     pattern = pattern_of(factor)
     if x.dim() == 0 or x.shape[-1] != pattern.in_features:
         raise PatternError(f"a factor of pattern {pattern} takes rows of {pattern.in_features} features, got x of shape {tuple(x.shape)}")
-    rows = x.unflatten(-1, (pattern.a, pattern.c, pattern.d))
+    rows = x.reshape(*x.shape[:-1], pattern.a, pattern.c, pattern.d)  # unflatten is Python, which PyTorch 2.11 does not export everywhere
     return torch.einsum("...iqj,ipqj->...ipj", rows, factor).flatten(-3)
