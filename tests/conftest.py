@@ -1,9 +1,9 @@
 """Tests marked ``gpu`` are skipped, with the reason, where there is no CUDA device.
 
-    pytest -m gpu -n 16
+    pytest -m gpu -n 12
 
-runs them alone, in as many processes as there are cores. Most of their time goes into compiling kernels, which processes find in the same
-folder, so the next run is shorter.
+runs them alone, in as many processes as there are cores. Most of their time goes into compiling kernels, which all processes keep in the
+same folder, so the next run is shorter.
 """
 
 from __future__ import annotations
