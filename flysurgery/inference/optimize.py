@@ -43,7 +43,7 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     resized or set otherwise (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` sees replaced ones, or by
     ``torch.func.functional_call`` other parameters, and before ``nn.DataParallel``, which refuses: fused modules keep to the attributes
     that they were made of, and to their device. Weights may be changed, loaded, moved and retyped; what PyTorch counts no version for, as a
-    write through ``weight.data``, calls for ``flysurgery.ops.forget_derived``.
+    write through ``weight.data`` or, under 2.11, an update of timm's ``ModelEmaV3``, calls for ``flysurgery.ops.forget_derived``.
 
     Args:
         model: in eval mode; what is in training mode or hooked stays as it is.

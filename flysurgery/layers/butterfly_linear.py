@@ -19,7 +19,8 @@ class ButterflyLinear(nn.Module):
     ``factors`` holds one parameter of shape (a, b, c, d) for each pattern of ``architecture``, left to right; a row x
     meets the last one first. There is no ``weight``: a parent that reads a weight instead of calling its child
     must fail, not bypass the factors. ``backend`` names one way to multiply; None takes the fastest known. Kernels keep factors
-    packed; after writes for which PyTorch counts no version, as through ``factor.data``, call ``flysurgery.ops.forget_derived``.
+    packed; after writes for which PyTorch counts no version, as through ``factor.data`` or, under 2.11, by timm's ``ModelEmaV3``, call
+    ``flysurgery.ops.forget_derived``.
 
     Shapes: input ``(*batch, in_features)``, output ``(*batch, out_features)``, always a fresh tensor.
 

@@ -90,7 +90,10 @@ def derived(
 
 
 def forget_derived() -> None:
-    """Drop everything, after parameters were written to behind PyTorch's back, as through ``parameter.data``."""
+    """Drop everything, after parameters were written to behind PyTorch's back.
+
+    As through ``parameter.data``, or, under PyTorch 2.11, by timm's ``ModelEmaV3``, whose update counts no version there.
+    """
     _entries.clear()
     forget_notes()
 
