@@ -300,6 +300,8 @@ def test_transforms_get_pytorchs_operators(model: nn.Module) -> None:
             blocks(tokens[0])
         mapped, expected = [torch.vmap(each.get_submodule("blocks"))(tokens) for each in (model, own)]
         assert_equal(mapped, expected)
+        model.float(), own.float()  # in halves PyTorch 2.11 has no forward derivative of a norm
+        tokens = tokens.float()
         tangents, expected = [torch.func.jvp(each.get_submodule("blocks"), (tokens[0],), (tokens[1],))[1] for each in (model, own)]
         assert_equal(tangents, expected)
         assert tangents.count_nonzero()
