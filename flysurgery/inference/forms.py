@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flysurgery.errors import WalkError
 from flysurgery.inference.found import Attended, Block, FeedForward, Lone, Part
 from flysurgery.inference.fused_block import Form, Given, Handed
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, run_fake
+from flysurgery.walker import Survey, one_line, run_fake
 
 _SWITCHES = (bool, str, type(None))
 _NUMBERS = (int, float, tuple)
@@ -39,6 +40,9 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Seen]:
     """Run the surveyed stand-in once on fake tensors, and note the calls of every module, by its first name.
 
     Those of ``methods`` of a class, where it has them, are noted by the name that a child of that name would have.
+
+    Raises:
+        WalkError: the forward asks for values, as a choice of rows by them does.
     """
     found = {fqn: Seen() for fqn, _ in seen.double.named_modules()}
     handles = []
@@ -54,6 +58,10 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Seen]:
                 set_on.append((module, name))
     try:
         run_fake(seen.double, seen.example)
+    except Exception as error:  # whatever the forward raises, as trace has it
+        raise WalkError(
+            f"{type(seen.double).__name__} cannot be walked, because it does not run without data: {one_line(error)}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -16,6 +16,7 @@ from flysurgery.walker.operations import name_of as name_of
 from flysurgery.walker.operations import shape_of as shape_of
 from flysurgery.walker.owners import CONVOLUTIONS as CONVOLUTIONS
 from flysurgery.walker.select import select as select
+from flysurgery.walker.shadow import one_line as one_line
 from flysurgery.walker.shadow import shadow as shadow
 from flysurgery.walker.survey import Survey as Survey
 from flysurgery.walker.survey import survey as survey

@@ -362,3 +362,12 @@ def test_what_cannot_be_optimized_is_refused_in_one_sentence() -> None:
     for other, words in others:
         with pytest.raises(InferenceError, match=words):
             flysurgery.optimize(other)
+
+
+def test_a_forward_that_asks_for_values_is_refused_in_one_sentence() -> None:
+    class Picking(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input[input[:, 0] > 0])
+
+    with pytest.raises(WalkError, match=r"Picking cannot be walked, because it does not run without data: aten\.nonzero"):
+        flysurgery.optimize(Picking(3, 3).eval(), torch.randn(5, 3))
