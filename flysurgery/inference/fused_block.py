@@ -124,7 +124,7 @@ class FusedBlock(StandIn):
     """Residual sums of attention and feed-forward groups, one after the other, by fused modules.
 
     Calls of another form than the one that was proven, in training mode, or with hooks inside go to the original block. A compiler
-    calls what does nothing but launch kernels as one operator, which takes Python a third of the time of an operator for each launch.
+    calls what does nothing but launch kernels as one operator, which takes Python less time than an operator for each launch.
     """
 
     def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:

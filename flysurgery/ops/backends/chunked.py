@@ -20,8 +20,7 @@ from flysurgery.patterns import Pattern
 FEW_ROWS, FEW_ROWS_OF_HALVES = 512, 1024
 """Below this the intermediates of bmm stay in the cache as well, and it has fewer steps.
 
-In bfloat16 up layers of a ViT-S/16 took bmm 0.8 times as long as chunks at 788 rows, and about twice as long from 1576 to 6304 (Xeon
-with AMX).
+The second is for bfloat16, chosen by trials of which no rows are kept.
 """
 
 MOST_IDLE = 1.25
@@ -38,8 +37,8 @@ class ChunkedBackend(Backend):
     activation into the permutation between two layers, and lose the vector units.
 
     In 16 bits bmm's products are the faster ones, but with many outputs their permutation outside the cache takes longest: in bfloat16
-    layers that widen are faster in chunks, by 2.1 and 2.3 (Xeon with AMX; ``recipes/results/cpu_multiply.csv``). In float16 that was not
-    measured there.
+    layers that widen are faster in chunks, by 2.0 and 2.4 (3152 rows, Xeon with AMX; ``recipes/results/cpu_multiply.csv``). In float16
+    that was not measured there.
     """
 
     name = "chunked"
