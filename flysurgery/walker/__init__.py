@@ -1,6 +1,8 @@
 """Where: find the linears of a model by dataflow, with their roles and the obstacles to replacing them. Knows no butterflies."""
 
 from flysurgery.walker.blocks import block_names as block_names
+from flysurgery.walker.cuts import Cut as Cut
+from flysurgery.walker.cuts import find_cuts as find_cuts
 from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
 from flysurgery.walker.example import example_input as example_input
 from flysurgery.walker.export import run_fake as run_fake

@@ -1,0 +1,105 @@
+"""Where one tensor carries everything that the rest of a model needs: the places at which two models can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch.fx import Node
+
+from flysurgery.walker.operations import name_of, shape_of
+from flysurgery.walker.survey import Survey
+
+_ATTENTION, _FEED_FORWARD = frozenset({"qkv", "attn_out"}), frozenset({"ffn_in", "ffn_out"})
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor that every later layer depends on, and nothing else does: what module ``fqn`` is given, or what it gives.
+
+    ``shape`` is that of the example. ``kind`` is "start" for the last cut before the first linear of attention or of a feed-forward part,
+    "block" for the stream after a block of the two, "tokens" for the last tensor with tokens, after a norm where there is one; every
+    other cut is "other".
+    """
+
+    fqn: str
+    side: Literal["input", "output"]
+    shape: tuple[int, ...]
+    kind: Literal["start", "block", "tokens", "other"] = "other"
+
+
+def find_cuts(seen: Survey) -> tuple[Cut, ...]:
+    """The cuts of a traced model at which a module begins or ends, in the order of execution.
+
+    A value is live from the operator that makes it to the last one that reads it. Where only one value that depends on the input is
+    live, it is a cut. Blocks follow from the roles of the linears between the cuts, not from names. A model whose values all live on,
+    such as one with long skip connections, has few cuts or none.
+    """
+    roles = {call.node: judgement.role for call, judgement in zip(seen.calls, seen.judgements, strict=True)}
+    found: dict[Node, Cut] = {}
+    kinds: dict[Node, Literal["start", "block", "tokens"]] = {}
+    met: set[str] = set()
+    latest: Node | None = None
+    for node, cut in _walk(seen, roles):
+        if cut is not None:
+            found[node], latest = cut, node
+            continue
+        part = "attention" if roles[node] in _ATTENTION else "feed-forward" if roles[node] in _FEED_FORWARD else None
+        if part is None:
+            continue
+        begins = (part == "attention" and "feed-forward" in met) or (roles[node] == "ffn_in" and met == {"feed-forward"})
+        if latest is not None and (begins or not kinds):
+            kinds[latest] = "block" if kinds else "start"
+            met = set()
+        met.add(part)
+    order = list(found)
+    after = order[order.index([*kinds][-1]) + 1 :] if kinds else []
+    tokens = [node for node in after if len(found[node].shape) > 2]
+    streams = [node for node in tokens[:-1] if not _is_norm(node)]
+    if streams:
+        kinds[streams[-1]] = "block"
+    if tokens:
+        kinds[tokens[-1]] = "tokens"
+    unique = {(cut.fqn, cut.side): node for node, cut in reversed(found.items())}
+    return tuple(replace(found[node], kind=kinds.get(node, "other")) for node in reversed(unique.values()))
+
+
+def _walk(seen: Survey, roles: dict[Node, str]) -> list[tuple[Node, Cut | None]]:
+    """The linears, with None, and the cuts, in the order of execution."""
+    nodes = list(seen.trace.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    last = {node: max((place[user] for user in node.users), default=-1) for node in nodes}
+    live: set[Node] = set()
+    steps: list[tuple[Node, Cut | None]] = []
+    for index, node in enumerate(nodes):
+        if node in roles:
+            steps.append((node, None))
+        if node.op == "output" or node not in seen.dataflow.depends:
+            continue
+        live.add(node)
+        live = {each for each in live if last[each] > index}
+        if live == {node}:
+            cut = _cut(node, min(node.users, key=place.__getitem__))
+            if cut is not None:
+                steps.append((node, cut))
+    return steps
+
+
+def _cut(node: Node, user: Node) -> Cut | None:
+    """The innermost module that ends with ``node``, or else the outermost that begins with it."""
+    shape = shape_of(node)
+    inside, after = _modules(node), _modules(user)
+    left = [fqn for fqn in inside if fqn not in after]
+    entered = [fqn for fqn in after if fqn not in inside]
+    if not shape or not (left or entered):
+        return None
+    return Cut(left[-1], "output", tuple(shape)) if left else Cut(entered[0], "input", tuple(shape))
+
+
+def _modules(node: Node) -> list[str]:
+    """Names of the modules in whose forwards the operator runs, from the outermost inwards."""
+    return [fqn for fqn, _ in (node.meta.get("nn_module_stack") or {}).values() if fqn]
+
+
+def _is_norm(node: Node) -> bool:
+    return "norm" in name_of(node)
