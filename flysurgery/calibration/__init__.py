@@ -2,6 +2,9 @@
 
 from flysurgery.calibration.collect import collect as collect
 from flysurgery.calibration.collect import watched as watched
+from flysurgery.calibration.pictures import ASPECT as ASPECT
+from flysurgery.calibration.pictures import SIDES as SIDES
+from flysurgery.calibration.pictures import Pictures as Pictures
 from flysurgery.calibration.samples import DEFAULT_SAMPLES as DEFAULT_SAMPLES
 from flysurgery.calibration.samples import Data as Data
 from flysurgery.calibration.samples import Samples as Samples

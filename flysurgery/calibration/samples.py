@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flysurgery.calibration.pictures import Pictures
 from flysurgery.errors import DataError, OptionError
 
 DEFAULT_SAMPLES = 512
@@ -31,11 +32,13 @@ class Samples:
         inputs: shape (samples, *sample).
         name: where they come from.
         skipped: what could not be read, and was left out.
+        pictures: what reconstruction takes its views of, none of which shows a sample that judges; None for the samples to fit with.
     """
 
     inputs: Tensor
     name: str = "calibration data"
     skipped: tuple[str, ...] = ()
+    pictures: Pictures | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -51,6 +54,14 @@ class Samples:
     def without_held_out(self) -> Samples:
         """The samples to fit with, to be split again: some then choose and do not fit, and those held out here had no part in either."""
         return Samples(self.inputs[~self._is_held_out()], self.name, self.skipped)
+
+    def to_view(self) -> Pictures:
+        """What reconstruction takes its views of."""
+        return Pictures.of_inputs(self.inputs[~self._is_held_out()]) if self.pictures is None else self.pictures
+
+    def fit_positions(self) -> list[int]:
+        """The numbers of the samples to fit with."""
+        return (~self._is_held_out()).nonzero()[:, 0].tolist()
 
     @property
     def held_out_count(self) -> int:
@@ -97,7 +108,7 @@ def samples_of(
     if len(inputs) < (count or 2):
         asked = f"{count} were asked for" if count else "at least 2 are needed"
         raise DataError(f"{name}: {asked} and there are {len(inputs)} samples")
-    return Samples(inputs.detach(), name, known.skipped if known else ())
+    return Samples(inputs.detach(), name, known.skipped if known else (), known.pictures if known else None)
 
 
 def _gathered(source: object, wanted: int, shape: tuple[int, ...] | None) -> Tensor:

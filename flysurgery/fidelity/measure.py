@@ -1,0 +1,158 @@
+"""How close a model's outputs are to those of the dense model: end to end, and block by block, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from flysurgery.calibration import unchanged_state
+from flysurgery.errors import DataError
+from flysurgery.fidelity.stream import Stream
+from flysurgery.walker import Cut
+
+ENOUGH = 0.9
+"""A cosine below this means that the model needs more than it got."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over ``samples`` samples that nothing was fitted to; 1 is the dense model itself, 0 for errors.
+
+    ``output_cosine`` is that of what the model returns: pooled features, or the scores of a classifier. ``token_cosine`` is that of the
+    last tokens, the class token and registers left out; None where the model has no tokens at the end. ``relative_error`` is
+    ``sqrt(sum|y' - y|² / sum|y|²)`` of the last tokens, or of the output where there are none. ``agreement`` is the share of
+    samples with the same top class; None where the output is no scores. ``blocks`` has the error in sequence after each block,
+    ``sqrt(sum|x' - x|² / sum|x - mean x|²)``, with the mean over samples and tokens.
+    """
+
+    samples: int
+    output_cosine: float
+    token_cosine: float | None
+    relative_error: float
+    agreement: float | None
+    blocks: tuple[tuple[str, float], ...]
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no cosine is below ``ENOUGH``."""
+        return all(cosine >= ENOUGH for cosine in (self.output_cosine, self.token_cosine) if cosine is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers as JSON values."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[Tensor], cuts: Sequence[Cut]) -> Fidelity:
+    """Run both models over ``batches``, in eval mode, and compare what they give. Both stay as they are.
+
+    ``cuts`` are those of ``find_cuts``; without any, only the outputs are compared. Keeps nothing but sums.
+
+    Raises:
+        DataError: there are no samples, a model fails on a batch or gives no tensor, or the outputs differ in shape.
+    """
+    used = [cut for cut in cuts if cut.kind in ("block", "tokens")]
+    sums = _Sums(len(used))
+    prefix = int(getattr(student, "num_prefix_tokens", 0) or 0)
+    with unchanged_state(student), unchanged_state(teacher), Stream(student, used) as mine, Stream(teacher, used) as theirs:
+        for batch in batches:
+            wanted, given = run(teacher, batch), run(student, batch)
+            if wanted.shape != given.shape:
+                raise DataError(f"the models give outputs of shapes {tuple(given.shape)} and {tuple(wanted.shape)}; they must be the same")
+            sums.add(given, wanted, mine.values, theirs.values, used, prefix)
+    if not sums.samples:
+        raise DataError("the data to measure the fidelity with hold no samples")
+    classes = getattr(teacher, "num_classes", None)
+    scores = sums.is_flat and (classes is None or classes > 0)
+    return sums.result([cut.fqn for cut in used if cut.kind == "block"], scores=scores)
+
+
+def run(model: nn.Module, batch: Tensor) -> Tensor:
+    """What the model returns, in float32; of several tensors the first.
+
+    Raises:
+        DataError: the model fails, or gives no tensor.
+    """
+    parameter = next(model.parameters())
+    try:
+        output = model(batch.to(parameter.device, parameter.dtype))
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"the model fails on inputs of shape {tuple(batch.shape)}: {reason}") from error
+    return first_tensor(output).float()
+
+
+def first_tensor(output: object) -> Tensor:
+    """The first tensor of numbers among what a model returned.
+
+    Raises:
+        DataError: there is none.
+    """
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf
+    raise DataError(f"a comparison needs a model that gives a tensor, and this one gives {type(output).__name__}")
+
+
+class _Sums:
+    def __init__(self, places: int) -> None:
+        self.samples = 0
+        self.is_flat = False
+        self._output = self._tokens = self._error = self._reference = self._same = 0.0
+        self._token_rows = 0
+        self._squares = [0.0] * places
+        self._moments: list[tuple[float, Tensor, int] | None] = [None] * places  # sum of squares, sum over rows, rows
+
+    def add(
+        self, given: Tensor, wanted: Tensor, mine: dict[int, Tensor], theirs: dict[int, Tensor], cuts: Sequence[Cut], prefix: int
+    ) -> None:
+        self.samples += len(given)
+        self._output += float(_cosine(given.flatten(1), wanted.flatten(1)).sum())
+        self.is_flat = given.ndim == 2
+        if self.is_flat:
+            self._same += float((given.argmax(1) == wanted.argmax(1)).sum())
+        tokens = None
+        for number in range(len(cuts)):
+            x, y = mine[number].float(), theirs[number].float()
+            self._squares[number] += float((x - y).square().sum())
+            rows = y.flatten(0, -2)
+            square, total, count = self._moments[number] or (0.0, torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device), 0)
+            sums = float(rows.square().sum(dtype=torch.float64)), rows.sum(0, dtype=torch.float64)
+            self._moments[number] = square + sums[0], total + sums[1], count + len(rows)
+            tokens = x, y
+        x, y = (given, wanted) if tokens is None else tokens
+        self._error += float((x - y).square().sum())
+        self._reference += float(y.square().sum())
+        if tokens is not None:
+            x, y = (each[:, prefix:] if each.ndim == 3 else each for each in tokens)
+            self._tokens += float(_cosine(x, y).sum())
+            self._token_rows += x[..., 0].numel()
+
+    def result(self, blocks: Sequence[str], *, scores: bool) -> Fidelity:
+        errors = []
+        for square, moments in zip(self._squares, self._moments, strict=True):
+            whole, total, count = moments or (0.0, torch.zeros(1), 1)
+            spread = whole - float(total.square().sum()) / count
+            # Where all rows are the same there is no spread to hold an error against, only their size.
+            against = spread if spread > 1e-9 * whole else whole
+            errors.append((square / against) ** 0.5 if against else float(square > 0))
+        return Fidelity(
+            samples=self.samples,
+            output_cosine=self._output / self.samples,
+            token_cosine=self._tokens / self._token_rows if self._token_rows else None,
+            relative_error=(self._error / self._reference) ** 0.5 if self._reference else 0.0,
+            agreement=self._same / self.samples if scores else None,
+            blocks=tuple(zip(blocks, errors, strict=False)),
+        )
+
+
+def _cosine(x: Tensor, y: Tensor) -> Tensor:
+    """The cosine of the last dimension; 1 of two vectors that are both zero."""
+    both_zero = (x == 0).all(-1) & (y == 0).all(-1)
+    return torch.where(both_zero, 1.0, functional.cosine_similarity(x, y, dim=-1))

@@ -1,0 +1,132 @@
+"""An optimizer whose steps are shares of a parameter's size: orthogonal ones for factors and matrices, Adam's for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.fidelity import foreach
+from flysurgery.layers import ButterflyLinear
+
+ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+MOMENTUM = 0.95
+BETAS = (0.9, 0.99)
+EPSILON = 1e-12
+SMALLEST = 1e-3
+"""The size of a parameter that is zero, or nearly."""
+
+
+def orthogonal(
+    matrices: Tensor,  # shape: (batch, rows, columns)
+) -> Tensor:
+    """The matrices with singular values of about 1, by five steps of a Newton-Schulz iteration in bfloat16.
+
+    Source: K. Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+    """
+    a, b, c = COEFFICIENTS
+    is_wide = matrices.shape[-2] <= matrices.shape[-1]
+    x = (matrices if is_wide else matrices.mT).bfloat16()
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x if is_wide else x.mT).to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Moves each parameter by about ``lr`` times its size at the start, so that one rate serves parameters of all sizes.
+
+    A factor of pattern (a, b, c, d) is a·d dense blocks of b×c; each of them, and each dense matrix, moves by an orthogonal matrix along
+    the mean gradient. Vectors, scales and embeddings move as Adam moves them. Makes no use of weight decay. ``lr`` may be a tensor
+    of one number, for a step that a CUDA graph replays; nothing is read from the device.
+
+    Args:
+        parameters: groups as ``parameter_groups`` makes them; the keys "size" and "block" are used.
+        lr: the rate, as a share of the parameter's size.
+
+    Source for orthogonal steps and their size: J. Liu et al., Muon is scalable for LLM training, arXiv:2502.16982.
+    """
+
+    def __init__(self, parameters: Iterable[dict[str, Any]], lr: float | Tensor = 3e-3) -> None:
+        super().__init__(parameters, {"lr": lr, "size": 1.0, "block": None})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not members:
+                continue
+            gradients = [parameter.grad.float() for parameter in members]
+            block = group["block"]
+            moves = self._adam(members, gradients) if block is None else self._orthogonal(members, gradients, *block)
+            foreach.mul_(moves, group["lr"] * group["size"])
+            foreach.sub_(members, moves)
+        return loss
+
+    def _orthogonal(self, members: list[nn.Parameter], gradients: list[Tensor], rows: int, columns: int) -> list[Tensor]:
+        """Moves whose entries have a root mean square of about 1."""
+        momentum = [self._kept(parameter, "momentum") for parameter in members]
+        foreach.lerp_(momentum, gradients, 1 - MOMENTUM)
+        ahead = foreach.lerp(gradients, momentum, MOMENTUM)
+        blocks = [_as_blocks(each, rows, columns) for each in ahead]
+        moved = orthogonal(torch.cat(blocks)).split([len(each) for each in blocks])
+        size = math.sqrt(max(rows, columns))
+        return [_from_blocks(block, parameter.shape) * size for block, parameter in zip(moved, members, strict=True)]
+
+    def _adam(self, members: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor]:
+        """Adam's moves without its correction of the first steps, which with these betas are at most 2.1 times as long for that."""
+        first, second = BETAS
+        mean, square = ([self._kept(parameter, name) for parameter in members] for name in ("mean", "square"))
+        foreach.lerp_(mean, gradients, 1 - first)
+        foreach.lerp_(square, foreach.mul(gradients, gradients), 1 - second)
+        return list(foreach.div(mean, foreach.add(foreach.sqrt(square), EPSILON)))
+
+    def _kept(self, parameter: nn.Parameter, name: str) -> Tensor:
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state[name]
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters that learn, in groups of one size, to a power of two, and of one kind of blocks.
+
+    "size" is the root mean square of the entries; "block" the rows and columns of a factor's blocks or of a matrix, None for the rest.
+    """
+    blocks: dict[nn.Parameter, tuple[int, int]] = {}
+    for module in model.modules():
+        if isinstance(module, ButterflyLinear):
+            blocks.update({f: (pattern.b, pattern.c) for f, pattern in zip(module.factors, module.architecture, strict=True)})
+    groups: dict[tuple[float, tuple[int, int] | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+            block = blocks.get(parameter, (parameter.shape[0], parameter.shape[1]) if is_matrix else None)
+            groups.setdefault((_size(parameter), block), []).append(parameter)
+    return [{"params": members, "size": size, "block": block} for (size, block), members in groups.items()]
+
+
+def _size(parameter: Tensor) -> float:
+    root = float(parameter.detach().float().square().mean().sqrt())
+    return 2.0 ** round(math.log2(max(root, SMALLEST)))
+
+
+def _as_blocks(factor: Tensor, rows: int, columns: int) -> Tensor:
+    return factor.reshape(1, rows, columns) if factor.ndim == 2 else factor.permute(0, 3, 1, 2).reshape(-1, rows, columns)
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    if len(shape) == 2:
+        return blocks.view(shape)
+    a, b, c, d = shape
+    return blocks.view(a, d, b, c).permute(0, 2, 3, 1)

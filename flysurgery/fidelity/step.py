@@ -1,0 +1,96 @@
+"""One update of a reconstruction: views, the teacher's forward, the student's, the backward pass, the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from flysurgery.calibration import Pictures
+from flysurgery.fidelity import foreach
+from flysurgery.fidelity.measure import first_tensor
+from flysurgery.fidelity.optimizer import Muon, parameter_groups
+from flysurgery.fidelity.pull import Pull, relative_error
+from flysurgery.fidelity.settings import Settings
+from flysurgery.fidelity.source import Source
+from flysurgery.fidelity.stream import Stream
+from flysurgery.fidelity.views import views
+from flysurgery.walker import Cut
+
+OUTPUT_WEIGHT = 0.2
+"""Of the error of what the model returns, beside the blocks' and the tokens' own."""
+
+
+class Step(contextlib.AbstractContextManager["Step"]):
+    """Makes updates of ``student`` towards ``teacher``; on CUDA the whole update is one graph that is replayed, in bfloat16."""
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, pictures: Pictures, cuts: Sequence[Cut], settings: Settings, rate: float
+    ) -> None:
+        self._student, self._teacher, self._settings = student, teacher, settings
+        self._device = next(student.parameters()).device
+        self._source = Source(pictures, settings.batch, self._device)
+        self._highest = rate
+        self._rate = torch.zeros((), device=self._device)
+        self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
+        used = [cut for cut in cuts if cut.kind != "other"]
+        self._theirs = Stream(teacher, used)
+        self._mine = Pull(student, self._theirs.values, used, settings.reach)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __enter__(self) -> Step:
+        self._theirs.__enter__()
+        self._mine.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mine.__exit__(None, None, None)
+        self._theirs.__exit__(None, None, None)
+        self._graph = None
+
+    def update(self, share: float) -> None:
+        """Make one update at this share of the highest rate."""
+        self._rate.fill_(share * self._highest)
+        self._source.advance()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._once()
+
+    def capture(self) -> None:
+        """Capture an update as a CUDA graph, after three plain ones at a rate of zero; does nothing on other devices."""
+        if self._device.type != "cuda":
+            return
+        self._rate.zero_()
+        self._source.advance()
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._once()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._once()
+        self._graph = graph
+
+    def settle(self) -> None:
+        """Count a version of every parameter, so that what is packed of them is packed anew: a graph's replay counts none."""
+        with torch.no_grad():
+            foreach.mul_([each for group in self._optimizer.param_groups for each in group["params"]], 1.0)
+
+    def _once(self) -> None:
+        pictures, chosen = self._source.draw()
+        x = views(pictures, chosen, mixed=self._settings.mixed)
+        on_cuda = self._device.type == "cuda"
+        with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext():
+            with torch.no_grad():
+                wanted = first_tensor(self._teacher(x))
+            given = first_tensor(self._student(x))
+        _, gradient = relative_error(given.detach(), wanted)
+        given.backward((OUTPUT_WEIGHT * gradient).to(given.dtype))
+        self._mine.error()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
