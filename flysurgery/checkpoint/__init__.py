@@ -1,6 +1,7 @@
 """Converted models on disk: self-describing safetensors folders, and the timm entry point that opens them."""
 
 from flysurgery.checkpoint.base import build_base as build_base
+from flysurgery.checkpoint.config import vouch_for_weights as vouch_for_weights
 from flysurgery.checkpoint.dense import load_dense as load_dense
 from flysurgery.checkpoint.load import load as load
 from flysurgery.checkpoint.reader import is_converted as is_converted

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from flysurgery.checkpoint.card_fidelity import closeness, shown
 from flysurgery.surgery import Plan
 
 CARD = """---
 library_name: timm
-pipeline_tag: image-classification
-tags:
-- image-classification
-- timm
+{task}- timm
 - flysurgery
 ---
 # {name}
@@ -21,9 +20,9 @@ tags:
 {base}, with {replaced} of its {layers} linear layers replaced by products of Kronecker-sparse factors.
 
 - Base arguments: `{base_args}`
-- Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
+{weights}- Parameters of the replaced layers: {before:,} before, {after:,} after ({share:.1%})
 - Weights stored in: {dtypes}
-{optimized}{errors}{measurement}{accuracy}{finetune}
+{optimized}{closeness}{measurement}{accuracy}{finetune}
 ## Load
 
 ```python
@@ -46,21 +45,25 @@ No network, pickle or original weights are needed; `DIR` is the folder that hold
 OPTIMIZED = "- On CUDA `flysurgery.load` fuses groups of layers by `flysurgery.optimize`, where that is faster; the weights are the same\n"
 
 
-def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, *, optimize: bool = False) -> str:
-    """The text of ``README.md``."""
+def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, config: Mapping[str, Any]) -> str:
+    """The text of ``README.md``; ``config`` is the folder's ``config.json``."""
     before, after = (sum(getattr(layer, attribute) for layer in plan.replaced) for attribute in ("params_before", "params_after"))
+    # The base's tag names weights, and is part of the base even where the weights came from elsewhere.
+    plan = replace(plan, base=plan.base if plan.base is None or ":" in plan.base else plan.base.partition(".")[0])
     return CARD.format(
         name=name,
+        task=_task(config.get("num_classes")),
         base=plan.base,
         base_args=json.dumps(dict(plan.base_args)),
         replaced=len(plan.replaced),
         layers=len(plan.layers),
+        weights=_weights(plan, config.get("pretrained_cfg") or {}),
         before=before,
         after=after,
         share=after / before,
         dtypes=dtypes,
-        optimized=OPTIMIZED if optimize else "",
-        errors=_errors(report),
+        optimized=OPTIMIZED if config.get("optimize") else "",
+        closeness=closeness(report),
         measurement=_measurement(report),
         accuracy=_accuracy(report),
         finetune=_finetune(report),
@@ -68,17 +71,20 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, *,
     )
 
 
-def _errors(report: Mapping[str, Any]) -> str:
-    """One line on the projections' errors, where the report has any."""
-    errors = sorted((row["relative_error"], row["fqn"]) for row in report["rows"] if row.get("relative_error") is not None)
-    if not errors:
+def _task(classes: int | None) -> str:
+    """What the model is for: a model without classes gives features; nothing is claimed where their number is not known."""
+    if classes is None:
+        return "tags:\n"
+    task = "image-classification" if classes else "image-feature-extraction"
+    return f"pipeline_tag: {task}\ntags:\n- {task}\n"
+
+
+def _weights(plan: Plan, data: Mapping[str, Any]) -> str:
+    """One line on the weights that the model was converted from, where it is known which they are."""
+    if not data.get("tag"):
         return ""
-    mean = sum(error for error, _ in errors) / len(errors)
-    (least, best), (most, worst) = errors[0], errors[-1]
-    return (
-        f"- Relative error of the projected weights, `norm(W - W') / norm(W)`, before any fine-tuning: mean {mean:.3f}, "
-        f"least {least:.3f} (`{best}`), most {most:.3f} (`{worst}`); all are in `report.json`\n"
-    )
+    licence = f", licence {data['license']}" if data.get("license") else ""
+    return f"- Converted from the weights `{plan.base}.{data['tag']}`{licence}\n"
 
 
 def _measurement(report: Mapping[str, Any]) -> str:
@@ -110,7 +116,11 @@ def _finetune(report: Mapping[str, Any]) -> str:
     if run is None:
         return ""
     teacher = f", with {run['teacher']} as teacher" if run["teacher"] else ""
-    before, after = run["before"], run["after"]
+    before, after = run.get("before"), run.get("after")
     accuracy = f"; top-1 {before['top1']:.2%} before, {after['top1']:.2%} after, of {after['samples']} samples" if before and after else ""
+    start, end = run.get("fidelity_before"), run.get("fidelity_after")
+    if end is not None:
+        whole = "" if start is None else f"{shown(start)} before, and "
+        accuracy += f"; fidelity to the teacher on {end['samples']} held-out images: {whole}{shown(end)} after"
     what = "Trained from random weights" if run["scratch"] else "Fine-tuned"
     return f"- {what} on {run['images']:,} images of {run['data']} in {run['updates']:,} updates{teacher}{accuracy}\n"

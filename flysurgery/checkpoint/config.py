@@ -19,10 +19,10 @@ from flysurgery.surgery import Plan
 WEIGHT_SOURCES = frozenset({"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"})
 """Entries of a ``pretrained_cfg`` that say where weights come from; a folder's own weights are the only ones."""
 
-ABOUT_WEIGHTS = WEIGHT_SOURCES | {
-    *("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"),
-    *("label_names", "label_descriptions", "label_offset"),
-}
+CLAIMS = frozenset({"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"})
+"""Entries that say whose the weights are."""
+
+ABOUT_WEIGHTS = WEIGHT_SOURCES | CLAIMS | {"label_names", "label_descriptions", "label_offset"}
 """Entries that are true of certain weights, not of their architecture."""
 
 
@@ -93,13 +93,31 @@ def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
     described.pretrained_cfg = described.default_cfg = {**kept, **found}
 
 
+def vouch_for_weights(model: nn.Module) -> None:
+    """Note on a timm model that it has the weights that its ``pretrained_cfg`` names, so that a folder may say so."""
+    described: Any = model
+    kept = {name: value for name, value in described.pretrained_cfg.items() if name not in WEIGHT_SOURCES}
+    described.pretrained_cfg = described.default_cfg = kept
+
+
+def data_of(model: nn.Module) -> dict[str, Any]:
+    """What a timm model's ``pretrained_cfg`` says that holds in a folder of its own weights.
+
+    One that names a source is its architecture's, and the same whether the weights were taken from there or not; its tag and licence
+    are left out.
+    """
+    own = dict(getattr(model, "pretrained_cfg", None) or {})
+    names_source = any(own.get(name) for name in WEIGHT_SOURCES)
+    found = filter_pretrained_cfg(own, remove_source=True, remove_null=True)
+    left_out = WEIGHT_SOURCES | {"architecture"} | (CLAIMS if names_source else set())
+    return {name: value for name, value in found.items() if name not in left_out}
+
+
 def _data_config(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    own = getattr(model, "pretrained_cfg", None)
-    if own is None:
+    if getattr(model, "pretrained_cfg", None) is None:
         sizes = {"num_classes": plan.base_args.get("num_classes")}
         return {name: value for name, value in sizes.items() if value is not None}
-    found = filter_pretrained_cfg(dict(own), remove_source=True, remove_null=True)
-    found = {name: value for name, value in found.items() if name not in WEIGHT_SOURCES | {"architecture"}}
+    found = data_of(model)
     classes = getattr(model, "num_classes", found.get("num_classes"))
     if classes != found.get("num_classes"):
         found = {name: value for name, value in found.items() if name not in ("label_names", "label_descriptions", "label_offset")}

@@ -49,6 +49,8 @@ def save(
     ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
     since; without it ``report.json`` has the layers without their errors.
     ``accuracy`` is what an ``evaluation.Comparison`` gives as JSON; it goes into ``report.json`` and the model card.
+    The folder claims no licence and no published weights, unless it is known that the weights came from there: the model was read from a
+    folder that says so, or the command line loaded them.
     With ``optimize`` the folder says that ``load`` is to fuse groups of layers on CUDA; the weights are the same.
 
     Raises:
@@ -63,10 +65,11 @@ def save(
     _check_space(target, stored.nbytes)
     facts = report_json(plan, report, accuracy)
     dtypes = sorted({_name(tensor.dtype) for tensor in stored.tensors.values() if tensor.is_floating_point()})
+    config = config_of(model, plan, optimize=optimize)
     with new_folder(target) as fresh:
-        _write_json(fresh / "config.json", config_of(model, plan, optimize=optimize))
+        _write_json(fresh / "config.json", config)
         _write_json(fresh / "report.json", facts)
-        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes), optimize=optimize), encoding="utf-8")
+        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes), config), encoding="utf-8")
         _write_weights(fresh / "model.safetensors", stored, plan)
         # safetensors makes files that only their owner may read; these are to be read like their neighbours.
         (fresh / "model.safetensors").chmod((fresh / "config.json").stat().st_mode)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from timm.models import filter_pretrained_cfg
 from torch import nn
 
+from flysurgery.checkpoint.config import data_of
 from flysurgery.checkpoint.folder import check_target, new_folder
 
 FILES = ("model.safetensors", "config.json")
@@ -46,8 +46,7 @@ def save_dense(model: nn.Module, folder: Path, base: str, base_args: Mapping[str
 
 
 def _config(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[str, Any]:
-    data = filter_pretrained_cfg(dict(getattr(model, "pretrained_cfg", None) or {}), remove_source=True, remove_null=True)
-    data.pop("architecture", None)
+    data = data_of(model)
     classes = getattr(model, "num_classes", None)
     if classes is not None:
         data["num_classes"] = classes

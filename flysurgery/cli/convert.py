@@ -47,6 +47,8 @@ def convert(
     samples: options.CalibrationSamples = None,
     sequential: options.Sequential = False,
     permute: options.Permute = False,
+    reconstruct: options.Reconstruct = False,
+    minutes: options.Minutes = None,
     evaluate: options.Evaluate = None,
     batch_size: options.BatchSize = 64,
     out: options.Out = None,
@@ -59,7 +61,9 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
-    options.check_calibration(calibrate, {"--samples": samples, "--sequential": sequential, "--permute": permute})
+    needy = {"--samples": samples, "--sequential": sequential, "--permute": permute, "--reconstruct": reconstruct}
+    options.check_calibration(calibrate, needy)
+    budgeted = options.reconstruction(reconstruct, minutes)
     family = arch not in (options.Choice.monarch, options.Choice.auto)
     named = {"--arch": family, "--nblocks": nblocks != 4, "--rank": bool(rank), "--patterns": bool(patterns)}
     bounds = (budget, max_error, latency)
@@ -95,7 +99,7 @@ def convert(
     if latency is not None:
         surgery.read_latency_table(latency, plan.replaced)  # before the model and its data are loaded
     data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
-    inputs = None if calibrate is None else load_inputs(calibrate, skeleton.model, samples)
+    inputs = None if calibrate is None else load_inputs(calibrate, skeleton.model, samples, pictures=reconstruct)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     tradeoff = measurement = None
     if measure:
@@ -122,7 +126,17 @@ def convert(
     check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("projecting") as step:
-        report = surgery.apply(plan, network, calibrate=inputs, samples=samples, sequential=sequential, permute=permute, progress=step)
+        report = surgery.apply(
+            plan,
+            network,
+            calibrate=inputs,
+            samples=samples,
+            sequential=sequential,
+            permute=permute,
+            reconstruct=budgeted,
+            seed=seed,
+            progress=step,
+        )
     report = replace(report, tradeoff=tradeoff, measurement=measurement)
     accuracy = None
     if data is not None and before is not None:
@@ -147,9 +161,9 @@ def convert(
     print_report(report, folder, accuracy, as_json=as_json)
 
 
-def load_inputs(name: str, model: nn.Module, samples: int | None) -> Samples:
-    """The images to calibrate with; says on stderr which could not be read."""
-    found = evaluation.load_calibration(name, model, samples=samples)
+def load_inputs(name: str, model: nn.Module, samples: int | None, *, pictures: bool = False) -> Samples:
+    """The images to calibrate with, and those to take views of; says on stderr which could not be read."""
+    found = evaluation.load_calibration(name, model, samples=samples, pictures=pictures)
     if found.skipped:
         named = ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else "")
         typer.echo(f"flysurgery: {len(found.skipped)} images in {name} cannot be read and are left out: {named}", err=True)

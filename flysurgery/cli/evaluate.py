@@ -1,20 +1,35 @@
-"""``flysurgery evaluate``: top-1 and top-5 accuracy of a model, converted or not."""
+"""``flysurgery evaluate``: a model's accuracy, or its fidelity to another model, which needs no labels."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
-from flysurgery import inference
+import typer
+
+from flysurgery import evaluation, inference
 from flysurgery.cli import options
+from flysurgery.cli.skipped import tell_skipped
 from flysurgery.cli.source import find
 from flysurgery.cli.tables import print_json, print_table
-from flysurgery.evaluation import evaluate as measure
-from flysurgery.evaluation import load_data
+from flysurgery.errors import OptionError
+from flysurgery.surgery import block_errors, finite, measures
+
+DATA_HELP = "The digits, generated fractals, or a folder with one folder of images a class; with --against any folder of images."
+AGAINST_HELP = (
+    "Measure the fidelity to this model, any form of MODEL, not the accuracy. "
+    "Where MODEL is a folder, --model-args, --base and --checkpoint are this one's."
+)
 
 
 def evaluate(
     model: options.Model,
-    data: options.Data,
+    data: Annotated[str, typer.Option("--data", help=DATA_HELP, metavar=options.DATA)],
+    against: Annotated[str | None, typer.Option("--against", help=AGAINST_HELP, metavar="MODEL")] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="With --against: how many images; by default 512, or as many as there are.", min=2)
+    ] = None,
     model_args: options.ModelArgs = None,
     base: options.Base = None,
     checkpoint: options.Checkpoint = None,
@@ -25,14 +40,41 @@ def evaluate(
     optimize: options.Optimize = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure a model's top-1 and top-5 accuracy."""
-    source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
+    """Measure a model's top-1 and top-5 accuracy, or with --against how close its outputs are to another model's."""
+    if against is None and samples is not None:
+        raise OptionError("--samples goes with --against MODEL; accuracy is measured on all images")
+    if against is not None and optimize:
+        raise OptionError("--optimize fuses the blocks that --against compares; leave one of the two out")
+    described = {"base": base, "model_args": options.model_arguments(model_args), "checkpoint": checkpoint}
+    plain = {"base": None, "model_args": {}, "checkpoint": None}
+    other_is_described = against is not None and Path(model).is_dir()
+    source = find(model, **(plain if other_is_described else described))
+    other = None if against is None else find(against, **(described if other_is_described else plain))
     target = options.device_of(device)
-    source.check_weights(pretrained=pretrained)
+    for each in (source, other):
+        if each is not None:
+            each.check_weights(pretrained=pretrained)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
-    if optimize:
-        inference.optimize(network.eval())
-    accuracy = measure(network, load_data(data, network), batch_size=batch_size, device=target)
+    if other is None:
+        if optimize:
+            inference.optimize(network.eval())
+        accuracy = evaluation.evaluate(network, evaluation.load_data(data, network), batch_size=batch_size, device=target)
+        _print_accuracy(accuracy, model, data, as_json=as_json)
+        return
+    teacher = other.build(pretrained=pretrained, seed=seed, device=target)
+    evaluation.check_comparable(network, teacher)
+    images = tell_skipped(evaluation.load_unseen(data, teacher, samples=samples))
+    fidelity = evaluation.compare(network, teacher, images, batch_size=batch_size)
+    if as_json:
+        print_json({"model": model, "against": against, "data": data} | finite(fidelity.to_json()))
+        return
+    print_table(("fidelity", "value"), [*measures(fidelity), ("samples", str(fidelity.samples))], right=("value",))
+    errors = block_errors(fidelity)
+    if errors is not None:
+        typer.echo(f"\n{errors}")
+
+
+def _print_accuracy(accuracy: evaluation.Accuracy, model: str, data: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"model": model, "data": data} | asdict(accuracy))
         return

@@ -94,6 +94,10 @@ CalibrationSamples = Annotated[int | None, _option("--samples", SAMPLES_HELP, mi
 Sequential = Annotated[bool, _option("--sequential", "Calibrate block by block, each after the ones before it are converted.")]
 PERMUTE_HELP = "With --calibrate: reorder FFNs' hidden units, heads and their entries where that lowers the errors and is exact."
 Permute = Annotated[bool, _option("--permute", PERMUTE_HELP)]
+RECONSTRUCT_HELP = "With --calibrate: fit the converted blocks to the dense ones, on views of these images."
+Reconstruct = Annotated[bool, _option("--reconstruct", RECONSTRUCT_HELP)]
+MINUTES_HELP = "With --reconstruct: how long it may take; by default 1 on CUDA, 20 on a CPU."
+Minutes = Annotated[float | None, _option("--minutes", MINUTES_HELP, "M")]
 Device = Annotated[str | None, _option("--device", "cpu, cuda, cuda:1, ...; by default cuda where there is one.", "DEVICE")]
 
 # What is written, and how results are shown.
@@ -133,6 +137,21 @@ def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
     if data is None and given:
         need = "needs" if len(given) == 1 else "need"
         raise OptionError(f"{' and '.join(given)} {need} data to calibrate with; give --calibrate digits, or --calibrate FOLDER")
+
+
+def reconstruction(reconstruct: bool, minutes: float | None) -> bool | float:
+    """What ``apply`` takes as ``reconstruct``.
+
+    Raises:
+        OptionError: minutes without a reconstruction, or no positive number of them.
+    """
+    if minutes is None:
+        return reconstruct
+    if not reconstruct:
+        raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
+    if not 0 < minutes < float("inf"):
+        raise OptionError(f"--minutes must be a positive number, got {minutes:g}")
+    return minutes
 
 
 def check_allocation(

@@ -7,6 +7,7 @@ from typing import Any
 import timm
 from torch import nn
 
+from flysurgery.checkpoint import vouch_for_weights
 from flysurgery.errors import ModelError
 
 CONNECT_SECONDS = 10.0
@@ -21,9 +22,11 @@ def build_pretrained(name: str, arguments: dict[str, Any]) -> nn.Module:
     """
     check_available(name)
     try:
-        return timm.create_model(name, pretrained=True, **arguments)
+        model = timm.create_model(name, pretrained=True, **arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(_instead(f"the weights of {name} could not be loaded ({_first_line(error)})")) from error
+    vouch_for_weights(model)
+    return model
 
 
 def check_available(name: str) -> None:

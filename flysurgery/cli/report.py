@@ -10,7 +10,7 @@ import typer
 
 from flysurgery.cli.tables import print_json, print_table
 from flysurgery.evaluation import Comparison
-from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, grouped, permutation_tables, short_count
+from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, fidelity_rows, grouped, permutation_tables, short_count
 
 Layers: TypeAlias = Sequence[LayerPlan | Row]
 
@@ -47,7 +47,10 @@ def print_report(report: Report, folder: Path, accuracy: Comparison | None, *, a
     if accuracy is not None:
         before, after = accuracy.before, accuracy.after
         totals += [_accuracy("top-1", before.top1, after.top1, before.samples), _accuracy("top-5", before.top5, after.top5, before.samples)]
+    if report.fidelity is not None:
+        totals += fidelity_rows(report.fidelity, report.reconstruction)
     _print_totals(totals)
+    _print_each(*report.remarks)
     _print_each(report.calibration, permutation_tables(report.permutations) or None, report.tradeoff, report.measurement)
     typer.echo(f"\nsaved in {folder}")
 

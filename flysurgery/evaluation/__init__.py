@@ -1,5 +1,8 @@
-"""Accuracy of a model on images that are at hand."""
+"""Accuracy of a model on images that are at hand, and its fidelity to another model."""
 
+from flysurgery.evaluation.against import check_comparable as check_comparable
+from flysurgery.evaluation.against import compare as compare
+from flysurgery.evaluation.against import load_unseen as load_unseen
 from flysurgery.evaluation.calibration import load_calibration as load_calibration
 from flysurgery.evaluation.comparison import Comparison as Comparison
 from flysurgery.evaluation.data import ImageData as ImageData

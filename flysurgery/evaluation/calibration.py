@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flysurgery.calibration import DEFAULT_SAMPLES, Samples, samples_of
+from flysurgery.calibration import ASPECT, DEFAULT_SAMPLES, SIDES, Pictures, Samples, samples_of
 from flysurgery.errors import DataError
 from flysurgery.evaluation.data import fractals, load_data, preparation, read_image, transform_of
 from flysurgery.evaluation.digits import digits
 
 
-def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
+def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None = None, pictures: bool = False) -> Samples:
     """Take ``samples`` images of the data set ``name``, prepared for ``model``, whose weights may live on meta.
 
     "digits" and "fractals" are the parts of these that ``load_data`` does not measure on. A folder may hold images at any depth; what
     its folders are called does not matter. Images that cannot be read are left out, and named in ``Samples.skipped``. The
-    images are spread evenly over the sorted names. By default 512 are taken, or as many as there are.
+    images are spread evenly over the sorted names. By default 512 are taken, or as many as there are. With ``pictures`` those of a folder
+    are kept in full as well, at up to twice the model's input, to take views of them.
 
     Raises:
         DataError: there is no such data set, or it has fewer readable images than ``samples``, or fewer than two.
@@ -29,6 +34,7 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
     wanted = preparation(model)
     size = (wanted.channels, wanted.height, wanted.width)
     skipped: list[str] = []
+    kept: list[Tensor] = []
     if str(name) == "digits":
         inputs = _spread(digits("train", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std), samples)
     elif str(name) == "fractals":
@@ -36,7 +42,14 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
     elif Path(name).is_dir():
         transform = transform_of(wanted)
         paths = _image_files(Path(name))
-        inputs = _read(Path(name), paths, lambda path: transform(read_image(str(path), wanted.channels)), samples, skipped)
+
+        def read(path: Path) -> Tensor:
+            image = read_image(str(path), wanted.channels)
+            if pictures:
+                kept.append(picture_of(image, (wanted.height, wanted.width)))
+            return transform(image)
+
+        inputs = _read(Path(name), paths, read, samples, skipped)
         if not inputs:
             raise DataError(f"none of the {len(paths)} images in {name} can be read, the first is {skipped[0]}")
         if skipped and len(inputs) < (samples or 2):
@@ -46,7 +59,22 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
             )
     else:
         inputs = _spread(load_data(name, model).dataset, samples)
-    return samples_of(Samples(torch.stack(inputs), str(name), tuple(skipped)), count=samples, shape=size)
+    found = samples_of(Samples(torch.stack(inputs), str(name), tuple(skipped)), count=samples, shape=size)
+    if not kept:
+        return found
+    fit = [kept[index] for index in found.fit_positions()]
+    return replace(found, pictures=Pictures.of_images(fit, (wanted.height, wanted.width), wanted.mean, wanted.std))
+
+
+def picture_of(image: Any, size: tuple[int, int]) -> Tensor:
+    """A PIL image as uint8 of shape (channels, height, width), for ``Pictures``: scaled down, and cut where it is long."""
+    scale = min(1.0, SIDES * max(size) / min(image.size))
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC) if scale < 1 else image
+    longest = math.ceil(ASPECT * min(width, height))
+    left, upper = max(0, (width - longest) // 2), max(0, (height - longest) // 2)
+    pixels = np.array(image.crop((left, upper, left + min(width, longest), upper + min(height, longest))))
+    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).movedim(-1, 0)
 
 
 def _image_files(folder: Path) -> list[Path]:

@@ -8,6 +8,10 @@ from flysurgery.surgery.apply import convert as convert
 from flysurgery.surgery.candidates import candidates as candidates
 from flysurgery.surgery.candidates import named_candidates as named_candidates
 from flysurgery.surgery.densify import densify as densify
+from flysurgery.surgery.fidelity_report import block_errors as block_errors
+from flysurgery.surgery.fidelity_report import fidelity_rows as fidelity_rows
+from flysurgery.surgery.fidelity_report import finite as finite
+from flysurgery.surgery.fidelity_report import measures as measures
 from flysurgery.surgery.install import install as install
 from flysurgery.surgery.latency_table import read_latency_table as read_latency_table
 from flysurgery.surgery.layer_plan import LayerPlan as LayerPlan

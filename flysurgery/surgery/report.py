@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flysurgery.fidelity import Fidelity, Reconstruction
 from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibration, calibrated_table
+from flysurgery.surgery.fidelity_report import FIDELITY, block_errors, fidelity_rows, finite, reconstruction_sentence, verdict
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
 from flysurgery.surgery.permutation_report import Permutation, permutation_tables
 from flysurgery.surgery.plan_table import kept_table
@@ -68,7 +70,8 @@ class Row:
 class Report:
     """All rows in the model's order, the whole model's parameters, and the seconds of the whole operation.
 
-    ``verified`` says whether a forward showed that every replaced module runs.
+    ``verified`` says whether a forward showed that every replaced module runs. ``fidelity`` is that of the model at the end, on samples
+    held out; None where no data were given.
     """
 
     rows: tuple[Row, ...]
@@ -80,6 +83,8 @@ class Report:
     permutations: tuple[Permutation, ...] = ()
     tradeoff: Tradeoff | None = None
     measurement: Measurement | None = None
+    fidelity: Fidelity | None = None
+    reconstruction: Reconstruction | None = None
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -101,6 +106,14 @@ class Report:
             "seconds": self.seconds,
         }
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences on the fidelity: the errors in sequence, the reconstruction, and what the model needs."""
+        errors = None if self.fidelity is None else block_errors(self.fidelity)
+        done = None if self.reconstruction is None else reconstruction_sentence(self.reconstruction)
+        needs = verdict(self.fidelity, calibrated=self.calibration is not None, reconstructed=self.reconstruction is not None)
+        return tuple(each for each in (errors, done, needs) if each is not None)
+
     def to_json(self) -> dict[str, Any]:
         """Rows and totals as JSON values."""
         rows = [asdict(row) | {"parts": [asdict(part) for part in row.parts]} for row in self.rows]
@@ -109,7 +122,10 @@ class Report:
         tradeoff = None if self.tradeoff is None else self.tradeoff.to_json()
         measurement = None if self.measurement is None else self.measurement.to_json()
         chosen = {"permutations": permutations, "tradeoff": tradeoff, "measurement": measurement}
-        return {"rows": rows, "totals": self.totals, "verified": self.verified, "calibration": calibration, **chosen}
+        fidelity = None if self.fidelity is None else finite(self.fidelity.to_json())
+        reconstruction = None if self.reconstruction is None else finite(self.reconstruction.to_json())
+        seen = {"calibration": calibration, "fidelity": fidelity, "reconstruction": reconstruction}
+        return {"rows": rows, "totals": self.totals, "verified": self.verified, **seen, **chosen}
 
     def __str__(self) -> str:
         totals = self.totals
@@ -125,6 +141,9 @@ class Report:
         blocks = [head, _replaced_table(self.replaced), "\n".join(sums)]
         if self.calibration is not None:
             blocks += [str(self.calibration), calibrated_table([(row.fqn, row.role, row.calibration) for row in self.rows])]
+        if self.fidelity is not None:
+            blocks.append(text_table(FIDELITY, fidelity_rows(self.fidelity, self.reconstruction), right=FIDELITY[1:]))
+        blocks += self.remarks
         if self.permutations:
             blocks.append(permutation_tables(self.permutations))
         blocks += [str(each) for each in (self.tradeoff, self.measurement) if each is not None]

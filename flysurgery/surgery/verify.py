@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,11 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
     Raises:
         SurgeryError: the forward failed, or replaced modules were not called; the message names them.
     """
-    if plan.example is None:
+    inputs = example_of(plan, model)
+    if inputs is None:
         raise SurgeryError(
             "the plan describes no example input to verify the model with; plan with tensors as example, or pass verify=False"
         )
-    inputs = [[_input(one, model) for one in each] if isinstance(each, tuple) else _input(each, model) for each in plan.example]
     ran: set[str] = set()
     hooks = [model.get_submodule(layer.fqn).register_forward_hook(_note(layer.fqn, ran)) for layer in plan.replaced]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
@@ -41,6 +42,13 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
             f"{len(silent)} replaced layers were not called in a forward, so the model was put back as it was; "
             f"exclude them: {', '.join(silent[:5])}{', ...' if len(silent) > 5 else ''}"
         )
+
+
+def example_of(plan: Plan, model: nn.Module) -> tuple[Any, ...] | None:
+    """Arguments for one forward, as the plan describes them, on the model's device; None where it describes none."""
+    if plan.example is None:
+        return None
+    return tuple([_input(one, model) for one in each] if isinstance(each, tuple) else _input(each, model) for each in plan.example)
 
 
 def _note(fqn: str, ran: set[str]) -> Callable[[nn.Module, object, object], None]:
