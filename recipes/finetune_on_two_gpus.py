@@ -80,6 +80,7 @@ def run(way: str, folder: Path, setting: Setting) -> Row:
     images = setting.updates * setting.batch_size * processes
     command = ["finetune", str(folder / setting.arch), "--teacher", str(folder / "dense"), "--data", "fractals", "--epochs", "1"]
     command += ["--images-per-epoch", str(images), "--batch-size", str(setting.batch_size), "--log-every", "10", "--json"]
+    command += ["--optimizer", "adamw"]  # which both ways have: Muon needs whole matrices, and FSDP shares them out
     command += ["--out", str(folder / way)] + (["--cpu"] if setting.cpu else [])
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

@@ -74,6 +74,7 @@ def learn(model: nn.Module, size: Size, images: int, *, seed: int, teacher: nn.M
         batch_size=batch,
         images_per_epoch=max(1, images // together) * together,
         learning_rate=rate,
+        optimizer="adamw",
         smoothing=0.0,
         precision=precision,
         log_every=25,

@@ -20,7 +20,6 @@ from flysurgery.cli.progress import progress
 from flysurgery.cli.source import ConvertedFolder, Source, find
 from flysurgery.cli.tables import print_json, print_table
 from flysurgery.errors import CheckpointError, OptionError
-from flysurgery.evaluation import load_data
 
 if TYPE_CHECKING:
     from flysurgery.finetune import Outcome
@@ -45,8 +44,25 @@ def _number(name: str, text: str, minimum: float | None = None) -> Any:
     return typer.Option(name, help=text, min=minimum)
 
 
-DATA_HELP = "The digits, the generated fractals, a folder of images a class (or its train), or a timm data set such as torch/cifar10."
-TEACHER_HELP = "Imitate this dense model's scores and blocks: a folder or a timm name."
+DATA_HELP = (
+    "The digits, the generated fractals, a folder of images a class (or its train), a timm data set such as torch/cifar10, or with "
+    "--teacher any folder of images."
+)
+TEACHER_HELP = "Imitate this dense model's outputs and blocks: a folder or a timm name."
+RATE_HELP = "Learning rate at its highest, then a cosine down to zero; muon's follows from the start, others' is 3e-4."
+OPTIMIZER_HELP = "muon, the default with a teacher, or one of timm's, such as adamw."
+OUTPUT_WEIGHT_HELP = "The teacher's share in the loss of the scores, by default 0.5; of a model without a head, the features' weight, 0.2."
+BLOCKS_WEIGHT_HELP = "Weight of the blocks' errors; by default 1 if the teacher has the same."
+PRECISION_HELP = "Mixed precision; by default accelerate's, and where it says nothing bf16 on CUDA for images without labels."
+MINUTES_HELP = "A budget in place of --epochs; without labels 10 is the default."
+
+
+FIDELITY = {
+    "output_cosine": "cosine of the output with the teacher's",
+    "token_cosine": "cosine of the tokens with the teacher's",
+    "relative_error": "relative error of the tokens",
+    "agreement": "share with the teacher's top class",
+}
 
 
 def finetune(
@@ -54,21 +70,22 @@ def finetune(
     data: Annotated[str, typer.Option("--data", help=DATA_HELP, metavar="digits|fractals|FOLDER|NAME")],
     out: Annotated[Path, typer.Option("--out", help="Output folder; the run's log and state go to OUT.training.", metavar="DIR")],
     teacher: Annotated[str | None, typer.Option("--teacher", help=TEACHER_HELP, metavar="MODEL")] = None,
-    evaluate: Annotated[str | None, typer.Option("--evaluate", help="Held-out data, where --data has none.", metavar="DATA")] = None,
+    evaluate: Annotated[str | None, typer.Option("--evaluate", help="Held-out data, in place of --data's own.", metavar="DATA")] = None,
     data_root: Annotated[Path | None, typer.Option("--data-root", help="Where timm's data sets lie.", metavar="DIR")] = None,
     scratch: Annotated[bool, typer.Option("--scratch", help="Begin with random weights; of DIR only the plan is used.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last state in OUT.training.")] = False,
-    epochs: Annotated[int, _number("--epochs", "Times that the data are gone through.", 1)] = 10,
-    batch_size: Annotated[int, _number("--batch-size", "Images of one forward of one process.", 1)] = 64,
+    epochs: Annotated[int | None, _number("--epochs", "Times that the data are gone through; by default 10.", 1)] = None,
+    minutes: Annotated[float | None, _number("--minutes", MINUTES_HELP)] = None,
+    batch_size: Annotated[int | None, _number("--batch-size", "Images of one forward of one process; by default 64.", 1)] = None,
     accumulation: Annotated[int, _number("--accumulation", "Forwards of one update.", 1)] = 1,
-    lr: Annotated[float, _number("--lr", "Learning rate at its highest, after the warm-up; then a cosine down to zero.")] = 3e-4,
+    lr: Annotated[float | None, _number("--lr", RATE_HELP)] = None,
     factor_rate: Annotated[
-        FactorRate, typer.Option("--factor-rate", help="Scale factors' rates by their fan-in, or not.")
-    ] = FactorRate.fan_in,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="One of timm's optimizers.", metavar="NAME")] = "adamw",
-    weight_decay: Annotated[float, _number("--weight-decay", "Of matrices and factors.")] = 0.05,
-    warm_up: Annotated[float, _number("--warm-up", "Share of the updates in which the learning rate grows.")] = 0.1,
-    clip: Annotated[float, _number("--clip", "Largest norm of the gradient; 0 does not clip.")] = 1.0,
+        FactorRate | None, typer.Option("--factor-rate", help="Scale factors' rates by their fan-in, the default, or not; not with muon.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help=OPTIMIZER_HELP, metavar="NAME")] = None,
+    weight_decay: Annotated[float | None, _number("--weight-decay", "Of matrices and factors, by default 0.05; not with muon.")] = None,
+    warm_up: Annotated[float | None, _number("--warm-up", "Share of updates in which the rate grows: 0.05 with muon, else 0.1.")] = None,
+    clip: Annotated[float | None, _number("--clip", "Largest norm of the gradient: none with muon, else 1; 0 does not clip.")] = None,
     smoothing: Annotated[float, _number("--smoothing", "Label smoothing.")] = 0.1,
     mixup: Annotated[float, _number("--mixup", "timm's mixup alpha.")] = 0.0,
     cutmix: Annotated[float, _number("--cutmix", "timm's cutmix alpha.")] = 0.0,
@@ -76,14 +93,18 @@ def finetune(
     flip: Annotated[float | None, _number("--flip", "Probability of a mirrored image.")] = None,
     augment: Annotated[str | None, typer.Option("--augment", help="timm's policy, as rand-m9-mstd0.5-inc1.", metavar="NAME")] = None,
     erase: Annotated[float, _number("--erase", "Probability of random erasing.")] = 0.0,
-    logits_weight: Annotated[float, _number("--logits-weight", "The teacher's share in the loss of the scores.")] = 0.5,
-    blocks_weight: Annotated[float | None, _number("--blocks-weight", "Weight of the blocks' loss; by default 1 if it has them.")] = None,
+    output_weight: Annotated[float | None, _number("--output-weight", OUTPUT_WEIGHT_HELP)] = None,
+    blocks_weight: Annotated[float | None, _number("--blocks-weight", BLOCKS_WEIGHT_HELP)] = None,
     temperature: Annotated[float, _number("--temperature", "By which scores are divided before they are compared.")] = 2.0,
     densify_after: Annotated[int | None, _number("--densify-after", "Multiply the factors out after this epoch, then train dense.")] = None,
     images_per_epoch: Annotated[int | None, _number("--images-per-epoch", "Generated images of an epoch.")] = None,
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Mixed precision; by default accelerate's.")] = None,
+    precision: Annotated[
+        Precision | None, typer.Option("--precision", help="Mixed precision; by default accelerate's, else bf16 without labels on CUDA.")
+    ] = None,
     workers: Annotated[int | None, _number("--workers", "Processes that read images, for each that trains.", 0)] = None,
-    save_every: Annotated[int | None, _number("--save-every", "Updates between two states; by default an epoch.")] = None,
+    save_every: Annotated[
+        int | None, _number("--save-every", "Updates between two states; by default as many as between two looks.")
+    ] = None,
     log_every: Annotated[int, _number("--log-every", "Updates between two rows of the log.", 1)] = 10,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard as well.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
@@ -97,14 +118,15 @@ def finetune(
     as_json: options.Json = False,
 ) -> None:
     """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery.cli."""
-    from flysurgery.finetune import Settings, check_installed, held_out_data, leave_processes, train, training_data
+    from flysurgery.finetune import Settings, check_installed, held_out_data, judging_data, leave_processes, train, training_data
 
     settings = Settings(
         epochs=epochs,
+        minutes=minutes,
         batch_size=batch_size,
         accumulation=accumulation,
         learning_rate=lr,
-        factor_rate=factor_rate.value,
+        factor_rate=None if factor_rate is None else factor_rate.value,
         optimizer=optimizer,
         weight_decay=weight_decay,
         warm_up=warm_up,
@@ -116,7 +138,7 @@ def finetune(
         flip=flip,
         augment=augment,
         erase=erase,
-        logits_weight=logits_weight,
+        output_weight=output_weight,
         blocks_weight=blocks_weight,
         temperature=temperature,
         densify_after=densify_after,
@@ -130,13 +152,15 @@ def finetune(
         seed=seed,
     )
     check_installed(settings)
-    if teacher is None and (blocks_weight is not None or logits_weight != 0.5):
-        raise OptionError("--logits-weight and --blocks-weight go with --teacher MODEL, and none was given")
+    if teacher is None and (blocks_weight is not None or output_weight is not None):
+        raise OptionError("--output-weight and --blocks-weight go with --teacher MODEL, and none was given")
     source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     _check_out(source, out, dense=not isinstance(source, ConvertedFolder) or densify_after is not None, force=force)
     network, described = _network(source, scratch=scratch, pretrained=pretrained, seed=seed)
-    images = training_data(data, network, settings, root=data_root)
-    held_out = held_out_data(data, network, root=data_root) if evaluate is None else load_data(evaluate, network)
+    taught = teacher is not None
+    images = training_data(data, network, settings, root=data_root, teacher=taught, aside=evaluate is None)
+    find_held_out = held_out_data if evaluate is None else judging_data
+    held_out = find_held_out(data if evaluate is None else evaluate, network, root=data_root, teacher=taught)
     judge = None if teacher is None else _teacher(teacher)
     check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
     folder = out.with_name(f"{out.name}.training")
@@ -149,7 +173,7 @@ def finetune(
         leave_processes()
     if not outcome.is_main:
         return
-    facts = {"data": data, "teacher": teacher, "scratch": scratch, "settings": asdict(settings)} | outcome.to_json()
+    facts = {"data": data, "teacher": teacher, "scratch": scratch, "settings": asdict(outcome.settings)} | outcome.to_json()
     _save(outcome.model, out, facts, source, described, dtype=dtype, force=force)
     _print(outcome, out, folder, as_json=as_json, facts=facts)
 
@@ -211,13 +235,33 @@ def _print(outcome: Outcome, out: Path, folder: Path, *, as_json: bool, facts: d
     if as_json:
         print_json({"folder": str(out), "log": str(folder / "log.csv")} | facts)
         return
+    rows = [*_accuracy_rows(outcome), *_fidelity_rows(outcome)]
+    if rows:
+        print_table(("fine-tuning", "before", "after", "change"), rows, right=("before", "after", "change"))
+        typer.echo("")
+    if not outcome.labelled:
+        typer.echo(f"{facts['data']} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
+    typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
+    typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")
+
+
+def _accuracy_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     rows = []
     if outcome.before is not None and outcome.after is not None:
         for name in ("top1", "top5"):
             before, after = getattr(outcome.before, name), getattr(outcome.after, name)
             what = f"{name[:3]}-{name[3]} accuracy, {outcome.after.samples} samples"
             rows.append((what, f"{before:.2%}", f"{after:.2%}", f"{100 * (after - before):+.2f} points"))
-        print_table(("fine-tuning", "before", "after", "change"), rows, right=("before", "after", "change"))
-        typer.echo("")
-    typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
-    typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")
+    return rows
+
+
+def _fidelity_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """How close the outputs are to the teacher's."""
+    rows = []
+    if outcome.fidelity_before is not None and outcome.fidelity_after is not None:
+        for name, what in FIDELITY.items():
+            before, after = getattr(outcome.fidelity_before, name), getattr(outcome.fidelity_after, name)
+            if before is not None and after is not None:
+                text = f"{what}, {outcome.fidelity_after.samples} samples"
+                rows.append((text, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"))
+    return rows

@@ -2,6 +2,7 @@
 
 from flysurgery.finetune.data import TrainingData as TrainingData
 from flysurgery.finetune.data import held_out_data as held_out_data
+from flysurgery.finetune.data import judging_data as judging_data
 from flysurgery.finetune.data import training_data as training_data
 from flysurgery.finetune.devices import check_installed as check_installed
 from flysurgery.finetune.devices import leave_processes as leave_processes

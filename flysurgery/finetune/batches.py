@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, Preparation
+from flysurgery.fidelity import views
 from flysurgery.finetune.devices import seed_everything
-from flysurgery.finetune.settings import Settings
+from flysurgery.finetune.settings import BATCH, Settings
 
 MAX_WORKERS = 8
+
+MIXED = 0.25
+"""Share of views that are two in one."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +34,24 @@ class Place:
 
 
 class Batches(Protocol):
-    """``len`` batches an epoch; ``epoch`` gives them from the one numbered ``start`` on, on the process's device."""
+    """``len`` batches of ``size`` images an epoch; ``epoch`` gives them from the one numbered ``start`` on, on the process's device."""
+
+    @property
+    def size(self) -> int: ...
 
     def __len__(self) -> int: ...
 
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of normalized images and their classes."""
         ...
+
+
+def batch_size_of(settings: Settings, images: int, processes: int) -> int:
+    """The batch that was asked for, or else ``BATCH`` images, or as many as each process has of them."""
+    if settings.batch_size is not None:
+        return settings.batch_size
+    size = max(1, min(BATCH, images // processes))
+    return size - size % 2 if settings.mixes and size > 1 else size
 
 
 class LoadedBatches:
@@ -45,7 +62,16 @@ class LoadedBatches:
     """
 
     def __init__(
-        self, dataset: Any, wanted: Preparation, settings: Settings, place: Place, *, crop: float, flip: float, in_memory: bool
+        self,
+        dataset: Any,
+        wanted: Preparation,
+        settings: Settings,
+        place: Place,
+        *,
+        crop: float,
+        flip: float,
+        in_memory: bool = False,
+        jitter: float = 0.4,
     ) -> None:
         from timm.data.loader import create_loader
 
@@ -53,15 +79,16 @@ class LoadedBatches:
         if workers is None:
             workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, place.processes))
         self._settings, self._place = settings, place
+        self.size = batch_size_of(settings, len(dataset), place.processes)
         self._loader: Any = create_loader(
             dataset,
             input_size=(wanted.channels, wanted.height, wanted.width),
-            batch_size=settings.batch_size,
+            batch_size=self.size,
             is_training=True,
             scale=(crop, 1.0),
             ratio=(0.9, 1.1) if in_memory else None,
             hflip=flip,
-            color_jitter=0.4 if wanted.channels == 3 and not in_memory else 0.0,
+            color_jitter=jitter if wanted.channels == 3 and not in_memory else 0.0,
             auto_augment=settings.augment,
             re_prob=settings.erase,
             interpolation=str(wanted.config["interpolation"]),
@@ -103,11 +130,12 @@ class GeneratedBatches:
     """Fractals that are made on the device. Every image is new: its number counts on through epochs and processes."""
 
     def __init__(self, images: Fractals, samples: int, settings: Settings, place: Place) -> None:
-        self._images, self._size, self._place = images, settings.batch_size, place
-        self._length = samples // (settings.batch_size * place.processes)
+        self._images, self._place = images, place
+        self.size = batch_size_of(settings, samples, place.processes)
+        self._length = samples // (self.size * place.processes)
         if not self._length:
             raise DataError(
-                f"an epoch of {samples} generated images is less than one batch of {settings.batch_size} for each of "
+                f"an epoch of {samples} generated images is less than one batch of {self.size} for each of "
                 f"{place.processes} processes; ask for more images an epoch"
             )
 
@@ -117,4 +145,24 @@ class GeneratedBatches:
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(start, len(self)):
             batch = (number * len(self) + index) * self._place.processes + self._place.process
-            yield self._images.batch(range(batch * self._size, (batch + 1) * self._size))
+            yield self._images.batch(range(batch * self.size, (batch + 1) * self.size))
+
+
+class ViewedBatches:
+    """Random views of pictures in memory, made on the device; what an epoch shows follows from the seed, its number and the process."""
+
+    def __init__(self, pictures: Pictures, settings: Settings, place: Place) -> None:
+        self._pictures, self._seed, self._place = pictures.to(place.device), settings.seed, place
+        self.size = batch_size_of(settings, len(pictures), place.processes)
+        self._length = len(pictures) // (self.size * place.processes)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.from_numpy(np.random.default_rng((self._seed, number)).permutation(len(self._pictures))).to(self._place.device)
+        none = torch.zeros(self.size, dtype=torch.long, device=self._place.device)
+        for index in range(start, len(self)):
+            seed_everything(self._seed, number, self._place.process, index)
+            batch = index * self._place.processes + self._place.process
+            yield views(self._pictures, order[batch * self.size : (batch + 1) * self.size], mixed=MIXED), none

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from flysurgery.errors import DataError
-from flysurgery.evaluation import Fractals, ImageData, Preparation, load_data, preparation
-from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Place
-from flysurgery.finetune.pictures import DigitPictures, dataset_classes, open_dataset
+from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
+from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Place, ViewedBatches
+from flysurgery.finetune.files import UnlabelledPictures, class_folders, held_out_part, images_in, is_labelled, prepared, unlabelled_files
+from flysurgery.finetune.pictures import DigitPictures, Skipping, dataset_classes, open_dataset
+from flysurgery.finetune.reading import MOST_BYTES, read_pictures
 from flysurgery.finetune.settings import Settings
 
-FOLDERS = ("val", "validation", "eval", "test")
-"""Names under which a folder of images keeps the held-out ones beside ``train``."""
-
-DIGIT_CROP, PHOTO_CROP = 0.7, 0.08
-"""Least share of an image that a random crop keeps: a digit must stay the same digit; for photographs timm's default."""
+DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25
+"""Least share of an image that a random crop keeps: a digit must stay the same digit; timm's default for photographs with their classes."""
 
 IMAGES_A_CLASS = 256
 """Generated images of each class in an epoch, unless the settings say otherwise."""
@@ -27,21 +27,30 @@ IMAGES_A_CLASS = 256
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A data set by name; ``open`` gives this process its share of the batches, once it is known where it runs."""
+    """A data set by name; ``open`` gives this process its share of the batches, once it is known where it runs.
+
+    Where ``labelled`` is false, the classes that come with the images mean nothing.
+    """
 
     name: str
     num_classes: int
     samples: int
     open: Callable[[Place], Batches]
+    labelled: bool = True
 
 
-def training_data(name: str | Path, model: nn.Module, settings: Settings, *, root: Path | None = None) -> TrainingData:
+def training_data(
+    name: str | Path, model: nn.Module, settings: Settings, *, root: Path | None = None, teacher: bool = False, aside: bool = True
+) -> TrainingData:
     """The training images ``name``, prepared for ``model``.
 
     "digits": two thirds of scikit-learn's. "fractals": generated on the device as they are needed, never the same twice, in as
     many classes as the model has. A folder that holds one folder of images for each class, itself or its ``train``. A name with a
     slash and no such folder is one of timm's data sets under ``root``, such as ``torch/cifar10`` or ``hfds/NAME``, split "train". In
     place of an image that cannot be read the next one is taken, with a warning that names it, up to ten times in a row.
+
+    With a ``teacher`` labels need not be: a model without a head takes none, and of a folder that has not one folder for each class all
+    images are taken, at any depth, but for a tenth that ``aside`` holds out where the folder has no ``val``.
 
     Raises:
         DataError: the data are not there, do not fit the model, or are fewer than one batch.
@@ -50,43 +59,107 @@ def training_data(name: str | Path, model: nn.Module, settings: Settings, *, roo
     classes = getattr(model, "num_classes", None)
     if str(name) == "fractals":
         return _fractals(wanted, classes, settings)
+    is_folder = Path(name).is_dir() and str(name) != "digits"
+    if classes == 0 and not teacher:
+        raise DataError(f"the model has no head that {name} could train by its classes; give a teacher to imitate, --teacher MODEL")
+    if is_folder and not is_labelled(Path(name), model):
+        if teacher:
+            return _unlabelled(Path(name), wanted, settings, aside=aside)
+        if not class_folders(Path(name)):
+            raise DataError(f"{name} holds no folder of images for each class; give a teacher that needs none, --teacher MODEL")
     if str(name) == "digits":
         dataset, found, least, flip = DigitPictures(wanted.channels), 10, DIGIT_CROP, 0.0
     else:
         dataset = open_dataset(str(name), root, "train", wanted.channels, training=True)
         found, least, flip = dataset_classes(dataset), PHOTO_CROP, 0.5
-    if isinstance(classes, int) and found is not None and classes != found:
+    if classes and isinstance(classes, int) and found is not None and classes != found:
         raise DataError(f"{name} has {found} classes and the model tells {classes} apart; they must be the same")
     samples = len(dataset)
-    if samples < settings.batch_size:
-        raise DataError(f"{name} has {samples} images for training, fewer than one batch of {settings.batch_size}; lower the batch size")
+    _check_batch(name, samples, settings)
     crop = settings.crop if settings.crop is not None else least
     flip = settings.flip if settings.flip is not None else flip
 
     def open_(place: Place) -> Batches:
         return LoadedBatches(dataset, wanted, settings, place, crop=crop, flip=flip, in_memory=str(name) == "digits")
 
-    return TrainingData(str(name), found or classes or 0, samples, open_)
+    return TrainingData(str(name), found or classes or 0, samples, open_, labelled=classes != 0)
 
 
-def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = None) -> ImageData | None:
+def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData | None:
     """The held-out images that go with the training images ``name``; None where a folder has none.
+
+    Of images without labels, which need a ``teacher``, they have no classes either.
 
     Raises:
         DataError: they are there and do not fit the model.
     """
+    folder = Path(name)
+    if str(name) in ("digits", "fractals") or not folder.is_dir():
+        return judging_data(name, model, root=root)
+    apart = held_out_part(folder)
+    if apart is not None:
+        return judging_data(apart, model, teacher=teacher)
+    if not teacher or is_labelled(folder, model):
+        return None
+    return _without_classes(folder, unlabelled_files(folder)[1], preparation(model))
+
+
+def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData:
+    """All images of the data set ``name``, to measure with; with a ``teacher`` those of a folder need no labels.
+
+    Raises:
+        DataError: they are not there, or do not fit the model.
+    """
+    headless = getattr(model, "num_classes", None) == 0
+    folder = Path(name)
+    if str(name) == "digits" and headless:
+        wanted = preparation(model)
+        dataset = digits("held-out", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std)
+        return ImageData("digits", dataset, len(dataset), 0)
     if str(name) in ("digits", "fractals"):
         return load_data(name, model)
-    folder = Path(name)
-    if folder.is_dir():
-        found = next((folder / each for each in FOLDERS if (folder / each).is_dir()), None)
-        return None if found is None else load_data(found, model)
-    return _held_out_split(str(name), root, preparation(model), model)
+    if not folder.is_dir():
+        found = load_data(name, model) if root is None and "/" not in str(name) else _held_out_split(str(name), root, model)
+        return replace(found, num_classes=0) if headless else found
+    if teacher and not is_labelled(folder, model):
+        return _without_classes(folder, images_in(folder), preparation(model))
+    return load_data(folder, model)
 
 
-def _held_out_split(name: str, root: Path | None, wanted: Preparation, model: nn.Module) -> ImageData:
+def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside: bool) -> TrainingData:
+    paths, _ = unlabelled_files(folder, aside=aside)
+    _check_batch(folder, len(paths), settings)
+
+    def open_(place: Place) -> Batches:
+        pictures = None if settings.distorts else read_pictures(paths, wanted, most=_room(place))
+        if pictures is not None:
+            _check_batch(folder, len(pictures), settings)
+            return ViewedBatches(pictures, settings, place)
+        dataset = Skipping(UnlabelledPictures(paths, wanted.channels))
+        crop, flip = VIEW_CROP if settings.crop is None else settings.crop, 0.5 if settings.flip is None else settings.flip
+        return LoadedBatches(dataset, wanted, settings, place, crop=crop, flip=flip, jitter=0.0)
+
+    return TrainingData(str(folder), 0, len(paths), open_, labelled=False)
+
+
+def _room(place: Place) -> int:
+    """How many bytes pictures may take where they lie: on a GPU at most a quarter of what is free."""
+    return min(MOST_BYTES, torch.cuda.mem_get_info(place.device)[0] // 4) if place.device.type == "cuda" else MOST_BYTES
+
+
+def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:
+    if settings.batch_size is not None and samples < settings.batch_size:
+        raise DataError(f"{name} has {samples} images for training, fewer than one batch of {settings.batch_size}; lower the batch size")
+
+
+def _without_classes(folder: Path, paths: list[Path], wanted: Preparation) -> ImageData:
+    return ImageData(str(folder), prepared(paths, wanted), len(paths), 0)
+
+
+def _held_out_split(name: str, root: Path | None, model: nn.Module) -> ImageData:
     from timm.data.transforms_factory import create_transform
 
+    wanted = preparation(model)
     dataset: Any = open_dataset(name, root, "validation", wanted.channels, training=False)
     dataset.transform = create_transform(**{**wanted.config, "mean": wanted.mean, "std": wanted.std}, is_training=False)
     classes = dataset_classes(dataset) or getattr(model, "num_classes", 0)

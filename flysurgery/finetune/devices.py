@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +30,10 @@ def check_installed(settings: Settings) -> None:
         raise TrainingError("TensorBoard logs need tensorboard, which is not installed: pip install tensorboard")
 
 
-def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
+def accelerator_for(settings: Settings, folder: Path | None, *, quick: bool = False) -> Accelerator:
     """accelerate's own object for this process, as ``accelerate launch`` or ``accelerate config`` set it up.
+
+    Where neither the settings nor accelerate say anything about precision, ``quick`` takes bfloat16 on CUDA.
 
     Raises:
         TrainingError: accelerate or tensorboard is missing.
@@ -43,7 +46,7 @@ def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
     try:
         accelerator = Accelerator(
             cpu=settings.cpu,
-            mixed_precision=settings.precision,
+            mixed_precision="bf16" if quick and _is_free(settings) else settings.precision,
             log_with=logger,
             project_dir=folder,
             # Gradients stay where they were reduced, in place of a copy of each.
@@ -56,6 +59,12 @@ def accelerator_for(settings: Settings, folder: Path | None) -> Accelerator:
         # Each process has the weights already, and accelerate 1.15 cannot send those of no submodule, such as a class token.
         fsdp.cpu_ram_efficient_loading = False
     return accelerator
+
+
+def _is_free(settings: Settings) -> bool:
+    """Whether the precision is free to choose, and bfloat16 is there and pays."""
+    said = settings.precision is not None or "ACCELERATE_MIXED_PRECISION" in os.environ
+    return not said and not settings.cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def leave_processes() -> None:

@@ -11,7 +11,7 @@ from flysurgery.layers import ButterflyLinear
 
 
 def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Groups for an optimizer: weight decay for matrices and factors only, and the learning rate of factors by their fan-in.
+    """Groups for one of timm's optimizers: weight decay for matrices and factors only, and the learning rate of factors by their fan-in.
 
     A step of Adam moves each entry by about the learning rate whatever the gradient, so the outputs of a layer move in proportion to
     the number of entries that a sum runs over: in_features for a dense layer, c for a factor of pattern (a, b, c, d). Multiplying a
@@ -21,13 +21,13 @@ def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any
     """
     scales: dict[nn.Parameter, float] = {}
     for module in model.modules():
-        if isinstance(module, ButterflyLinear) and settings.factor_rate == "fan-in":
+        if isinstance(module, ButterflyLinear) and settings.factor_rate != "same":
             for factor, pattern in zip(module.factors, module.architecture, strict=True):
                 scales[factor] = module.in_features / pattern.c
     undecayed = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore[reportCallIssue]
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decay = 0.0 if parameter.ndim <= 1 or name in undecayed else settings.weight_decay
+            decay = 0.0 if parameter.ndim <= 1 or name in undecayed else settings.weight_decay or 0.0
             groups.setdefault((decay, scales.get(parameter, 1.0)), []).append(parameter)
     return [{"params": members, "weight_decay": decay, "lr_scale": scale} for (decay, scale), members in groups.items()]

@@ -18,20 +18,23 @@ FILE = "log.csv"
 class LogRow:
     """The state after ``update`` updates.
 
-    Losses are means over the updates since the last row and over all processes. top1 and top5 are there where the held-out data were
-    looked at, before the first update and after each epoch.
+    Losses are means over the updates since the last row and over all processes. top1, top5 and how close the outputs are to the teacher's
+    are there where the held-out images were looked at.
     """
 
     update: int
     epoch: float
     loss: float | None = None
     class_loss: float | None = None
-    logits_loss: float | None = None
+    output_loss: float | None = None
     blocks_loss: float | None = None
     learning_rate: float | None = None
     images_per_second: float | None = None
     top1: float | None = None
     top5: float | None = None
+    relative_error: float | None = None
+    output_cosine: float | None = None
+    token_cosine: float | None = None
 
 
 COLUMNS = [each.name for each in fields(LogRow)]

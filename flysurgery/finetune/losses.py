@@ -1,27 +1,24 @@
-"""What the training brings down: the classes' loss, and the distances to a teacher's scores and blocks."""
+"""What the training brings down beside the blocks' errors: the classes' loss, and the distance to a teacher's scores or features."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from timm.loss.cross_entropy import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flysurgery.errors import TrainingError
+from flysurgery.fidelity import relative_error
 from flysurgery.finetune.settings import Settings
 
 
 @dataclass(frozen=True)
 class Losses:
-    """One batch's losses, each a mean over its images; ``total`` is what the gradient is taken of."""
+    """One batch's losses, each a mean over its images; ``total`` is what the gradient is taken of, with none of the blocks' in it."""
 
     total: Tensor
     classes: Tensor
-    logits: Tensor
-    blocks: Tensor
+    output: Tensor
 
 
 def class_loss(settings: Settings) -> nn.Module:
@@ -44,22 +41,9 @@ def logits_loss(
     return functional.kl_div(mine, theirs, reduction="batchmean", log_target=True) * temperature**2
 
 
-def blocks_loss(outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
-    """Squared distance of each block's output from the teacher's, relative to the teacher's; the mean over the blocks.
-
-    Zero is perfect and 1 what an output of zeros would get, whatever the scale of a block.
-
-    Raises:
-        TrainingError: the teacher's blocks are of another width.
-    """
-    errors, sizes = [], []
-    for name, theirs in wanted.items():
-        if outputs[name].shape != theirs.shape:
-            raise TrainingError(
-                f"block {name} gives {tuple(outputs[name].shape)} and the teacher's {tuple(theirs.shape)}; "
-                "give --blocks-weight 0 to imitate its scores alone"
-            )
-        theirs = theirs.float()
-        errors.append(functional.mse_loss(outputs[name].float(), theirs))
-        sizes.append(torch.linalg.vector_norm(theirs) / theirs.numel() ** 0.5)
-    return (torch.stack(errors) / torch.stack(sizes).square().clamp_min(1e-12)).mean()
+def features_loss(
+    features: Tensor,  # shape: (batch, ...)
+    wanted: Tensor,  # shape: (batch, ...)
+) -> Tensor:
+    """Squared distance of the features from the teacher's, relative to how the teacher's differ from each other."""
+    return relative_error(features.flatten(1), wanted.flatten(1))[0]

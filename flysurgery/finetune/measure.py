@@ -1,19 +1,116 @@
-"""Accuracy during training, with the held-out images shared out among the processes."""
+"""How good a model is during training, on held-out images: its accuracy, and how close it is to its teacher."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.utils.data import Subset
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, Subset
 
+from flysurgery.errors import DataError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
+from flysurgery.fidelity import Fidelity, measure_fidelity
+from flysurgery.finetune.log import LogRow
+from flysurgery.finetune.teacher import Teacher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+MOST = {"cuda": 512, "cpu": 128}
+"""Held-out images that are compared with the teacher's, by the kind of device; spread evenly over all."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What held-out images say of a model; None where there is nothing to say."""
+
+    accuracy: Accuracy | None = None
+    fidelity: Fidelity | None = None
+
+    def row(self, row: LogRow) -> LogRow:
+        """A row of the log with what was seen."""
+        right = {} if self.accuracy is None else {name: getattr(self.accuracy, name) for name in ("top1", "top5")}
+        names = ("relative_error", "output_cosine", "token_cosine")
+        return replace(row, **right, **({} if self.fidelity is None else {name: getattr(self.fidelity, name) for name in names}))
+
+    def __str__(self) -> str:
+        words = [] if self.accuracy is None else [f"top-1 {self.accuracy.top1:.2%}"]
+        if self.fidelity is not None:
+            words += [f"error {self.fidelity.relative_error:.3f}", f"cosine {self.fidelity.output_cosine:.3f}"]
+            words += [] if self.fidelity.token_cosine is None else [f"of tokens {self.fidelity.token_cosine:.3f}"]
+        return ", ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers as JSON values."""
+        return {name: None if value is None else asdict(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Look:
+        """What ``to_json`` gave."""
+        right, close = found["accuracy"], found["fidelity"]
+        blocks = () if close is None else tuple((name, error) for name, error in close["blocks"])
+        return cls(None if right is None else Accuracy(**right), None if close is None else Fidelity(**close | {"blocks": blocks}))
+
+
+class Judge:
+    """Looks at a model on held-out images, where there are any; every process sees the same."""
+
+    def __init__(self, data: ImageData | None, teacher: Teacher | None, accelerator: Accelerator, batch_size: int) -> None:
+        self._data, self._teacher, self._accelerator, self._batch_size = data, teacher, accelerator, batch_size
+        self._images = [] if data is None or teacher is None else images_of(data, accelerator.device, batch_size)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are images and a teacher to compare with."""
+        return bool(self._images)
+
+    def look(self, model: nn.Module, bare: nn.Module, *, accuracy: bool = True) -> Look:
+        """See how good a model is, prepared and bare."""
+        return Look(self.accuracy(model) if accuracy else None, self.compared(bare, self._images) if self._images else None)
+
+    def accuracy(self, model: nn.Module) -> Accuracy | None:
+        """Of a prepared model; None without classes."""
+        if self._data is None or not self._data.num_classes:
+            return None
+        return measure(model, self._data, self._accelerator, self._batch_size)
+
+    def compared(self, bare: nn.Module, images: list[Tensor]) -> Fidelity:
+        """How close the outputs are to the teacher's."""
+        assert self._teacher is not None
+        return measure_fidelity(bare, self._teacher.model, images, self._teacher.cuts)
+
+
+def images_of(data: ImageData, device: torch.device, batch_size: int) -> list[Tensor]:
+    """Images of ``data`` in batches, in memory; what cannot be read is left out.
+
+    Raises:
+        DataError: none can be read.
+    """
+    most = MOST.get(device.type, MOST["cuda"])
+    dataset: Any = data.dataset
+
+    def read(index: int) -> Tensor | DataError:
+        try:
+            return dataset[index][0]
+        except DataError as error:
+            return error
+
+    if isinstance(dataset, IterableDataset):
+        found: list[Tensor | DataError] = [image for image, _ in islice(iter(dataset), most)]
+    else:
+        chosen = range(data.samples) if data.samples <= most else [index * data.samples // most for index in range(most)]
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+            found = list(threads.map(read, chosen))
+    images = [each for each in found if isinstance(each, Tensor)]
+    if not images:
+        raise DataError(f"{data.name}: no held-out image can be read, the first for this reason: {next(iter(found), 'there are none')}")
+    return list(torch.stack(images).split(batch_size))
 
 
 def measure(model: nn.Module, data: ImageData, accelerator: Accelerator, batch_size: int) -> Accuracy:

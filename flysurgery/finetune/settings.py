@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from flysurgery.errors import OptionError
@@ -10,35 +10,46 @@ from flysurgery.errors import OptionError
 FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})
 """Settings that may change when a run is taken up again; with the others it would be another run."""
 
-SHARES = ("warm_up", "smoothing", "flip", "erase", "logits_weight")
+SHARES = ("warm_up", "smoothing", "flip", "erase")
+
+MUON = "muon"
+BATCH, EPOCHS, MINUTES = 64, 10, 10.0
+"""What is taken where nothing is given; minutes where there are no labels."""
+
+OF_TIMM: dict[str, Any] = {"learning_rate": 3e-4, "factor_rate": "fan-in", "weight_decay": 0.05, "warm_up": 0.1, "clip": 1.0}
+OF_MUON: dict[str, Any] = {"warm_up": 0.05, "clip": 0.0}
+"""What is taken with an optimizer; the rate of Muon follows from the error that a run starts with."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of one run; the command line has an option for each.
+    """The choices of one run; the command line has an option for each. What is None is chosen when the run begins, see ``completed``.
 
-    ``batch_size`` counts the images of one forward of one process; an update takes ``accumulation`` of these from each
-    process. ``warm_up`` is a share of all updates. ``factor_rate`` "fan-in" multiplies the learning rate of a factor of pattern
-    (a, b, c, d) by in_features / c, the ratio of the fan-ins of the dense layer and the factor; "same" does not. ``crop`` is the least
-    share of an image's area that a random crop keeps (None: what suits the data), ``augment`` one of timm's policies by
-    name, such as "rand-m9-mstd0.5-inc1". ``logits_weight`` is the teacher's share in the loss of the scores,
-    ``blocks_weight`` the weight of the blocks' outputs (None: 1 where the teacher has the same blocks, else 0).
+    ``minutes`` is a budget in place of ``epochs``. ``batch_size`` counts the images of one forward of one process (None: 64, or as many as
+    there are); an update takes ``accumulation`` of these from each process. ``optimizer`` is "muon" or one of timm's. ``warm_up`` is a
+    share of all updates. ``factor_rate`` "fan-in" multiplies the learning rate of a factor of pattern (a, b, c, d) by in_features / c, the
+    ratio of the fan-ins of the dense layer and the factor; "same" does not; it and ``weight_decay`` go with timm's optimizers. ``crop`` is
+    the least share of an image's area that a random crop keeps (None: what suits the data), ``augment`` one of timm's policies by name,
+    such as "rand-m9-mstd0.5-inc1". ``output_weight`` is the teacher's share in the loss of the scores, and without a head the weight of
+    the features' error; ``blocks_weight`` that of the blocks' errors (None: 1 where the teacher has the same blocks, else 0).
     ``densify_after`` epochs the factors are multiplied out, and training goes on dense. ``images_per_epoch`` goes with
-    generated images. ``precision`` None leaves the choice to accelerate's configuration.
+    generated images. ``precision`` None leaves the choice to accelerate's configuration, and where there is none takes bfloat16 on CUDA
+    for images without labels.
 
     Raises:
         OptionError: a value out of its range.
     """
 
-    epochs: int = 10
-    batch_size: int = 64
+    epochs: int | None = None
+    minutes: float | None = None
+    batch_size: int | None = None
     accumulation: int = 1
-    learning_rate: float = 3e-4
-    factor_rate: Literal["fan-in", "same"] = "fan-in"
-    optimizer: str = "adamw"
-    weight_decay: float = 0.05
-    warm_up: float = 0.1
-    clip: float = 1.0
+    learning_rate: float | None = None
+    factor_rate: Literal["fan-in", "same"] | None = None
+    optimizer: str | None = None
+    weight_decay: float | None = None
+    warm_up: float | None = None
+    clip: float | None = None
     smoothing: float = 0.1
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -46,7 +57,7 @@ class Settings:
     flip: float | None = None
     augment: str | None = None
     erase: float = 0.0
-    logits_weight: float = 0.5
+    output_weight: float | None = None
     blocks_weight: float | None = None
     temperature: float = 2.0
     densify_after: int | None = None
@@ -60,32 +71,67 @@ class Settings:
     cpu: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation", "log_every"):
-            _check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("save_every", "images_per_epoch"):
+        for name in ("epochs", "batch_size", "accumulation", "log_every", "save_every", "images_per_epoch"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)
-        for name in ("learning_rate", "temperature"):
-            _check(0 < getattr(self, name) < float("inf"), name, "a positive number", getattr(self, name))
-        for name in ("weight_decay", "mixup", "cutmix", "clip"):
-            _check(0 <= getattr(self, name) < float("inf"), name, "zero or a positive number", getattr(self, name))
+        for name in ("minutes", "learning_rate", "temperature"):
+            value = getattr(self, name)
+            _check(value is None or 0 < value < float("inf"), name, "a positive number", value)
+        for name in ("weight_decay", "mixup", "cutmix", "clip", "output_weight", "blocks_weight"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value < float("inf"), name, "zero or a positive number", value)
         for name in SHARES:
             value = getattr(self, name)
             _check(value is None or 0 <= value <= 1, name, "between 0 and 1", value)
         _check(self.crop is None or 0 < self.crop <= 1, "crop", "above 0 and at most 1", self.crop)
-        _check(
-            self.blocks_weight is None or 0 <= self.blocks_weight < float("inf"), "blocks_weight", "zero or positive", self.blocks_weight
-        )
-        after = self.densify_after
-        until = f"from 1 to {self.epochs - 1}, with {self.epochs} epochs" if self.epochs > 1 else "left out where there is one epoch"
-        _check(after is None or 0 < after < self.epochs, "densify_after", until, after)
-        if self.mixes and self.batch_size % 2:
+        if self.epochs is not None and self.minutes is not None:
+            raise OptionError("epochs and minutes are two measures of the same run; give one of them")
+        after, epochs = self.densify_after, self.epochs or EPOCHS
+        if after is not None and self.minutes is not None:
+            raise OptionError("densify_after counts epochs; give epochs in place of minutes with it")
+        until = f"from 1 to {epochs - 1}, with {epochs} epochs" if epochs > 1 else "left out where there is one epoch"
+        _check(after is None or 0 < after < epochs, "densify_after", until, after)
+        if self.mixes and (self.batch_size or BATCH) % 2:
             raise OptionError(f"mixup and cutmix mix images two by two, so batch_size must be even, got {self.batch_size}")
+
+    def completed(self, *, teacher: bool = False, labelled: bool = True, sharded: bool = False) -> Settings:
+        """The settings with a choice for what was left open, by what the run has: a teacher, labels, weights shared out.
+
+        Raises:
+            OptionError: settings that do not go together.
+        """
+        chosen: dict[str, Any] = {}
+        if self.optimizer is None:
+            chosen["optimizer"] = MUON if teacher and not sharded and self.densify_after is None else "adamw"
+        is_muon = chosen.get("optimizer", self.optimizer) == MUON
+        if self.epochs is None and self.minutes is None:
+            chosen |= {"epochs": EPOCHS} if labelled or self.densify_after is not None else {"minutes": MINUTES}
+        if is_muon:
+            self._check_muon(teacher=teacher, sharded=sharded)
+        if teacher and labelled and self.output_weight is not None and self.output_weight > 1:
+            raise OptionError(f"output_weight is the teacher's share beside the labels, so at most 1, got {self.output_weight}")
+        chosen |= {name: value for name, value in (OF_MUON if is_muon else OF_TIMM).items() if getattr(self, name) is None}
+        return replace(self, **chosen)
+
+    def _check_muon(self, *, teacher: bool, sharded: bool) -> None:
+        given = [name for name in ("weight_decay", "factor_rate") if getattr(self, name) is not None]
+        if given:
+            raise OptionError(f"muon has no {given[0]}, which goes with timm's optimizers; leave it out, or give the optimizer adamw")
+        if sharded or self.densify_after is not None:
+            what = "weights shared out among processes" if sharded else "densify_after"
+            raise OptionError(f"muon cannot be used with {what}; give the optimizer adamw")
+        if not teacher and self.learning_rate is None:
+            raise OptionError("muon takes its rate from the distance to a teacher, and there is none; give a teacher or a learning rate")
 
     @property
     def mixes(self) -> bool:
         """Whether images are mixed, and classes with them."""
         return self.mixup > 0 or self.cutmix > 0
+
+    @property
+    def distorts(self) -> bool:
+        """Whether more was asked for than what is done to images on the device."""
+        return self.crop is not None or self.flip is not None or self.augment is not None or self.erase > 0
 
     @property
     def fixed(self) -> dict[str, Any]:

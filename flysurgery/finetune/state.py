@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from flysurgery.errors import TrainingError
+from flysurgery.finetune.copied import Copied
+from flysurgery.finetune.measure import sharded
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import plan_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-FACTS = "run.json"
+FACTS, BEST = "run.json", "best-{}.pt"
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,29 @@ class States:
             )
         return last, notes
 
-    def save(self, accelerator: Accelerator, update: int, notes: dict[str, Any]) -> None:
-        """Write the state; called by all processes. The older ones are there until this one is."""
+    def save(self, accelerator: Accelerator, update: int, notes: dict[str, Any], best: Copied | None = None) -> None:
+        """Write the state, and the best one so far; called by all processes. The older ones are there until this one is.
+
+        Raises:
+            TrainingError: it cannot be written, as on a full disk; what was written of it is removed.
+        """
         fresh = self._folder / f".new-{update:08d}"
+        try:
+            self._write(accelerator, fresh, update, notes, best)
+        except Exception as error:  # each of accelerate's, torch's and safetensors' writers fails in its own way
+            last = self.last
+            shutil.rmtree(fresh, ignore_errors=True)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            kept = "no state was kept" if last is None else f"the last complete state, of update {last}, is kept"
+            raise TrainingError(f"the state of update {update} cannot be written into {self._folder}: {reason}; {kept}") from error
+
+    def _write(self, accelerator: Accelerator, fresh: Path, update: int, notes: dict[str, Any], best: Copied | None) -> None:
         if accelerator.is_main_process and fresh.exists():
             shutil.rmtree(fresh)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(fresh))
+        if best is not None and (accelerator.is_main_process or sharded(accelerator)):
+            best.save(fresh / BEST.format(accelerator.process_index))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             facts = {"plan_sha256": self._identity.plan_sha256, "settings": self._identity.facts, "notes": notes}
@@ -103,14 +121,16 @@ class States:
                 shutil.rmtree(path)
         accelerator.wait_for_everyone()
 
-    def load(self, accelerator: Accelerator, update: int) -> None:
-        """Read the state of ``update`` into what accelerate prepared.
+    def load(self, accelerator: Accelerator, update: int, best: Copied | None = None) -> None:
+        """Read the state of ``update`` into what accelerate prepared, and the best one of then.
 
         Raises:
             TrainingError: it cannot be read.
         """
         try:
             accelerator.load_state(str(self._path(update)))
+            if best is not None:
+                best.load(self._path(update) / BEST.format(accelerator.process_index if sharded(accelerator) else 0))
         except Exception as error:  # accelerate, torch and safetensors each fail in their own way
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise TrainingError(f"the state in {self._path(update)} cannot be read: {reason}") from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,14 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
 
 from flysurgery.errors import OptionError
+from flysurgery.fidelity import Muon
+from flysurgery.fidelity import parameter_groups as groups_of_muon
+from flysurgery.finetune.copied import Copied
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.groups import parameter_groups
-from flysurgery.finetune.losses import Losses, blocks_loss, class_loss, logits_loss
-from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.teacher import Outputs, Teacher
+from flysurgery.finetune.losses import Losses, class_loss, features_loss, logits_loss
+from flysurgery.finetune.settings import MUON, Settings
+from flysurgery.finetune.teacher import Teacher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,50 +33,77 @@ UPDATES = 1 << 30
 
 
 class Stepper:
-    """A model with its optimizer and schedule, as accelerate prepared them, and what its outputs are held against."""
+    """A model with its optimizer and schedule, as accelerate prepared them, and what its outputs are held against.
+
+    Without ``labelled`` the classes of the images mean nothing. ``plan`` comes before the first update.
+    """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, accelerator: Accelerator, *, updates: int, num_classes: int, teacher: Teacher | None
+        self,
+        model: nn.Module,
+        settings: Settings,
+        accelerator: Accelerator,
+        *,
+        num_classes: int,
+        teacher: Teacher | None,
+        labelled: bool = True,
     ) -> None:
-        self._settings, self._accelerator, self._teacher = settings, accelerator, teacher
-        self._outputs = Outputs(model, teacher.blocks if teacher is not None else ())
+        self._settings, self._accelerator, self._teacher, self._labelled = settings, accelerator, teacher, labelled
         self._own_forward = "forward" in vars(model)
-        try:
-            fused = _fused(settings.optimizer) if accelerator.device.type == "cuda" else {}
-            optimizer = create_optimizer_v2(
-                parameter_groups(model, settings),
-                settings.optimizer,
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                **fused,
-            )
-        except (ValueError, KeyError, AssertionError) as error:
-            raise OptionError(f"timm has no optimizer '{settings.optimizer}'; adamw, lamb and sgd are some that it has") from error
-        # One more than there are, so that the last update still moves something.
-        self._schedule = CosineLRScheduler(
-            optimizer, t_initial=updates + 1, warmup_t=round(settings.warm_up * updates), warmup_lr_init=0.0, t_in_epochs=False
-        )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self._optimizer = _optimizer(model, settings, on_cuda=accelerator.device.type == "cuda")
+        self._schedule: CosineLRScheduler | None = None
+        self._pull = None if teacher is None else teacher.pull(model)
+        if self._pull is not None:
+            self._pull.__enter__()
+        self.model, self.optimizer = accelerator.prepare(model, self._optimizer)
         self._mixup = None
         if settings.mixes:
-            self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=num_classes)
+            self._mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.smoothing, num_classes=max(1, num_classes))
         self._class_loss = class_loss(settings)
+
+    def plan(self, updates: int, rate: float) -> None:
+        """Set the schedule: up in a line to ``rate``, then down in a cosine until ``updates`` are done."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+            group.pop("initial_lr", None)
+        warm_up = round((self._settings.warm_up or 0.0) * updates)
+        # One more than there are, so that the last update still moves something.
+        self._schedule = CosineLRScheduler(self._optimizer, t_initial=updates + 1, warmup_t=warm_up, warmup_lr_init=0.0, t_in_epochs=False)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Updates inside are at a rate of zero; afterwards the model and the optimizer are as they were."""
+        before, optimizer = Copied(self.bare), copy.deepcopy(self.optimizer.state_dict())
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        try:
+            yield
+        finally:
+            before.put_back()
+            self.optimizer.load_state_dict(optimizer)
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model without other processes, with its precision."""
+        return self._accelerator.unwrap_model(self.model)
 
     @property
     def learning_rate(self) -> float:
         """The rate of parameters whose own factor is 1."""
         group = self.optimizer.param_groups[0]
-        return group["lr"] / group["lr_scale"]
+        return group["lr"] / group.get("lr_scale", 1.0)
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]], number: int) -> Tensor:  # shape: (5,)
-        """Make update ``number``. Gives the four losses of this process and 1 if they or the gradient were no finite numbers, else 0.
+        """Make update ``number``. Gives the loss of this process, its parts, of classes, output and blocks, and 1 if it or the gradient
+        was no finite number, else 0.
 
         Nothing is read from the device, so that it need not wait.
         """
         settings, accelerator = self._settings, self._accelerator
         if not self.model.training:
             self.model.train()
-        self._schedule.step_update(number + 1)
+        if self._schedule is not None:
+            self._schedule.step_update(number + 1)
         self.optimizer.zero_grad()
         sums = torch.zeros(4, device=accelerator.device)
         for part in range(settings.accumulation):
@@ -80,8 +111,11 @@ class Stepper:
             seed_everything(settings.seed, UPDATES, number, part, accelerator.process_index)
             with self._synchronized(part == settings.accumulation - 1):
                 losses = self._losses(images, classes)
+                weight = self._weigh(settings.accumulation)
                 accelerator.backward(losses.total / settings.accumulation)
-            found = torch.stack([losses.total, losses.classes, losses.logits, losses.blocks])
+            blocks = losses.total.new_zeros(()) if self._pull is None else self._pull.error()
+            total = losses.total + weight * blocks
+            found = torch.stack([total, losses.classes, losses.output, blocks])
             sums += found.detach().float() / settings.accumulation
         norm: Any = accelerator.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
         self.optimizer.step()
@@ -93,7 +127,8 @@ class Stepper:
 
     def close(self) -> nn.Module:
         """The bare model, without accelerate's wrapping, hooks or optimizer."""
-        self._outputs.close()
+        if self._pull is not None:
+            self._pull.__exit__(None, None, None)
         model = self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
         if not self._own_forward:
             # With mixed precision accelerate leaves a forward on the instance, which copies and exports would carry along.
@@ -104,23 +139,47 @@ class Stepper:
     def _synchronized(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._accelerator.no_sync(self.model)
 
+    def _weigh(self, parts: int) -> float:
+        """The weight of the blocks' errors, given to their gradients as the backward pass of one of ``parts`` wants it."""
+        if self._pull is None or self._teacher is None:
+            return 0.0
+        weight, scaler = self._teacher.weight, self._accelerator.scaler
+        # Gradients that enter between the blocks pass by the scaling of the loss.
+        scaled: Any = weight if scaler is None else scaler.scale(torch.tensor(weight, device=self._accelerator.device))
+        self._pull.weight = scaled / parts
+        return weight
+
     def _losses(self, images: Tensor, classes: Tensor) -> Losses:
-        settings = self._settings
         target = classes
         if self._mixup is not None:
             images, target = self._mixup(images, classes)
-        scores = self.model(images)
-        of_classes = self._class_loss(scores.float(), target)
-        zero = of_classes.new_zeros(())
-        if self._teacher is None:
-            return Losses(of_classes, of_classes, zero, zero)
-        with self._accelerator.autocast():
-            wanted, blocks = self._teacher(images)
-        of_logits = logits_loss(scores, wanted, settings.temperature)
-        of_blocks = blocks_loss(self._outputs.last, blocks) if blocks else zero
-        share = settings.logits_weight
-        total = (1 - share) * of_classes + share * of_logits + self._teacher.weight * of_blocks
-        return Losses(total, of_classes, of_logits, of_blocks)
+        teacher, wanted = self._teacher, None
+        if teacher is not None:  # before the student, whose blocks are held against the teacher's as they come
+            with self._accelerator.autocast():
+                wanted = teacher(images)
+        output = self.model(images)
+        zero = output.new_zeros((), dtype=torch.float32)
+        of_classes = self._class_loss(output.float(), target) if self._labelled else zero
+        if teacher is None or wanted is None:
+            return Losses(of_classes, of_classes, zero)
+        is_scores = teacher.has_scores
+        of_output = logits_loss(output, wanted, self._settings.temperature) if is_scores else features_loss(output, wanted)
+        share = teacher.output_weight
+        of_classes_share = (1 - share) * of_classes if self._labelled else zero
+        return Losses(of_classes_share + share * of_output, of_classes, of_output)
+
+
+def _optimizer(model: nn.Module, settings: Settings, *, on_cuda: bool) -> torch.optim.Optimizer:
+    """The optimizer by its name; its rate is set later."""
+    name = settings.optimizer or ""
+    if name == MUON:
+        return Muon(groups_of_muon(model), 0.0)
+    try:
+        return create_optimizer_v2(
+            parameter_groups(model, settings), name, lr=1.0, weight_decay=settings.weight_decay or 0.0, **(_fused(name) if on_cuda else {})
+        )
+    except (ValueError, KeyError, AssertionError) as error:
+        raise OptionError(f"there is no optimizer '{name}'; muon is one, and timm has others, such as adamw, lamb and sgd") from error
 
 
 def _fused(optimizer: str) -> dict[str, Any]:

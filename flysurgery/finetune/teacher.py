@@ -1,71 +1,68 @@
-"""A model whose scores and blocks are to be imitated."""
+"""A model whose outputs and blocks are to be imitated."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.errors import TrainingError
+from flysurgery.calibration import unchanged_state
+from flysurgery.errors import TrainingError, WalkError
 from flysurgery.evaluation import preparation
+from flysurgery.fidelity import Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
-from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.walker import Cut, example_input, find_cuts, survey
 
+REACH = 0.5
+"""Share of the gradient that passes from a block to the one before it."""
 
-class Outputs:
-    """Keeps what the named modules of a model give in its last forward, until ``close``."""
+SCORES_WEIGHT, FEATURES_WEIGHT = 0.5, 0.2
+"""Of what the model returns, beside the blocks' own."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        self.last: dict[str, Tensor] = {}
-        self._handles = [model.get_submodule(name).register_forward_hook(self._keep(name)) for name in names]
-
-    def _keep(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: object, output: Any) -> None:
-            self.last[name] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def close(self) -> None:
-        """Stop listening and let the tensors go."""
-        for handle in self._handles:
-            handle.remove()
-        self.last.clear()
+EXACT = 1e-4
+"""Up to this error what comes before the first block counts as the teacher's own, and does not learn."""
 
 
 class Teacher:
-    """A model in eval mode, without gradients; ``blocks`` are those whose outputs student and teacher have in common."""
+    """A model in eval mode, without gradients; ``cuts`` are where student and teacher are compared, none where their blocks differ."""
 
     def __init__(self, model: nn.Module, student: nn.Module, settings: Settings) -> None:
         """Check that the teacher goes with the student.
 
         Raises:
-            TrainingError: other classes or images, or blocks are asked for and it has others; one sentence.
+            TrainingError: other classes or images, blocks of other widths, or blocks are asked for and it has others; one sentence.
         """
         check_teacher(model, student)
-        names, theirs = blocks_of(student), blocks_of(model)
-        alike = names == theirs and bool(names)
-        if settings.blocks_weight and not alike:
+        cuts = () if settings.blocks_weight == 0 else common_cuts(model, student)
+        if settings.blocks_weight and not cuts:
             raise TrainingError(
-                f"the teacher has {len(theirs)} blocks and the model {len(names)}, not the same ones by their names; "
-                "give --blocks-weight 0 to imitate its scores alone"
+                "the teacher's blocks are not those of the model by their names; give --blocks-weight 0 to imitate its outputs"
             )
-        self.weight = float(alike) if settings.blocks_weight is None else settings.blocks_weight
-        self.blocks = names if self.weight else ()
+        self.has_scores = getattr(student, "num_classes", None) != 0
+        self.cuts = _compared(model, student, cuts)
+        self.weight = 1.0 if settings.blocks_weight is None else settings.blocks_weight
+        given = settings.output_weight
+        self.output_weight = (SCORES_WEIGHT if self.has_scores else FEATURES_WEIGHT) if given is None else given
+        # Not by flysurgery.optimize: its fused modules leave those with hooks, as the cuts need them, to the model's own.
         self.model = model
         self._modes = {module: module.training for module in model.modules()}
         model.eval()
-        self._outputs = Outputs(model, self.blocks)
+        self._stream = Stream(model, self.cuts)
+        self._stream.__enter__()
 
-    def __call__(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scores and the blocks' outputs."""
+    def __call__(self, images: Tensor) -> Tensor:
+        """What the teacher returns; its tensors at the cuts are kept for ``pull``."""
         with torch.no_grad():
-            scores = self.model(images)
-        return scores, dict(self._outputs.last)
+            return self.model(images)
+
+    def pull(self, student: nn.Module) -> Pull | None:
+        """What draws the student's blocks to those of the teacher's last call; None where they are not compared."""
+        return Pull(student, self._stream.values, self.cuts, REACH) if self.cuts else None
 
     def close(self) -> None:
         """Leave the teacher as it was."""
-        self._outputs.close()
+        self._stream.__exit__(None, None, None)
         for module, mode in self._modes.items():
             module.training = mode
 
@@ -89,20 +86,60 @@ def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
         )
 
 
-def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """The blocks that hold linear layers, converted or not: for each layer, the nearest numbered module around it that is called.
+def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
+    """The cuts at which the two can be compared: the teacher's around its blocks, where the student has all of its cuts and no others.
 
-    Lists are never called, and a chain is no block but holds them.
+    Raises:
+        TrainingError: they have the same names and other shapes; the message gives both.
     """
-    modules = dict(model.named_modules())
-    found: dict[str, None] = {}
-    for fqn, module in modules.items():
-        if not isinstance(module, nn.Linear | ButterflyLinear | SplitLinear):
-            continue
-        parts = fqn.split(".")
-        for stop in range(len(parts) - 1, 0, -1):
-            name = ".".join(parts[:stop])
-            if parts[stop - 1].isdigit() and not isinstance(modules[name], nn.ModuleList | nn.Sequential | SplitLinear):
-                found.setdefault(name)
-                break
-    return tuple(found)
+    theirs, mine = (_cuts(model) for model in (teacher, student))
+    shapes = {(cut.fqn, cut.side): cut.shape for cut in mine}
+    if not any(cut.kind == "block" for cut in theirs) or {(cut.fqn, cut.side) for cut in theirs} != shapes.keys():
+        return ()
+    used = tuple(cut for cut in theirs if cut.kind != "other")
+    for cut in used:
+        given = shapes[cut.fqn, cut.side]
+        if given[1:] != cut.shape[1:]:
+            without = " with --blocks-weight 0 its scores alone are imitated" if getattr(student, "num_classes", None) else ""
+            raise TrainingError(
+                f"the {cut.side} of {cut.fqn} has the shape {_text(given)} in the model and {_text(cut.shape)} in the teacher; "
+                f"give a teacher of the same widths{';' if without else ''}{without}"
+            )
+    return used
+
+
+def _cuts(model: nn.Module) -> tuple[Cut, ...]:
+    """The model's cuts; none where it cannot be traced."""
+    try:
+        with unchanged_state(model):
+            return find_cuts(survey(model))
+    except WalkError:
+        return ()
+
+
+def _compared(teacher: nn.Module, student: nn.Module, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+    """The cuts, with the one before the first block among the blocks where the student's differs from the teacher's.
+
+    Raises:
+        TrainingError: the two return tensors of different shapes, or something else.
+    """
+    shape = getattr(example_input(student), "shape", None)
+    assert shape is not None  # preparation has seen that it is an image
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = []
+    for model in (teacher, student):
+        parameter = next(model.parameters())
+        with torch.no_grad(), unchanged_state(model), Stream(model, cuts) as stream:
+            output = model(images.to(parameter.device, parameter.dtype))
+            found.append((output, [stream.values[number].float().cpu() for number in range(len(cuts))]))
+    (wanted, theirs), (given, mine) = found
+    if not (isinstance(wanted, Tensor) and isinstance(given, Tensor) and wanted.shape == given.shape):
+        names = [_text(tuple(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in (wanted, given)]
+        raise TrainingError(f"the teacher returns {names[0]} and the model {names[1]}; give a teacher that returns the same")
+    pairs = zip(cuts, mine, theirs, strict=True)
+    differs = {cut.kind: float(relative_error(x, y)[0]) > EXACT for cut, x, y in pairs if cut.kind == "start"}
+    return tuple(replace(cut, kind="block") if differs.get(cut.kind) else cut for cut in cuts)
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return f"(batch, {', '.join(map(str, shape[1:]))})"

@@ -19,9 +19,8 @@ from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Place
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.groups import parameter_groups
-from flysurgery.finetune.losses import blocks_loss, logits_loss
-from flysurgery.finetune.teacher import Teacher, blocks_of
-from flysurgery.surgery import convert
+from flysurgery.finetune.losses import features_loss, logits_loss
+from flysurgery.finetune.teacher import Teacher
 from tests.finetune.conftest import ARGUMENTS, BASE
 
 Make = Callable[[], nn.Module]
@@ -35,6 +34,19 @@ def test_weights_are_not_sent_to_processes_that_have_them(monkeypatch: pytest.Mo
     assert plugin.cpu_ram_efficient_loading is False
 
 
+def test_bfloat16_is_taken_on_cuda_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr("accelerate.Accelerator", lambda **given: taken.append(given["mixed_precision"]) or SimpleNamespace(state=None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for settings, quick in ((Settings(), True), (Settings(), False), (Settings(precision="no"), True), (Settings(cpu=True), True)):
+        accelerator_for(settings, None, quick=quick)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    accelerator_for(Settings(), None, quick=True)
+    assert taken == ["bf16", None, "no", None, None]
+
+
 def test_logits_loss_is_the_divergence_of_softened_scores() -> None:
     mine, theirs = torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 0.0]])
     p, q = (1 / (1 + math.exp(-difference / 2)) for difference in (2.0, -2.0))  # first class, teacher and student
@@ -43,9 +55,9 @@ def test_logits_loss_is_the_divergence_of_softened_scores() -> None:
     assert float(logits_loss(theirs, theirs, 2.0)) == 0
 
 
-def test_blocks_loss_is_relative_to_the_teacher() -> None:
-    wanted = {"a": torch.full((2, 3), 2.0), "b": torch.full((4,), 1e3)}
-    assert float(blocks_loss({"a": torch.zeros(2, 3), "b": wanted["b"]}, wanted)) == pytest.approx(0.5)
+def test_features_loss_is_relative_to_how_the_teacher_s_differ() -> None:
+    wanted = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])  # around a mean of zero, with a squared distance of 2
+    assert float(features_loss(wanted + torch.tensor([0.0, 1.0]), wanted)) == pytest.approx(2 / 2)
 
 
 def test_factors_learn_by_their_fan_in_and_vectors_do_not_decay(converted: Make) -> None:
@@ -63,24 +75,31 @@ def test_factors_learn_by_their_fan_in_and_vectors_do_not_decay(converted: Make)
     assert {group["lr_scale"] for group in parameter_groups(model, Settings(factor_rate="same"))} == {1.0}
 
 
-def test_blocks_are_the_nearest_numbered_modules_that_are_called(converted: Make) -> None:
-    assert blocks_of(converted()) == blocks_of(build_base(BASE, ARGUMENTS)) == ("blocks.0", "blocks.1")
-    arguments = {"image_size": 16, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64, "dim_head": 16}
-    model = build_base("vit_pytorch:ViT", arguments)
-    convert(model, base="vit_pytorch:ViT", base_args=arguments)
-    assert blocks_of(model) == ("transformer.layers.0.0", "transformer.layers.0.1")
-
-
-def test_a_teacher_gives_its_scores_and_blocks_and_is_left_as_it_was(converted: Make, dense: nn.Module) -> None:
+def test_a_teacher_gives_its_outputs_and_draws_each_block_and_is_left_as_it_was(converted: Make, dense: nn.Module) -> None:
     dense.train()
-    teacher = Teacher(dense, converted(), Settings())
+    student = converted()
+    teacher = Teacher(dense, student, Settings())
+    assert [(cut.fqn, cut.kind) for cut in teacher.cuts][1:] == [("blocks.0", "block"), ("blocks.1", "block"), ("norm", "tokens")]
     images = torch.randn(2, 1, 8, 8)
-    scores, blocks = teacher(images)
-    with torch.no_grad():
-        assert torch.equal(scores, dense(images)) and not scores.requires_grad
-        assert torch.equal(dense.forward_head(dense.norm(blocks["blocks.1"])), scores)  # pyright: ignore
+    pull = teacher.pull(student)
+    assert pull is not None
+    with pull:
+        scores = teacher(images)
+        (0 * student(images).sum()).backward()
+        assert float(pull.error()) > 0
+    assert not scores.requires_grad and torch.equal(scores, dense(images))
+    parameters = dict(student.named_parameters())
+    assert float(parameters["blocks.0.mlp.fc1.factors.0"].grad.norm()) > 0  # pyright: ignore
+    assert float(parameters["pos_embed"].grad.norm()) == 0, "what comes before the first block is the teacher's own"  # pyright: ignore
     teacher.close()
     assert dense.training and not dense.get_submodule("blocks.0")._forward_hooks and all(p.requires_grad for p in dense.parameters())
+
+
+def test_what_comes_before_the_blocks_learns_where_it_is_another(converted: Make, dense: nn.Module) -> None:
+    student = converted()
+    with torch.no_grad():
+        student.get_parameter("pos_embed").add_(1)
+    assert [cut.kind for cut in Teacher(dense, student, Settings()).cuts] == ["block", "block", "block", "tokens"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +108,7 @@ def test_a_teacher_gives_its_scores_and_blocks_and_is_left_as_it_was(converted: 
         ({"num_classes": 7}, "7 classes apart and the model 10"),
         ({"img_size": 16}, "1x16x16 and the model of 1x8x8"),
         ({"in_chans": 3}, "3x8x8 and the model of 1x8x8"),
+        ({"embed_dim": 64}, r"\(batch, 5, 32\) in the model and \(batch, 5, 64\) in the teacher.*--blocks-weight 0"),
     ],
 )
 def test_a_teacher_that_does_not_match(converted: Make, changes: dict, words: str) -> None:
@@ -96,13 +116,17 @@ def test_a_teacher_that_does_not_match(converted: Make, changes: dict, words: st
         Teacher(build_base(BASE, ARGUMENTS | changes), converted(), Settings())
 
 
-def test_a_teacher_without_the_blocks_gives_its_scores_alone(converted: Make) -> None:
+def test_a_teacher_without_the_blocks_gives_its_outputs_alone(converted: Make) -> None:
     shallow = build_base(BASE, ARGUMENTS | {"depth": 1})
-    assert Teacher(shallow, converted(), Settings()).blocks == ()
-    with pytest.raises(TrainingError, match=r"the teacher has 1 blocks and the model 2.*--blocks-weight 0"):
+    teacher = Teacher(shallow, converted(), Settings())
+    assert teacher.cuts == () and teacher.pull(converted()) is None
+    with pytest.raises(TrainingError, match="not those of the model by their names; give --blocks-weight 0"):
         Teacher(shallow, converted(), Settings(blocks_weight=1.0))
-    with pytest.raises(TrainingError, match=r"block blocks.0 gives \(2, 5, 32\) and the teacher's \(2, 5, 64\).*--blocks-weight 0"):
-        blocks_loss({"blocks.0": torch.zeros(2, 5, 32)}, {"blocks.0": torch.zeros(2, 5, 64)})
+    wide = build_base(BASE, ARGUMENTS | {"embed_dim": 64})
+    assert Teacher(wide, converted(), Settings(blocks_weight=0)).cuts == ()
+    features, student = (build_base(BASE, ARGUMENTS | {"num_classes": 0, "embed_dim": width}) for width in (64, 32))
+    with pytest.raises(TrainingError, match=r"the teacher returns \(batch, 64\) and the model \(batch, 32\)"):
+        Teacher(features, student, Settings(blocks_weight=0))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +177,8 @@ def test_data_that_are_not_there_or_do_not_fit(pictures: Path, dense: nn.Module,
         training_data(str(pictures), dense, Settings())
     two = build_base(BASE, ARGUMENTS | {"num_classes": 2})
     with pytest.raises(DataError, match="24 images for training, fewer than one batch of 64"):
-        training_data(str(pictures), two, Settings())
+        training_data(str(pictures), two, Settings(batch_size=64))
+    assert training_data(str(pictures), two, Settings()).open(HERE).size == 24, "a batch that was not asked for is lowered"
 
 
 def test_the_next_image_is_taken_for_one_that_cannot_be_read(pictures: Path, caplog: pytest.LogCaptureFixture) -> None:

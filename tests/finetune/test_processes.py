@@ -11,10 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
-from flysurgery.checkpoint import save
+from flysurgery.checkpoint import build_base, load, save, save_dense
 from flysurgery.finetune import Settings, train, training_data
+from flysurgery.surgery import convert
+from tests.finetune.conftest import BASE
+from tests.finetune.test_unlabelled import HEADLESS, photographs
+
+__all__ = ["photographs"]  # a fixture
 
 PROGRAM = """
 import json, sys, torch, flysurgery
@@ -30,19 +36,59 @@ if outcome.is_main:
 """
 
 
+UNLABELLED = """
+import json, sys, flysurgery
+from flysurgery.checkpoint import load_dense
+from flysurgery.finetune import Settings, held_out_data, leave_processes, train, training_data
+settings, folder, images = Settings(**json.loads(sys.argv[2])), sys.argv[1], sys.argv[3]
+model, teacher = flysurgery.load(folder), load_dense(sys.argv[4])[0]
+data, held_out = training_data(images, model, settings, teacher=True), held_out_data(images, model, teacher=True)
+resume = sys.argv[6:] == ["resume"]
+outcome = train(model, data, settings, teacher=teacher, held_out=held_out, folder=__import__("pathlib").Path(sys.argv[5]), resume=resume)
+if outcome.is_main:
+    flysurgery.save(outcome.model, folder + f".{resume}")
+    print(json.dumps(outcome.to_json()))
+leave_processes()
+"""
+
+
+def launched(folder: Path, program: str, *arguments: object) -> dict:
+    """What two processes print."""
+    (folder / "program.py").write_text(program)
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(folder / "program.py")]
+    done = subprocess.run([*launch, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_two_processes_are_one_with_twice_the_batch(converted: Callable[[], nn.Module], tmp_path: Path) -> None:
     settings = Settings(epochs=1, batch_size=8, images_per_epoch=48, log_every=3, cpu=True)
     save(converted(), tmp_path / "model")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, str(tmp_path / "program.py"), str(tmp_path / "model"), json.dumps(asdict(settings))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    both = json.loads(done.stdout.splitlines()[-1])
+    both = launched(tmp_path, PROGRAM, tmp_path / "model", json.dumps(asdict(settings)))
     model = converted()
     larger = Settings(**asdict(settings) | {"batch_size": 16})
     alone = train(model, training_data("fractals", model, larger), larger)
     assert both["processes"] == 2 and both["updates"] == alone.updates == 3 and both["images"] == alone.images == 48
     assert both["loss"] == pytest.approx(alone.loss, rel=1e-4)
+
+
+def test_two_processes_distil_without_labels_and_agree_on_the_budget_and_the_best_state(photographs: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_base(BASE, HEADLESS).eval()
+    save_dense(model, tmp_path / "dense", BASE, HEADLESS, force=False)
+    convert(model, base=BASE, base_args=HEADLESS)
+    save(model, tmp_path / "model")
+    settings = json.dumps(asdict(Settings(minutes=0.1, batch_size=8, cpu=True)))
+    first, again = (
+        launched(tmp_path, UNLABELLED, tmp_path / "model", settings, photographs, tmp_path / "dense", tmp_path / "run", *more)
+        for more in ((), ("resume",))
+    )
+    assert first["processes"] == 2 and first["fidelity_after"]["relative_error"] <= first["fidelity_before"]["relative_error"]
+    assert [again[name] for name in ("updates", "kept", "fidelity_after")] == [
+        first[name] for name in ("updates", "kept", "fidelity_after")
+    ]
+    one, other = (load(tmp_path / f"model.{each}") for each in (False, True))
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,48 @@
+"""How many updates a run makes, when it is looked at, and how fast it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, count
+from time import perf_counter
+
+import torch
+
+from flysurgery.finetune.batches import Batches
+from flysurgery.finetune.step import Stepper
+
+TIMED = 5
+"""Updates at a rate of zero that tell how long one takes, after one that does not count."""
+
+SPARED = 0.03
+"""Share of what is left of the budget that the updates leave for everything else."""
+
+LOOKS = 10
+"""Moments at which a run without labels, or with a budget, is looked at."""
+
+HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
+"""Muon's rate for a start that has everything to learn, and for one that has next to nothing."""
+
+
+def rate_for(relative_error: float) -> float:
+    """Muon's highest rate: a good start has more to lose."""
+    return max(LEAST_RATE, HIGHEST_RATE * min(1.0, relative_error))
+
+
+def moments(updates: int) -> frozenset[int]:
+    """The updates after which to look: the last, and the denser the closer to it, as the rate falls."""
+    return frozenset(max(1, round((1 - (1 - look / LOOKS) ** 2) * updates)) for look in range(1, LOOKS + 1))
+
+
+def affordable(stepper: Stepper, batches: Batches, seconds: float) -> int:
+    """How many updates fit into ``seconds``, from now on; at least one. The model and the optimizer stay as they are."""
+    started = perf_counter()
+    rows: Iterator[tuple[torch.Tensor, torch.Tensor]] = chain.from_iterable(batches.epoch(number, 0) for number in count())
+    with stepper.rehearsal():
+        stepper.update(rows, 0).tolist()  # reads from the device, so that it waits for it
+        begun, done = perf_counter(), 0
+        while done < TIMED and (done == 0 or perf_counter() - started < seconds / 10):
+            stepper.update(rows, 0).tolist()
+            done += 1
+        each = (perf_counter() - begun) / done
+    return max(1, int((seconds - (perf_counter() - started)) * (1 - SPARED) / each))
