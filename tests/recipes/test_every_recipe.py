@@ -15,12 +15,14 @@ import torch
 from flysurgery.bench.rows import read_table
 from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
 
-SHARED = {"recipe", "vit_tables", "accuracy_cases", "single_factor_cases", "survey_cases"}
+SHARED = {"recipe", "vit_tables", "accuracy_cases", "single_factor_cases", "survey_cases"} | {
+    *("photograph_packages", "photograph_rule", "photograph_crops", "focus_model", "sight", "weight_ways", "weight_rows")
+}
 """Modules that recipes import, and nobody runs."""
 
 NAMES = sorted(path.name for path in RECIPES.glob("*.py") if path.stem not in SHARED)
 
-ANYWHERE = {"calibration_cost", "digits_accuracy", "survey_models", "train_digits_vit", "fractal_accuracy"} | {
+ANYWHERE = {"calibration_cost", "digits_accuracy", "photographs", "survey_models", "train_digits_vit", "fractal_accuracy"} | {
     *("cpu_tables", "patterns_table", "rivals", "vit_s16_table3", "vit_s16_table6", "vit_table5")
 }
 """Those that run without CUDA."""

