@@ -122,11 +122,11 @@ def draw(records: Sequence[Record], plot: Path) -> None:
                 low, high = each["cls"] - each["cls_least"], each["cls_most"] - each["cls"]
                 place = each[column] / scale
                 axes.errorbar([place], [each["cls"]], [[low], [high]], color=colour, marker=MARKS.get(each["step"], "o"), markersize=5)
-        for each in entries:
-            if each["family"] == DENSE and each[column] is not None:
-                axes.plot([each[column] / scale], [1], "k*", markersize=9, label="dense, optimized" if column == "ms" else "dense")
-                if column == "ms" and each["dense_ms"] is not None:
-                    axes.plot([each["dense_ms"]], [1], "k+", markersize=9, label="dense")
+        for name, mark in (("dense_optimized_ms", "k*"), ("dense_ms", "k+")) if column == "ms" else (("params", "k*"),):
+            found = [each[name] for each in entries if each[name] is not None and (column == "ms" or each["family"] == DENSE)]
+            if found:
+                label_ = "dense, optimized" if name == "dense_optimized_ms" else "dense"
+                axes.plot([found[0] / scale], [1], mark, markersize=9, linestyle="none", label=label_)
         axes.set(xlabel=label, ylabel="cosine of the class token with the dense model's", xlim=(0, None))
         axes.grid(alpha=0.3)
     for step in dict.fromkeys(each["step"] for each in entries if each["step"]):
