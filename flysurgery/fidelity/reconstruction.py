@@ -66,13 +66,17 @@ def reconstruct(
 
     Raises:
         DataError: outputs that are no finite numbers, or a model that gives no tensor.
-        SurgeryError: the model has no cut to hold its blocks against the dense ones, or no parameter that learns.
+        SurgeryError: the model has no cut to hold its blocks against the dense ones, no parameter that learns, or weights in half precision.
     """
     started = perf_counter()
     if not any(cut.kind in ("block", "tokens") for cut in cuts):
         raise SurgeryError("the model has no place where one tensor carries everything on, so its blocks cannot be fitted one by one")
-    if not any(parameter.requires_grad for parameter in student.parameters()):
+    learning = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    if not learning:
         raise SurgeryError("every parameter of the model has requires_grad=False, so there is nothing to fit; let some of them learn")
+    small = next((each.dtype for each in learning if each.dtype in (torch.float16, torch.bfloat16)), None)
+    if small is not None:
+        raise SurgeryError(f"the steps of a reconstruction are too small for weights in {small}; convert the model in float32, then cast it")
     device = next(student.parameters()).device
     held_out = list(samples.held_out())
     before = measure_fidelity(student, teacher, held_out, cuts)

@@ -49,7 +49,7 @@ class Stream(AbstractContextManager["Stream"]):
         for tensor in candidates:
             # The batch may differ from the example's, and with it a first side that windows are folded into.
             if isinstance(tensor, Tensor) and tensor.ndim == len(wanted) and tensor.shape[1:] == wanted[1:]:
-                self.values[number] = tensor
+                self.values[number] = tensor.detach()  # which keeps no graph and no activations alive
                 if self._seen is not None:
                     self._seen(number, tensor)
                 return

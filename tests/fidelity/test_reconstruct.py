@@ -126,10 +126,12 @@ def test_images_of_one_colour_do_no_harm() -> None:
     assert done.after.relative_error <= done.before.relative_error
 
 
-def test_a_model_without_cuts_and_one_that_is_frozen_are_one_sentence_each() -> None:
+def test_models_that_cannot_be_fitted_are_one_sentence_each() -> None:
     student, teacher, cuts = pair()
     with pytest.raises(SurgeryError, match="no place where one tensor carries everything on"):
         reconstruct(student, teacher, Samples(images(20)), (), SHORT)
+    with pytest.raises(SurgeryError, match=r"too small for weights in torch.bfloat16; convert the model in float32"):
+        reconstruct(copy.deepcopy(student).bfloat16(), teacher, Samples(images(20)), cuts, SHORT)
     with pytest.raises(SurgeryError, match="requires_grad=False"):
         reconstruct(student.requires_grad_(False), teacher, Samples(images(20)), cuts, SHORT)
 
