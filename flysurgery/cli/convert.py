@@ -6,17 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import typer
 from torch import nn
 
 from flysurgery import checkpoint as storage
 from flysurgery import evaluation, inference, surgery
 from flysurgery.bench import check_plot, draw_tradeoff
-from flysurgery.calibration import Samples
 from flysurgery.cli import options
 from flysurgery.cli.output import check_space, check_writable
 from flysurgery.cli.progress import progress
 from flysurgery.cli.report import print_plan, print_report
+from flysurgery.cli.skipped import tell_skipped
 from flysurgery.cli.source import find_dense
 from flysurgery.surgery import Plan
 
@@ -99,7 +98,9 @@ def convert(
     if latency is not None:
         surgery.read_latency_table(latency, plan.replaced)  # before the model and its data are loaded
     data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
-    inputs = None if calibrate is None else load_inputs(calibrate, skeleton.model, samples, pictures=reconstruct)
+    inputs = None
+    if calibrate is not None:
+        inputs = tell_skipped(evaluation.load_calibration(calibrate, skeleton.model, samples=samples, pictures=reconstruct))
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     tradeoff = measurement = None
     if measure:
@@ -159,15 +160,6 @@ def convert(
             unit=tradeoff.unit,
         )
     print_report(report, folder, accuracy, as_json=as_json)
-
-
-def load_inputs(name: str, model: nn.Module, samples: int | None, *, pictures: bool = False) -> Samples:
-    """The images to calibrate with, and those to take views of; says on stderr which could not be read."""
-    found = evaluation.load_calibration(name, model, samples=samples, pictures=pictures)
-    if found.skipped:
-        named = ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else "")
-        typer.echo(f"flysurgery: {len(found.skipped)} images in {name} cannot be read and are left out: {named}", err=True)
-    return found
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:

@@ -41,7 +41,7 @@ def load_calibration(name: str | Path, model: nn.Module, *, samples: int | None 
         inputs = _spread(fractals("train", model, wanted), samples)
     elif Path(name).is_dir():
         transform = transform_of(wanted)
-        paths = _image_files(Path(name))
+        paths = image_files(Path(name))
 
         def read(path: Path) -> Tensor:
             image = read_image(str(path), wanted.channels)
@@ -77,7 +77,12 @@ def picture_of(image: Any, size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).movedim(-1, 0)
 
 
-def _image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path) -> list[Path]:
+    """All image files of a folder, at any depth, by their names.
+
+    Raises:
+        DataError: there are none.
+    """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())

@@ -66,7 +66,8 @@ def reconstruct(
 
     Raises:
         DataError: outputs that are no finite numbers, or a model that gives no tensor.
-        SurgeryError: the model has no cut to hold its blocks against the dense ones, no parameter that learns, or weights in half precision.
+        SurgeryError: the model has no cut to hold its blocks against the dense ones, no parameter that learns, or weights in half
+            precision.
     """
     started = perf_counter()
     if not any(cut.kind in ("block", "tokens") for cut in cuts):
@@ -76,7 +77,9 @@ def reconstruct(
         raise SurgeryError("every parameter of the model has requires_grad=False, so there is nothing to fit; let some of them learn")
     small = next((each.dtype for each in learning if each.dtype in (torch.float16, torch.bfloat16)), None)
     if small is not None:
-        raise SurgeryError(f"the steps of a reconstruction are too small for weights in {small}; convert the model in float32, then cast it")
+        raise SurgeryError(
+            f"the steps of a reconstruction are too small for weights in {small}; convert the model in float32, then cast it"
+        )
     device = next(student.parameters()).device
     held_out = list(samples.held_out())
     before = measure_fidelity(student, teacher, held_out, cuts)

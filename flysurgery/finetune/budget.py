@@ -20,6 +20,9 @@ SPARED = 0.03
 LOOKS = 10
 """Moments at which a run without labels, or with a budget, is looked at."""
 
+LOOKED = 0.2
+"""Share of a budget that looks may take; where they take longer there are fewer."""
+
 HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
 """Muon's rate for a start that has everything to learn, and for one that has next to nothing."""
 
@@ -29,9 +32,14 @@ def rate_for(relative_error: float) -> float:
     return max(LEAST_RATE, HIGHEST_RATE * min(1.0, relative_error))
 
 
-def moments(updates: int) -> frozenset[int]:
+def moments(updates: int, looks: int = LOOKS) -> frozenset[int]:
     """The updates after which to look: the last, and the denser the closer to it, as the rate falls."""
-    return frozenset(max(1, round((1 - (1 - look / LOOKS) ** 2) * updates)) for look in range(1, LOOKS + 1))
+    return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))
+
+
+def looks_for(budget: float, each: float) -> int:
+    """How many times to look, at least once, within a budget of seconds of which each look takes some."""
+    return max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
 
 
 def affordable(stepper: Stepper, batches: Batches, seconds: float) -> int:

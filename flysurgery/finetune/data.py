@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,14 @@ from torch import nn
 
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
+from flysurgery.evaluation.calibration import image_files
 from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Place, ViewedBatches
-from flysurgery.finetune.files import UnlabelledPictures, class_folders, held_out_part, images_in, is_labelled, prepared, unlabelled_files
+from flysurgery.finetune.files import UnlabelledPictures, class_folders, held_out_part, is_labelled, prepared, unlabelled_files
 from flysurgery.finetune.pictures import DigitPictures, Skipping, dataset_classes, open_dataset
 from flysurgery.finetune.reading import MOST_BYTES, read_pictures
 from flysurgery.finetune.settings import Settings
+
+_logger = logging.getLogger(__name__)
 
 DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25
 """Least share of an image that a random crop keeps: a digit must stay the same digit; timm's default for photographs with their classes."""
@@ -64,6 +68,8 @@ def training_data(
         raise DataError(f"the model has no head that {name} could train by its classes; give a teacher to imitate, --teacher MODEL")
     if is_folder and not is_labelled(Path(name), model):
         if teacher:
+            if classes != 0 and class_folders(Path(name)):
+                _logger.warning("%s has not one folder of images for each class of the model, so it is used without labels", name)
             return _unlabelled(Path(name), wanted, settings, aside=aside)
         if not class_folders(Path(name)):
             raise DataError(f"{name} holds no folder of images for each class; give a teacher that needs none, --teacher MODEL")
@@ -122,7 +128,7 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
         found = load_data(name, model) if root is None and "/" not in str(name) else _held_out_split(str(name), root, model)
         return replace(found, num_classes=0) if headless else found
     if teacher and not is_labelled(folder, model):
-        return _without_classes(folder, images_in(folder), preparation(model))
+        return _without_classes(folder, image_files(folder), preparation(model))
     return load_data(folder, model)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from flysurgery.calibration import unchanged_state
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Preparation
+from flysurgery.evaluation.calibration import image_files
 from flysurgery.evaluation.data import read_image, transform_of
 from flysurgery.walker import example_input
 
@@ -66,9 +67,9 @@ def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], l
         DataError: there are no images, or only one and it would be held out.
     """
     part, apart = _training_part(folder), held_out_part(folder)
-    paths = [path for path in images_in(part) if apart is None or apart not in path.parents]
+    paths = [path for path in image_files(part) if apart is None or apart not in path.parents]
     if apart is not None and aside:
-        return paths, images_in(apart)
+        return paths, image_files(apart)
     if not aside:
         return paths, []
     if len(paths) < 2:
@@ -76,20 +77,6 @@ def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], l
     held_out = paths[::ASIDE]
     kept = set(held_out)
     return [path for path in paths if path not in kept], held_out
-
-
-def images_in(folder: Path) -> list[Path]:
-    """All image files of a folder, at any depth, by their names.
-
-    Raises:
-        DataError: there are none.
-    """
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
-    if not paths:
-        raise DataError(f"there are no images in {folder}; expected files ending in {', '.join(IMG_EXTENSIONS)}")
-    return paths
 
 
 def prepared(paths: Sequence[Path], wanted: Preparation) -> UnlabelledPictures:

@@ -16,7 +16,7 @@ from torch import nn
 from flysurgery.errors import DataError, TrainingError
 from flysurgery.fidelity import Fidelity
 from flysurgery.finetune.batches import Batches
-from flysurgery.finetune.budget import LOOKS, affordable, moments, rate_for
+from flysurgery.finetune.budget import LOOKS, affordable, looks_for, moments, rate_for
 from flysurgery.finetune.copied import Copied
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.log import Log, LogRow
@@ -63,6 +63,7 @@ class Loop:
             )
         self._images = batches.size * settings.accumulation * accelerator.num_processes  # of one update
         self._densify_at = None if settings.densify_after is None else settings.densify_after * self._per_epoch
+        self._look_count = LOOKS
         self._updates, self._rate = (settings.epochs or 0) * self._per_epoch, settings.learning_rate or 0.0
         self._before, self._last, self._kept, self._best = Look(), Look(), 0, None
         self._seconds, self._loss = 0.0, float("nan")
@@ -129,7 +130,9 @@ class Loop:
         if self._settings.minutes is not None:
             clock = perf_counter()  # of a second look, which starts nothing anew
             self._judge.look(stepper.model, stepper.bare, accuracy=self._data.labelled)
-            left = 60 * self._settings.minutes - (clock - self._started) - (LOOKS + 1) * (perf_counter() - clock)
+            each, budget = self._agreed(perf_counter() - clock), 60 * self._settings.minutes
+            self._look_count = looks_for(budget, each)
+            left = budget - (clock - self._started) - (self._look_count + 1) * each
             self._updates = max(1, int(self._agreed(affordable(stepper, self._batches, left))))
         self._best = self._copied(stepper)
         self._log.add(self._before.row(LogRow(0, 0.0)))
@@ -137,6 +140,7 @@ class Loop:
     def _take_up(self, stepper: Stepper, begun: int, notes: dict[str, Any]) -> None:
         """Go on from a state, with what was found at the start."""
         self._updates, self._kept, self._loss, self._seconds = (notes[name] for name in ("updates", "kept", "loss", "seconds"))
+        self._look_count = notes.get("looks", LOOKS)
         if self._settings.learning_rate is None:
             self._rate = notes["learning_rate"]
         self._before, self._last = Look.of_json(notes["before"]), Look.of_json(notes["last"])
@@ -146,7 +150,7 @@ class Loop:
 
     def _notes(self, seconds: float) -> dict[str, Any]:
         before, last = self._before.to_json(), self._last.to_json()
-        noted = {"updates": self._updates, "learning_rate": self._rate, "kept": self._kept, "loss": self._loss}
+        noted = {"updates": self._updates, "looks": self._look_count, "learning_rate": self._rate, "kept": self._kept, "loss": self._loss}
         return noted | {"before": before, "last": last, "seconds": seconds}
 
     def _copied(self, stepper: Stepper) -> Copied | None:
@@ -172,7 +176,7 @@ class Loop:
         """The updates after which the model is looked at: of epochs with labels their ends."""
         if self._settings.minutes is None and self._data.labelled:
             return frozenset(range(self._per_epoch, self._updates + 1, self._per_epoch))
-        return moments(self._updates)
+        return moments(self._updates, self._look_count)
 
     def _look(self, stepper: Stepper, done: int) -> Look:
         """See how good the model is, and keep it where it is the best so far."""

@@ -43,8 +43,9 @@ def train(
     and the process, so the losses are those of a run that was never stopped. ``force`` throws away the state of another run.
 
     The accuracy on ``held_out``, where it has classes, is measured before the first update and after each epoch; with a teacher also how
-    close the outputs are to its own. Without labels, or with a budget of minutes, this is done at ten moments; and without labels the
-    state that was closest to the teacher is what the model has in the end, the start among them.
+    close the outputs are to its own. Without labels, or with a budget of minutes, this is done at ten moments, fewer if they would take
+    more than a fifth of the budget; and without labels the state that was closest to the teacher is what the model has in the end, the
+    start among them.
 
     Raises:
         TrainingError: accelerate is missing, the teacher does not match, the folder holds another run's state or none, or the loss
