@@ -126,7 +126,7 @@ def convert(
         return
     check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
-    with progress("projecting") as step:
+    with progress("converting") as step:
         report = surgery.apply(
             plan,
             network,

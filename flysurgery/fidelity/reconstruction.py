@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -92,6 +93,7 @@ def reconstruct(
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
             unchanged_state(student),
             unchanged_state(teacher),
             Step(student, teacher, samples.to_view(), cuts, settings, rate) as step,
@@ -114,7 +116,7 @@ def reconstruct(
                     if ends or not math.isfinite(found.relative_error):
                         break
                 if progress is not None and (done in looks or done % 10 == 0):
-                    progress(done, updates, f"error {after.relative_error:.3f}")
+                    progress(done, updates, f"reconstruction, error {after.relative_error:.3f}")
         _restore(student, best)
     except BaseException:
         _restore(student, start)
