@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,17 @@ from tests.cli.conftest import Run
 
 BASE, ARGUMENTS = "vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "num_classes": 10}
 CLASSES, TRAIN, VAL = 10, 12, 4
-PAGE = Path(__file__).parents[2] / "docs" / "imagenet.md"
 
 
 @pytest.fixture(autouse=True)
 def few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three updates of the reconstruction, whatever the budget."""
     monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 3)
 
 
 @pytest.fixture
-def names(run: Run, tmp_path: Path) -> dict[str, str]:
-    """What stands for each name of the page: the folders of images, and the dense model."""
+def stand_in(run: Run, tmp_path: Path) -> None:
+    """The folders ``imagenet``, with a folder of images a class in ``train`` and ``val``, ``photos`` without classes, and ``dense``."""
     draw = np.random.default_rng(0)
     for part, count in (("train", TRAIN), ("val", VAL)):
         for number in range(CLASSES):
@@ -42,10 +40,10 @@ def names(run: Run, tmp_path: Path) -> dict[str, str]:
         path.rename(tmp_path / "photos" / f"{number}.jpg")
     torch.manual_seed(0)
     save_dense(build_base(BASE, ARGUMENTS).eval(), tmp_path / "dense", BASE, ARGUMENTS, force=False)
-    return {"IMAGENET": "imagenet", "PHOTOS": "photos", "vit_small_patch16_224": "dense"}
 
 
-def test_from_weights_to_an_evaluated_folder(run: Run, names: dict[str, str]) -> None:
+@pytest.mark.usefixtures("stand_in")
+def test_from_weights_to_an_evaluated_folder(run: Run) -> None:
     def document(*command: object) -> dict[str, Any]:
         outcome = run(*command, "--json")
         assert outcome.code == 0, outcome.err
@@ -65,7 +63,9 @@ def test_from_weights_to_an_evaluated_folder(run: Run, names: dict[str, str]) ->
     assert tuned["before"]["top1"] == converted["accuracy"]["after"]["top1"] and tuned["after"]["samples"] == CLASSES * VAL
     assert tuned["fidelity_after"]["samples"] == CLASSES * VAL
 
-    unlabelled = document("finetune", "fitted", "--data", "photos", *train[:4], "--cpu", "--evaluate", "imagenet/val", "--out", "unlabelled")
+    unlabelled = document(
+        "finetune", "fitted", "--data", "photos", *train[:4], "--cpu", "--evaluate", "imagenet/val", "--out", "unlabelled"
+    )
     assert unlabelled["labelled"] is False and unlabelled["images"] == len(list(Path("photos").iterdir()))
     assert unlabelled["fidelity_after"]["relative_error"] <= unlabelled["fidelity_before"]["relative_error"]
     assert unlabelled["after"]["samples"] == CLASSES * VAL
