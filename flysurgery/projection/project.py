@@ -75,7 +75,7 @@ def checked_matrix(weight: Tensor, architecture: Architecture) -> Tensor:
         raise ProjectionError(f"expected a weight of real floating-point numbers, got {weight.dtype}; convert it first")
     if weight.is_meta:
         raise ProjectionError("the weight is on the meta device and has no values; load the model's weights first")
-    matrix = weight.detach().cpu().to(torch.float64)
+    matrix = weight.detach().cpu().to(torch.float64).contiguous()  # the order of sums, and so the last bit, follows the strides
     bad = (~matrix.isfinite()).nonzero()
     if len(bad):
         row, column = bad[0].tolist()
