@@ -44,7 +44,7 @@ from flysurgery.errors import FlysurgeryError, OptionError
 
 BATCH, MODE = 128, "fp16"
 OPTIMIZED = "optimized"
-QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH = 8, 20, 2
+QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH, QUICK_MINUTES = 8, 20, 2, 0.4
 CHECKED_CROPS = 8
 
 
@@ -175,11 +175,13 @@ def _read_options() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="DIR", help="keep the weights there, and end")
     parser.add_argument("--half", action="store_true", help="keep them in float16")
     parser.add_argument("--ways", metavar="NAME,NAME", help="ways, families or steps, such as 'gonon,monarch 4 plain,permuted'")
-    parser.add_argument("--minutes", type=recipe.duration, default=1.0, help="budget of a reconstruction, 1 by default")
+    parser.add_argument("--minutes", type=recipe.duration, help=f"budget of a reconstruction, 1 by default, {QUICK_MINUTES} with --quick")
     parser.add_argument("--crops", type=recipe.count, help=f"to calibrate with, 1024 by default, {QUICK_CROPS} with --quick")
     parser.add_argument("--judging", type=recipe.count, help=f"crops of each judging photograph, 12 by default, {QUICK_EACH} with --quick")
     parser.add_argument("--seeds", type=recipe.count, default=1, help="how many, from --seed on, where anything is random")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.minutes = options.minutes or (QUICK_MINUTES if options.quick else 1.0)
+    return options
 
 
 def main() -> None:

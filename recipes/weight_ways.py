@@ -82,7 +82,7 @@ WAYS = (
         if not (step.startswith("permuted") and step != LONG and family in ORDERLESS)
     ),
 )
-QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated")
+QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed")
 
 
 def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:

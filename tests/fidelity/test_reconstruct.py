@@ -161,3 +161,16 @@ def test_pictures_that_do_not_fit_come_batch_by_batch() -> None:
         assert here.canvas.data_ptr() == place and len(chosen) == 4
         seen |= set(here.canvas[chosen].flatten().tolist())
     assert seen == {float(number) for number in range(9) if number % 5 != 4}
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_model_gives_what_was_measured_and_nothing_that_was_packed_before() -> None:
+    student, teacher, cuts = pair()
+    student, teacher, samples = student.cuda(), teacher.cuda(), Samples(images(40))
+    first = measure_fidelity(student, teacher, samples.held_out(), cuts)
+    done = reconstruct(student, teacher, samples, cuts, SHORT)
+    assert done.before == first and done.after.relative_error < done.before.relative_error
+    measured = measure_fidelity(student, teacher, samples.held_out(), cuts)
+    assert measured.relative_error == pytest.approx(done.after.relative_error, rel=1e-3)
+    on_cpu = measure_fidelity(student.cpu(), teacher.cpu(), samples.held_out(), cuts)
+    assert on_cpu.relative_error == pytest.approx(done.after.relative_error, rel=1e-2)

@@ -46,8 +46,10 @@ def small_weights(folder: Path) -> Path:
 
 def test_rows_of_a_small_model(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--photographs", str(photographs(tmp_path / "p", 8)), "--weights", str(small_weights(tmp_path / "w")), "--judging", "3")
-    dense, plain, calibrated = first = run_recipe("real_weights.py", *given)
-    assert [row["way"] for row in first] == ["dense", "monarch 4 plain", "monarch 4 calibrated"]
+    given += ("--minutes", "0.05")
+    dense, plain, calibrated, reconstructed = first = run_recipe("real_weights.py", *given)
+    names = ["dense", *(f"monarch 4 {step}" for step in ("plain", "calibrated", "reconstructed"))]
+    assert [row["way"] for row in first] == names and reconstructed["minutes"] == "0.05"
     assert all(row["status"] == "ok" and row["judging"] == "6" and row["torch"] for row in first)
     assert float(dense["cls"]) == float(dense["patch"]) == float(dense["nearest"]) == 1 and float(dense["relative_error"]) == 0
     assert float(plain["cls"]) < float(calibrated["cls"]) < 1
@@ -57,8 +59,8 @@ def test_rows_of_a_small_model(run_recipe: RunRecipe, tmp_path: Path, capsys: py
     file.write_text(file.read_text().replace(plain["commit"], "an older one"))
     plot = tmp_path / "curve.png"
     second = run_recipe("real_weights.py", *given, "--seeds", "2", "--plot", str(plot))
-    assert [(row["way"], row["seed"]) for row in second[3:]] == [("monarch 4 calibrated", "1")], "what is random has more seeds"
-    assert {row["commit"] for row in second[:3]} == {"an older one"}, "rows that are there stay"
+    assert [(row["way"], row["seed"]) for row in second[4:]] == [(name, "1") for name in names[2:]], "what is random has more seeds"
+    assert {row["commit"] for row in second[:4]} == {"an older one"}, "rows that are there stay"
     assert plot.stat().st_size > 5000 and "monarch 4 calibrated" in capsys.readouterr().out
 
 
