@@ -10,6 +10,11 @@ from flysurgery.fidelity.pull import relative_error as relative_error
 from flysurgery.fidelity.reconstruction import Reconstruction as Reconstruction
 from flysurgery.fidelity.reconstruction import reconstruct as reconstruct
 from flysurgery.fidelity.settings import MINUTES as MINUTES
+from flysurgery.fidelity.settings import MIXED as MIXED
+from flysurgery.fidelity.settings import OUTPUT_WEIGHT as OUTPUT_WEIGHT
+from flysurgery.fidelity.settings import REACH as REACH
 from flysurgery.fidelity.settings import Settings as Settings
+from flysurgery.fidelity.settings import moments as moments
+from flysurgery.fidelity.settings import rate_for as rate_for
 from flysurgery.fidelity.stream import Stream as Stream
 from flysurgery.fidelity.views import views as views

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flysurgery.calibration import Samples, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
 from flysurgery.fidelity.measure import Fidelity, measure_fidelity
-from flysurgery.fidelity.settings import Settings
+from flysurgery.fidelity.settings import Settings, moments, rate_for
 from flysurgery.fidelity.step import Step
 from flysurgery.walker import Cut
 
@@ -24,6 +24,12 @@ Progress = Callable[[int, int, str], None]
 
 TIMED = 5
 """Updates at a rate of zero that tell how long one takes."""
+
+WARM_UP = 0.05
+"""Share of the updates in which the rate grows."""
+
+LOOKS = 8
+"""Times that held-out samples judge a run."""
 
 SLACK = 0.1
 """Share of the budget by which a run may be late before its schedule follows the clock."""
@@ -61,7 +67,7 @@ def reconstruct(
     """Fit the parameters of ``student``, in place, so that every block gives what the dense one's gives.
 
     All parameters that require gradients and lie behind the first cut of kind "start" learn: factors, biases, norms, scales and dense
-    layers. Samples that are held out judge ``settings.looks`` times; the best state is kept, and the start is one of them. If anything
+    layers. Samples that are held out judge ``LOOKS`` times; the best state is kept, and the start is one of them. If anything
     fails or is interrupted, the student is as it was. Takes ``settings.minutes``; memory for three further copies of the parameters, one
     forward with its activations, and the pictures, which stay where they are if the device has no room.
 
@@ -89,7 +95,7 @@ def reconstruct(
     start = best = _copied(student)
     done, kept, after = 0, 0, before
     history = [(0, before.relative_error)]
-    rate = settings.rate * min(1.0, before.relative_error)
+    rate = rate_for(before.relative_error, settings.rate)
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -101,11 +107,11 @@ def reconstruct(
             torch.manual_seed(settings.seed)
             step.capture()
             updates = _affordable(step, settings, perf_counter() - started, device)
-            looks = {max(1, round((1 - (1 - look / settings.looks) ** 2) * updates)) for look in range(1, settings.looks + 1)}
+            looks = moments(updates, LOOKS)
             for done in range(1, updates + 1):
                 # A machine that has become slower ends in time all the same.
                 spent = (perf_counter() - started) / (60 * settings.minutes)
-                step.update(_share(max(done / (updates + 1), spent - SLACK), settings.warm_up))
+                step.update(_share(max(done / (updates + 1), spent - SLACK)))
                 ends = spent - SLACK >= 1
                 if done in looks or ends:
                     step.settle()
@@ -136,10 +142,10 @@ def _affordable(step: Step, settings: Settings, spent: float, device: torch.devi
     return max(1, int((60 * settings.minutes - spent) * 0.97 / each))
 
 
-def _share(done: float, warm_up: float) -> float:
+def _share(done: float) -> float:
     """The share of the highest rate when this share of the run is done: up in a line, then down in a cosine."""
     done = min(done, 1.0)
-    return done / warm_up if done < warm_up else 0.5 + 0.5 * math.cos(math.pi * (done - warm_up) / (1 - warm_up))
+    return done / WARM_UP if done < WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))
 
 
 def _copied(model: nn.Module) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a reconstruction is made of, apart from its models and its samples."""
+"""What a fit to the dense model is made of, apart from its models and its samples; fine-tuning with a teacher takes the same."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ import torch
 from flysurgery.errors import OptionError
 
 MINUTES = {"cuda": 1.0, "cpu": 20.0}
-"""The budget where none is given, by the kind of device."""
+"""The budget of a reconstruction where none is given, by the kind of device."""
 
 VIEWS = {"cuda": 64, "cpu": 8}
-"""Views of an update, by the kind of device: a CPU makes few updates, and few views make more of them."""
+"""Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""
+
+REACH = 0.5
+"""Share of the gradient that passes from a block to the one before it, see ``Pull``: better than 0 and than 1 in the trials."""
+
+MIXED = 0.25
+"""Share of views that are two in one. The measured rows have it; no trial shows a gain or a loss."""
+
+OUTPUT_WEIGHT = 0.2
+"""Of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried."""
+
+HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
+"""Rates of a start that has everything to learn, and of one that has next to nothing, as shares of a parameter's size."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of one reconstruction, as they were found best on real weights; ``recipes/real_weights.py`` has the rows.
+    """The choices of one reconstruction. ``batch`` counts the views of one update; ``rate`` is that of a start with an error of 1.
 
-    ``batch`` counts the views of one update. ``reach`` is the share of the gradient that passes from a block to the one before it, see
-    ``Pull``. ``rate`` is the highest learning rate, as a share of a parameter's size, for a start with a relative error of 1; it falls
-    with that error, since a good start has more to lose. ``warm_up`` is a share of the updates, ``mixed`` that of views that are two in
-    one. Held-out samples judge ``looks`` times.
+    The trials behind the defaults are in ``recipes/results/real_weights_trials_h200.csv``.
 
     Raises:
         OptionError: a budget that is no positive number.
@@ -30,11 +39,7 @@ class Settings:
 
     minutes: float
     batch: int = VIEWS["cuda"]
-    reach: float = 0.5
-    rate: float = 7e-3
-    warm_up: float = 0.05
-    mixed: float = 0.25
-    looks: int = 8
+    rate: float = HIGHEST_RATE
     seed: int = 0
 
     @classmethod
@@ -46,3 +51,13 @@ class Settings:
     def __post_init__(self) -> None:
         if not 0 < self.minutes < float("inf"):
             raise OptionError(f"minutes must be a positive number, got {self.minutes:g}")
+
+
+def rate_for(relative_error: float, highest: float = HIGHEST_RATE) -> float:
+    """The highest rate of a run that starts with this error: a good start has more to lose."""
+    return max(LEAST_RATE, highest * min(1.0, relative_error))
+
+
+def moments(updates: int, looks: int) -> frozenset[int]:
+    """The updates after which to look at held-out samples: the last, and the denser the closer to it, as the rate falls."""
+    return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))

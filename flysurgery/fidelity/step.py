@@ -13,14 +13,11 @@ from flysurgery.fidelity import foreach
 from flysurgery.fidelity.measure import first_tensor
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.pull import Pull, relative_error
-from flysurgery.fidelity.settings import Settings
+from flysurgery.fidelity.settings import MIXED, OUTPUT_WEIGHT, REACH, Settings
 from flysurgery.fidelity.source import Source
 from flysurgery.fidelity.stream import Stream
 from flysurgery.fidelity.views import views
 from flysurgery.walker import Cut
-
-OUTPUT_WEIGHT = 0.2
-"""Of the error of what the model returns, beside the blocks' and the tokens' own."""
 
 
 class Step(contextlib.AbstractContextManager["Step"]):
@@ -29,7 +26,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
     def __init__(
         self, student: nn.Module, teacher: nn.Module, pictures: Pictures, cuts: Sequence[Cut], settings: Settings, rate: float
     ) -> None:
-        self._student, self._teacher, self._settings = student, teacher, settings
+        self._student, self._teacher = student, teacher
         self._device = next(student.parameters()).device
         self._source = Source(pictures, settings.batch, self._device)
         self._highest = rate
@@ -37,7 +34,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
         used = [cut for cut in cuts if cut.kind != "other"]
         self._theirs = Stream(teacher, used)
-        self._mine = Pull(student, self._theirs.values, used, settings.reach)
+        self._mine = Pull(student, self._theirs.values, used, REACH)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __enter__(self) -> Step:
@@ -83,7 +80,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
 
     def _once(self) -> None:
         pictures, chosen = self._source.draw()
-        x = views(pictures, chosen, mixed=self._settings.mixed)
+        x = views(pictures, chosen, mixed=MIXED)
         on_cuda = self._device.type == "cuda"
         with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext():
             with torch.no_grad():
@@ -91,6 +88,5 @@ class Step(contextlib.AbstractContextManager["Step"]):
             given = first_tensor(self._student(x))
         _, gradient = relative_error(given.detach(), wanted)
         given.backward((OUTPUT_WEIGHT * gradient).to(given.dtype))
-        self._mine.error()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -14,14 +14,11 @@ from torch import Tensor
 from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, Preparation
-from flysurgery.fidelity import views
+from flysurgery.fidelity import MIXED, views
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import BATCH, Settings
 
 MAX_WORKERS = 8
-
-MIXED = 0.25
-"""Share of views that are two in one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many updates a run makes, when it is looked at, and how fast it learns."""
+"""How many updates a run makes within a budget, and how often it is looked at."""
 
 from __future__ import annotations
 
@@ -22,19 +22,6 @@ LOOKS = 10
 
 LOOKED = 0.2
 """Share of a budget that looks may take; where they take longer there are fewer."""
-
-HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
-"""Muon's rate for a start that has everything to learn, and for one that has next to nothing."""
-
-
-def rate_for(relative_error: float) -> float:
-    """Muon's highest rate: a good start has more to lose."""
-    return max(LEAST_RATE, HIGHEST_RATE * min(1.0, relative_error))
-
-
-def moments(updates: int, looks: int = LOOKS) -> frozenset[int]:
-    """The updates after which to look: the last, and the denser the closer to it, as the rate falls."""
-    return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))
 
 
 def looks_for(budget: float, each: float) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from flysurgery.errors import DataError, TrainingError
-from flysurgery.fidelity import Fidelity
+from flysurgery.fidelity import Fidelity, moments, rate_for
 from flysurgery.finetune.batches import Batches
-from flysurgery.finetune.budget import LOOKS, affordable, looks_for, moments, rate_for
+from flysurgery.finetune.budget import LOOKS, affordable, looks_for
 from flysurgery.finetune.copied import Copied
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.log import Log, LogRow

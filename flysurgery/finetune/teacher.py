@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from flysurgery.calibration import unchanged_state
 from flysurgery.errors import TrainingError, WalkError
 from flysurgery.evaluation import preparation
-from flysurgery.fidelity import Pull, Stream, relative_error
+from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
 from flysurgery.walker import Cut, example_input, find_cuts, survey
 
-REACH = 0.5
-"""Share of the gradient that passes from a block to the one before it."""
-
-SCORES_WEIGHT, FEATURES_WEIGHT = 0.5, 0.2
-"""Of what the model returns, beside the blocks' own."""
+SCORES_WEIGHT = 0.5
+"""Of the teacher's scores, beside the classes' loss and the blocks' errors."""
 
 EXACT = 1e-4
 """Up to this error what comes before the first block counts as the teacher's own, and does not learn."""
@@ -43,7 +40,7 @@ class Teacher:
         self.cuts = _compared(model, student, cuts)
         self.weight = 1.0 if settings.blocks_weight is None else settings.blocks_weight
         given = settings.output_weight
-        self.output_weight = (SCORES_WEIGHT if self.has_scores else FEATURES_WEIGHT) if given is None else given
+        self.output_weight = (SCORES_WEIGHT if self.has_scores else OUTPUT_WEIGHT) if given is None else given
         # Not by flysurgery.optimize: its fused modules leave those with hooks, as the cuts need them, to the model's own.
         self.model = model
         self._modes = {module: module.training for module in model.modules()}

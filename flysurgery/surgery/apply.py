@@ -15,7 +15,7 @@ from flysurgery.surgery.allocating import PLACEHOLDER, allocate
 from flysurgery.surgery.calibrating import project_calibrated_layers
 from flysurgery.surgery.change import Change
 from flysurgery.surgery.check import check_plan, check_weights
-from flysurgery.surgery.comparing import Comparison, settings_of
+from flysurgery.surgery.comparing import DenseReference, settings_of
 from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.surgery.planning import plan as make_plan
 from flysurgery.surgery.projecting import Progress, project_layers
@@ -70,14 +70,14 @@ def apply(
     dense = check_plan(plan, model)
     check_weights(dense)
     params_before = _count(model)
-    calibration, permutations, comparison = None, (), None
+    calibration, permutations, reference = None, (), None
     if calibrate is None:
         if samples is not None or sequential or permute or reconstruct:
             raise OptionError("samples, sequential, permute and reconstruct are options of calibration; give data to calibrate with")
         modules, rows = project_layers(plan.replaced, dense, progress)
     else:
         taken = samples_of(calibrate, count=samples, shape=_sample_shape(plan))
-        comparison = Comparison(plan, model, taken, settings_of(reconstruct, seed, model))
+        reference = DenseReference(plan, model, taken, settings_of(reconstruct, seed, model))
         modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )
@@ -85,7 +85,7 @@ def apply(
         change.convert(plan, modules)
         if verify:
             check_runs(plan, model)
-        fidelity, reconstruction = (None, None) if comparison is None else comparison.run(model, progress)
+        fidelity, reconstruction = (None, None) if reference is None else reference.run(model, progress)
     return Report(
         rows=tuple(rows.get(layer.fqn) or row_of(layer, (), None, None) for layer in plan.layers),
         model_params_before=params_before,

@@ -26,8 +26,8 @@ def settings_of(budget: bool | float, seed: int, model: nn.Module) -> Settings |
     return Settings.on(next(model.parameters()).device, None if budget is True else float(budget), seed)
 
 
-class Comparison:
-    """Remembers the dense model from before the change."""
+class DenseReference:
+    """The dense model from before the change, which the converted one is held against."""
 
     def __init__(self, plan: Plan, dense: nn.Module, samples: Samples, settings: Settings | None) -> None:
         """``settings`` are those of the reconstruction, None for none.

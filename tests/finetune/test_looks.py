@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 from torch import nn
 
+from flysurgery.fidelity import moments
 from flysurgery.finetune import Settings, held_out_data, train, training_data
-from flysurgery.finetune.budget import LOOKS, looks_for, moments
+from flysurgery.finetune.budget import LOOKS, looks_for
 from flysurgery.finetune.measure import Judge, Look
 from tests.finetune.test_run import rows
 
@@ -31,12 +32,21 @@ def test_slow_looks_leave_the_budget_to_the_updates(
         time.sleep(0.6)
         return look(self, model, bare, accuracy=accuracy)
 
+    given: list[float] = []
+
+    def seven(stepper: object, batches: object, seconds: float) -> int:
+        given.append(seconds)
+        return 7
+
     monkeypatch.setattr(Judge, "look", slow)
+    monkeypatch.setattr("flysurgery.finetune.loop.affordable", seven)
     model, settings = converted(), Settings(minutes=0.06, cpu=True)
     data, held_out = training_data("digits", model, settings, teacher=True), held_out_data("digits", model, teacher=True)
     outcome = train(model, data, settings, teacher=dense, held_out=held_out, folder=tmp_path)
-    assert [row["update"] for row in rows(tmp_path) if row["top1"]] == ["0", str(outcome.updates)]
-    assert outcome.labelled and outcome.updates > 1
+    assert [row["update"] for row in rows(tmp_path) if row["top1"]] == ["0", "7"]
+    assert outcome.labelled and outcome.updates == 7
+    (seconds,) = given  # one look and its spare are left out of 3.6 seconds, not ten
+    assert 3.6 - 11 * 0.6 < seconds < 3.6 - 2 * 0.6
 
 
 def test_classes_that_are_not_the_models_are_named_at_the_start(dense: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,9 +18,9 @@ from torch import nn
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
+from flysurgery.fidelity import moments
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.batches import LoadedBatches, Place, ViewedBatches
-from flysurgery.finetune.budget import moments
 from flysurgery.finetune.copied import Copied
 from flysurgery.finetune.files import unlabelled_files
 from flysurgery.finetune.reading import read_pictures
@@ -171,7 +171,7 @@ def test_a_budget_sets_the_number_of_updates(photographs: Path, features: tuple[
     settings = replace(QUICK, epochs=None, minutes=0.15)
     outcome = train(model, training_data(photographs, model, settings, teacher=True), settings, teacher=features[0])
     assert outcome.updates > 1 and outcome.seconds < 20
-    assert max(moments(outcome.updates)) == outcome.updates and moments(1) == {1} and len(moments(100)) == 10
+    assert max(moments(outcome.updates, 10)) == outcome.updates and moments(1, 10) == {1} and len(moments(100, 10)) == 10
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_last_state(
