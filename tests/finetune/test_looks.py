@@ -45,8 +45,8 @@ def test_slow_looks_leave_the_budget_to_the_updates(
     outcome = train(model, data, settings, teacher=dense, held_out=held_out, folder=tmp_path)
     assert [row["update"] for row in rows(tmp_path) if row["top1"]] == ["0", "7"]
     assert outcome.labelled and outcome.updates == 7
-    (seconds,) = given  # one look and its spare are left out of 3.6 seconds, not ten
-    assert 3.6 - 11 * 0.6 < seconds < 3.6 - 2 * 0.6
+    (seconds,) = given  # at least two looks are left out of 3.6 seconds
+    assert seconds < 3.6 - 2 * 0.6
 
 
 def test_classes_that_are_not_the_models_are_named_at_the_start(dense: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
