@@ -1,20 +1,20 @@
-// y = softmax(scale * q kᵀ) v of float32, as in attention.cu, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries each, as in
-// short_attention_wgmma.cu, and a fourth brings what they need, as halves.
+// y = softmax(scale * q kᵀ) v of float32 on tensor cores, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries each, as in
+// short_attention_wgmma.cu, and a fourth brings what they need, as halves. PyTorch has products of float32 on the ordinary cores.
 //
 // A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
-// a ring. Those who bring keys and values read them twice, the second time from the L2 cache: for their largest element, which decides the
+// a ring. The threads that load keys and values read them twice, the second time from the L2 cache: for their largest element, which decides the
 // power of two that brings them into the range of fp16, and to scale, split and store them. A query has a power of two of its own.
 //
-//     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh, then in MODE 3 as many of what the first ones have lost
+//     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh, then in MODE 3 as many with the low parts
 //
 // MODE 3 splits into pairs hi + lo and adds lo*hi + hi*lo + hi*hi, MODE 2 (tf32 grade) keeps hi. Exponentials, at most 1, are scaled by 2^11. The
 // products of CHUNK keys with values are added to float32 sums with rounding. Infinities and NaN do not come out finite.
 //
-// For 128 images of 197 tokens and 6 heads an H200 takes 144 us, and 99 in tf32 grade, where attention.cu takes 188 and 142; bringing takes most
-// of it (139 us in tf32 grade by batches of 4), and the last 5 queries have a tile for themselves.
+// For 128 images of 197 tokens and 6 heads an H200 takes 144 us, and 99 in tf32 grade; bringing takes most of it (139 us in tf32
+// grade by batches of 4), and the last 5 queries have a tile for themselves.
 //
-// Defines: MODE, CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (3 or more), BATCH (rows on their way
-// to a thread that brings).
+// Defines: MODE, CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (3 or more), BATCH (rows that a
+// loading thread has requested at once).
 // Limits: sm_90a; keys up to CHUNK*CHUNKS, which is up to ROWS, and less than 16*CHUNKS fewer; queries up to ROWS; scale > 0; features adjacent,
 // rows at multiples of 16 bytes.
 #include "scale.cuh"
@@ -25,7 +25,7 @@ typedef long long i64;
 constexpr bool kPairs = MODE == 3;
 constexpr int kHead = 64, kRow = 2 * kHead, kImage = ROWS * kRow, kSlot = kPairs ? 2 * kImage : kImage, kTiles = kHead / 8, kChunkTiles = CHUNK / 8;
 constexpr int kSpare = TILES * 64 > ROWS ? (TILES * 64 - ROWS) * kRow : 0;
-constexpr int kWarpgroups = 3, kRegisters = 144, kBringing = 80;  // of a thread that multiplies, and of one that brings; all that there are
+constexpr int kWarpgroups = 3, kRegisters = 144, kBringing = 80;  // of a multiplying thread, and of a loading thread; together all registers
 constexpr int kShift = 11;                                        // of exponentials
 constexpr float kLog2E = 1.44269504088896341f;
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void split(float a, float b, u32& hi, u32& lo) {
 
 __device__ __forceinline__ float largest(const float4& x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))); }
 
-// What a thread of the fourth warpgroup brings of a matrix: four features of every eighth row. Rows that are not there are zeros.
+// The part of a matrix that a thread of the fourth warpgroup loads: four features of every eighth row. Missing rows are zeros.
 struct Share {
     const float* from;
     i64 token;
@@ -146,7 +146,7 @@ attention(const float* __restrict__ q, const float* __restrict__ k, const float*
     extern __shared__ __align__(1024) char memory[];
     Ring ring;
     ring.slots = shared_address(memory), ring.arrived = ring.slots + SLOTS * kSlot + kSpare, ring.freed = ring.arrived + 8 * SLOTS;
-    const u32 met = ring.freed + 8 * SLOTS;  // maxima of the four warps that bring, for keys and for values
+    const u32 met = ring.freed + 8 * SLOTS;  // maxima of the four loading warps, for keys and for values
     ring.exponents = met + 32;
     if (threadIdx.x == 0) {
         for (int s = 0; s < SLOTS; ++s) barrier_init(ring.arrived + 8 * s, 128), barrier_init(ring.freed + 8 * s, 128 * TILES);

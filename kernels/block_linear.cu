@@ -3,12 +3,12 @@
 //
 //        x: 64 rows a warpgroup, 64 gathered columns a stage          y: 64 rows, COLUMNS * D adjacent columns
 //      ┌──┬──┬── … ──┐  pieces of 8 columns, by a table            ┌─┬─┬─┬─┬─┬─ … ─┐
-//      │ 3│ 0│       │  ×  K: COLUMNS outputs of each of D classes │0│1│2│0│1│2    │  outputs of D classes take turns
+//      │ 3│ 0│       │  ×  K: COLUMNS outputs of each of D classes │0│1│2│0│1│2    │  outputs of D classes alternate
 //      └──┴──┴── … ──┘     in shared memory                        └─┴─┴─┴─┴─┴─ … ─┘
 //
 // A block keeps the weights of its tile in shared memory and goes over the rows; the blocks of one row range, a tile each, run together,
 // so that x comes from device memory once and from the L2 cache for the others. How x comes, stages ahead of its products, is in block_rows.cuh;
-// sums are float32. The next launch begins while this one ends, and brings its weights. Where it goes through the rows the other way, it finds
+// sums are float32. The next launch begins while this one ends, and brings its weights. If it goes through the rows in the other direction, it finds
 // the last ones in the L2 cache.
 //
 // With NORM the products are those of x as it is: norm(x) Kᵀ = s * (x Kᵀ) - mean * s * (sums of K's rows), with s = 1 / sqrt(variance + eps) and the
@@ -77,7 +77,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x >> 5, 0), lane = threadIdx.x & 31, t = lane & 3;
     const int tile = blockIdx.x % TILES;
 
-    if (warp == 0) {  // weights are asked for before anything else is waited for
+    if (warp == 0) {  // weights are requested before any other wait
         if (lane == 0) {
             for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
             StagedRows::prepare(row_barriers);
@@ -115,7 +115,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     if (row + h * 8 < rows && 4 * i + t < NORM) load_now(parts[h][i], moments + ((row + h * 8) * NORM + 4 * i + t) * 8);
-        if (RESIDUAL && t == 0) {  // from here on they are on their way to the L2 cache
+        if (RESIDUAL && t == 0) {  // from here on they are loading into the L2 cache
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll

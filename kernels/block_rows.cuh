@@ -1,4 +1,4 @@
-// Rows of x on their way to the products of block_linear.cu, a stage of 64 columns at a time. Both ways fill SLOTS slots a warpgroup, in the order
+// Loads rows of x for the products of block_linear.cu, a stage of 64 columns at a time. Both ways fill SLOTS slots a warpgroup, in the order
 // of wgmma_rows.cuh, and have the same functions: `begin`, and for each stage `wait`, `multiply` by each k16 step, and `proceed` behind them.
 #pragma once
 #include "instructions.cuh"
@@ -22,7 +22,7 @@ struct Units {
 };
 
 #if BOXES
-// Columns of a stage lie side by side: a thread of the warpgroup has the copy engine bring all 64 rows by one request. Products read them from
+// Columns of a stage lie side by side: a thread of the warpgroup loads all 64 rows by one request to the copy engine. Products read them from
 // shared memory; a slot is filled again when all warps are done with it.
 struct Operands {};
 
@@ -79,7 +79,7 @@ struct StagedRows {
     __device__ __forceinline__ void end() {}
 };
 #else
-// Columns are gathered in pieces of 8: a warp brings its own 16 rows by cp.async, SLOTS - 1 stages ahead, and reads them by ldmatrix as operands, a
+// Columns are gathered in pieces of 8: a warp loads its own 16 rows by cp.async, SLOTS - 1 stages ahead, and reads them by ldmatrix as operands, a
 // stage while the one before is multiplied. The 16-byte pieces of a row are turned by row against bank conflicts.
 struct Operands {
     u32 a[2][4][4];  // of a round's stages in turn; kept from round to round they cost up to a twentieth of the time
@@ -123,7 +123,7 @@ struct StagedRows {
             set_rows();
         }
     }
-    // The operands of stage `s`, of so many k16 steps; then the one that is to come in its place is asked for.
+    // The operands of stage `s`, of the given number of k16 steps; then the stage that takes its place is requested.
     __device__ __forceinline__ void wait(Operands& operands, int s, int steps) {
         const u32 at = slots + from * kSlot;
         wait_copies<SLOTS - 2>();

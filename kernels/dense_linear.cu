@@ -7,8 +7,8 @@
 //
 // A block keeps all inputs of its COLUMNS outputs in shared memory and goes over the rows; the blocks of one row range, a column tile each,
 // run together, so that x comes from device memory once and from the L2 cache for the others. A warp owns 16 rows (a warpgroup 64) and
-// brings its own x, STAGES - 1 batches of 128 bytes a row ahead; no barrier stands between load and use, nor between warps.
-// Residuals are asked for while products run.
+// loads its own x, STAGES - 1 batches of 128 bytes of a row ahead; there is no barrier between load and use, nor between warps.
+// Residuals are requested while products run.
 //
 // MODE 0 fp16, 1 bf16: float32 sums over all inputs. MODE 2 (tf32 grade) and 3 (fp32 grade) take float32. Every row of a batch has a
 // power of two that brings its largest element near 2^11, every output one for its weights; what is scaled becomes fp16 (MODE 2) or a
@@ -85,7 +85,7 @@ struct Operands {
     int exponent[2];
 };
 
-// Rows of x on their way. In shared memory the 16-byte pieces of a row are turned by row against bank conflicts.
+// Loads rows of x. In shared memory the 16-byte pieces of a row are rotated by row against bank conflicts.
 struct StagedRows {
     const char* x;
     long long rows, stride;  // of patches, bytes from a line of pixels to the next
@@ -153,7 +153,7 @@ struct StagedRows {
         }
     }
 
-    // The operands of the batch that is due; then the one that is to come in its place is asked for.
+    // The operands of the present batch; then the batch that takes its place is requested.
     __device__ __forceinline__ void read(Operands& operands) {
         wait_copies<STAGES - 2>();
         __syncwarp();
@@ -312,7 +312,7 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
 #pragma unroll 1
     for (int round = 0; first_row(round, warp) < rows; ++round) {
         const long long row = first_row(round, warp) + warp % kUnitWarps * 16 + g;
-        if (RESIDUAL && !kPatches && t == 0) {  // from here on they are on their way to the L2 cache
+        if (RESIDUAL && !kPatches && t == 0) {  // from here on they are loading into the L2 cache
             const char* const residual_row = residual + row * residual_stride + column_byte;
 #pragma unroll
             for (int h = 0; h < 2; ++h)

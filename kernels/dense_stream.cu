@@ -6,9 +6,9 @@
 //      └──┴──┴── … ──┘         └──┴──┴── … ──┘                        └───────────────┴─ … ─┘
 //
 // Two warpgroups take a block's tiles in turn: one multiplies, straight from shared memory, while the other finishes the outputs of the tile
-// before. Two threads of a third have the copy engine bring what they need: one 64 inputs of the rows and of the weights at a time, SLOTS of them
-// ahead, across tiles; the other the residual, to where y takes its place and is fetched by the copy engine. Two blocks, a cluster, take
-// tiles of the same columns, and each brings half of the weights to both. Blocks that run together share rows.
+// before. Two threads of a third load by the copy engine. One loads 64 inputs of the rows and of the weights at a time, SLOTS of them
+// ahead, across tiles. The other loads the residual; y takes its place, and the copy engine stores y. Two blocks, a cluster, take
+// tiles of the same columns, and each loads half of the weights for both. Blocks that run together share rows.
 //
 // With MOMENTS it also leaves the mean and the squared deviations of a row's COLUMNS outputs in each tile, from sums about a lane's first output, which
 // cost at most a factor of COLUMNS / 4 of float32's precision; block_linear.cu reads them.
@@ -16,7 +16,7 @@
 // A slot: ROWS rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/ops/cuda/dense.py).
 //
 // Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 50 us of an H200, 128 images in float16,
-// where the bytes take 28 at the rate of a large copy, and PyTorch's product alone 48 (recipes/results/kernel_trials_h200.csv, run 23).
+// where the bytes take 28 at the rate of a large copy, and PyTorch's product alone 48.
 //
 // Defines: IN, OUT, MODE (0 fp16, 1 bf16), ACTIVATION (exact_activation.cuh), RESIDUAL, MOMENTS, COLUMNS, SLOTS. Limits: sm_90a; IN a multiple
 // of 64, OUT one of COLUMNS; rows of x, y and the residual begin at multiples of 16 bytes.
@@ -31,7 +31,7 @@ constexpr int kCluster = 2, kThreads = 3 * 128;
 constexpr int kStages = IN / 64, kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
 constexpr int kRowBytes = kRows * 128, kPanel = COLUMNS * 128, kSlot = kRowBytes + kPanel;
 constexpr int kBox = 32, kBoxes = COLUMNS / kBox, kBoxBytes = 64 * kBox * 2, kUnit = kBoxes * kBoxBytes;  // 64 rows of a residual, or of y
-constexpr int kRegisters = 240, kBringing = 24;  // of a thread that multiplies, and of one that brings; all that there are
+constexpr int kRegisters = 240, kBringing = 24;  // of a multiplying thread, and of a loading thread; together all registers
 static_assert(IN % 64 == 0 && OUT % COLUMNS == 0 && 384 % COLUMNS == 0 && COLUMNS % kBox == 0, "whole stages, tiles and boxes");
 
 // The n-th stage of a block, and the slot that it passes through.

@@ -1,4 +1,4 @@
-// Adds what the splits of factor_grad.cu or factor_grad_wgmma.cu gave, for several gradients at once, each in a fixed order.
+// Adds the sums of the splits of factor_grad.cu or factor_grad_wgmma.cu, for several gradients at once, each in a fixed order.
 //
 // splits: float32; those of gradient n begin at parts.first[n], parts.step[n] elements apart, parts.count[n] elements each, and there are
 // parts.splits[n] of them. Their sum goes to gradients.to[n].

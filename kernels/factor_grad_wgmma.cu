@@ -7,7 +7,7 @@
 // x: (rows, a*c*d) and dy: (rows, a*b*d), rows LDX and LDY elements apart; out: (a, b, c, d), float32. Several linears are one launch, as
 // in factor_grad.cu; those that share x may be JOINED, their outputs side by side in one tile, so that x is read once.
 //
-// The residues j are not taken apart: the products of all b*d columns of dy with all c*d columns of x are computed, and those of equal
+// The residues j are not separated: the products of all b*d columns of dy with all c*d columns of x are computed, and those of equal
 // residues leave. That is d times the arithmetic, and for small d still less time than to sort halves.
 //
 // A CTA owns one i, BP columns of dy, BQ columns of x, and one split of the rows, which it walks in chunks of KR. Copies bring every 16 bytes

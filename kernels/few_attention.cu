@@ -1,5 +1,5 @@
 // y = softmax(scale * q kᵀ) v of halves, head by head, for few queries: a block has 16 queries of one head, and its warps split the keys
-// among them, so that all loads are on their way at once. Each warp keeps a maximum, a sum and an output of its own keys; they meet in shared
+// among them, so that all loads are in flight at once. Each warp keeps a maximum, a sum and an output of its own keys; they meet in shared
 // memory.
 //
 // Rows of q and k go to registers as they lie, 16 bytes a lane: the order of the features is free, as both have the same. Rows of v pass through

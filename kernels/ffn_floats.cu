@@ -7,16 +7,16 @@
 // Factors and orders are those of fused_ffn.cu: a warpgroup owns 64 rows, and accumulators, rounded or split into hi + lo, are operands. Of pairs
 // the high halves of u lie in registers, the low ones in shared memory; single halves lie there. A piece of HIDDEN units is activated while
 // the second factor's product for the next one runs. The slices of v wait in the rows of y as float32, which they fill at most. One more
-// warpgroup brings the weights and leaves its registers to those that multiply.
+// warpgroup loads the weights and gives its registers to those that multiply.
 //
-// No scale is looked for: a normalized row is not longer than sqrt(columns), so the weights alone bound what each product gives. The host
+// No scale is searched for: a normalized row is not longer than sqrt(columns), so the weights alone bound each product. The host
 // multiplies weights by powers of two, and the image's header says by which ones sums are multiplied, so that operands are at most 2^15;
 // pairs lose 2^-40 of that.
 //
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_float_image.py), through the ring of panel_ring.cuh.
 //
-// Measured on an H200, 25216 rows of width 384: fp32 179 us by the patterns of Gonon et al., 165 by Monarch's, tf32 112 and 108
-// (recipes/results/kernel_trials_h200.csv, run 25). The products at the rate of a large one would take 0.53 and 0.46 of the first two, the bytes 19 us.
+// Measured on an H200, 25216 rows of width 384: fp32 179 us by the patterns of Gonon et al., 165 by Monarch's, tf32 112 and 108.
+// The products at the rate of a large one would take 0.53 and 0.46 of the first two, the bytes 19 us.
 //
 // Limits: sm_90a; rows of x at multiples of 16 bytes; a norm stands before the block; sizes as in ffn_float_tiling.py.
 
@@ -83,7 +83,7 @@ struct Held {
             store_shared(lane_at + tile * 1024 + h * 128, kPairs ? lo : hi);
         }
     }
-    // All tiles of two rows in memory, some on their way together.
+    // All tiles of two rows in memory; some loads are in flight together.
     template <int FIRST>
     __device__ __forceinline__ void take(const char* const (&rows)[2], float fit) {
         constexpr int kTogether = 8;
@@ -165,13 +165,13 @@ struct Rows {
 // What normalizes the lane's two rows: (x - mean) * factor, which is NORMALIZED times as long as a normalized row. Sums are of what differs from
 // the mean of the row's last values, so the difference loses no more than a factor of columns / last values of the variance.
 struct Moments {
-    static constexpr int kSteps = kIn / 16 % 12 == 0 ? 12 : kIn / 16 % 4 == 0 ? 4 : 1;  // whose values are on their way together
+    static constexpr int kSteps = kIn / 16 % 12 == 0 ? 12 : kIn / 16 % 4 == 0 ? 4 : 1;  // whose loads are in flight together
     float mean[2], factor[2];
 
     __device__ __forceinline__ void take(const char* const (&rows)[2], float eps) {
         float shift[2], sum[2] = {}, squares[2] = {};
 #pragma unroll 1
-        for (int s = kIn / 16 - kSteps; s >= 0; s -= kSteps) {  // the first ones last: they are asked for again at once
+        for (int s = kIn / 16 - kSteps; s >= 0; s -= kSteps) {  // the first ones last: they are requested again at once
             Rows<kSteps> part;
             part.load(rows, s * 64);
 #pragma unroll

@@ -14,12 +14,10 @@ __device__ __forceinline__ void broadcast(float (&acc)[TILES][4], u32 address, i
     }
 }
 
-// Orders what the thread has read and written in shared memory before what the copy engine writes and products read there. An arrival at a
-// barrier orders reads before other threads' stores only: without the fence a slot may be filled again while loads from it are on their way.
+// Orders the thread's reads and writes in shared memory before the copy engine's writes and the products' reads. An arrival at a barrier
+// orders reads before other threads' stores only: without the fence a slot may be filled again while loads from it are in flight.
 __device__ __forceinline__ void fence_copies() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 }
 
 // acc *= float32 values in panel order; asm keeps the compiler from doing it later, when registers are scarcer.

@@ -8,8 +8,8 @@
 // where v will be, each lane's in places of its own in the rows of its warp, and the next class adds to it. So v has whole units of 64 rows. A
 // piece of 128 hidden units, rounded and activated, is an operand of the third factor at once.
 //
-// One more warpgroup brings data by the copy engine: a thread of its first warp the panels, one of each other warp the rows of a warpgroup, 64
-// columns at a time, each as soon as the products with those of the class before are done. No thread reads by itself what the copy engine brings.
+// One more warpgroup loads data by the copy engine. A thread of its first warp loads the panels. One of each other warp loads the rows of a
+// warpgroup, 64 columns at a time, as soon as the products with those of the class before are done. No thread reads these data itself.
 //
 // Panels of 64 inputs of 128 columns lie in the order of use, as the biases do (flysurgery/ops/cuda/ffn_middle.py). The activation takes half of
 // its argument: weights and biases of the second factor are halved.
@@ -25,7 +25,7 @@
 #include "wgmma_shared.cuh"
 
 constexpr int kWarpgroups = 3, kWarps = 4 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
-constexpr int kRegisters = 160, kBringing = 32;                     // of a thread that multiplies, and of one that brings; all that there are
+constexpr int kRegisters = 160, kBringing = 32;                     // of a multiplying thread, and of a loading thread; together all registers
 constexpr int kColumns = 128, kTiles = kColumns / 8;                // of a panel
 constexpr int kSteps = 4, kDownPanels = kColumns / 16 / kSteps;     // k16 steps of a panel, panels of the third factor in a piece
 constexpr int kPanel = 16 * kSteps * kColumns * 2;                  // bytes of one
@@ -55,7 +55,7 @@ struct Ring {
         if (lane == 0) barrier_arrive(freed(slot));
         next();
     }
-    // One thread brings the panels of a round, each as soon as its slot is free.
+    // One thread loads the panels of a round, each as soon as its slot is free.
     __device__ __forceinline__ void feed(const char* panel) {
 #pragma unroll 1
         for (int p = 0; p < kPanels; ++p, panel += kPanel) {
@@ -91,7 +91,7 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
 
     if (warp >= kWarps) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBringing));
-        const int warpgroup = warp - kWarps - 1;  // whose rows the warp brings
+        const int warpgroup = warp - kWarps - 1;  // whose rows the warp loads
         if (lane == 0 && warpgroup < 0)
             for (int round = 0; round < rounds; ++round) ring.feed(image);
         if (lane == 0 && warpgroup >= 0) {

@@ -10,12 +10,12 @@
 //        x: registers ──K1──> u: shared memory ──K2──> h: registers ──K3──> v: rows of y, then shared memory ──K4──> y
 //        64 rows a warpgroup from the first load to the last store; WARPGROUPS of them share the panels of weights in a ring
 //
-// One more warpgroup brings data by the copy engine: a thread the panels, a warp the rows of x, one warpgroup's after the other's. A warpgroup
+// One more warpgroup loads data by the copy engine: a thread the panels, a warp the rows of x, for one warpgroup after the other. A warpgroup
 // rounds a piece of h to halves, multiplies the next one in the same accumulators, and activates the rounded one meanwhile. u and v are core
 // matrices that wgmma reads as its first operand, again for every piece: so a piece has up to 128 units, or shared memory would be the limit.
 // Tiles of 8 columns that two classes share are read by both, against zero weights. As registers and shared memory are full, the slices of v
 // wait where their rows of y will be, as the core matrices that they are, and come back by the copy engine in place of u. So y has whole units
-// of 64 rows. The mean is taken out of rows in registers, what their variance asks for is multiplied into u; the norm's weight and bias lie in
+// of 64 rows. The mean is subtracted from rows in registers, and u is divided by the deviation; the norm's weight and bias lie in
 // K1 and bias.
 //
 // Weights arrive as panels in the order of use (flysurgery/ops/cuda/ffn_image.py), with their float32 biases and scales.
@@ -25,7 +25,7 @@
 // What orders the copy engine: it fills a slot after all threads have left it, which they do when their products with it are done (wgmma_wait) and
 // when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
 //
-// Times on an H200: recipes/results/fused_ffn_h200.csv (`python recipes/fused_ffn_table.py`).
+// Times on an H200: recipes/results/fused_ffn_h200.csv (`python recipes/kernels.py fused_ffn`).
 //
 // Limits: sm_90a; rows of x at multiples of 16 bytes; sizes as in ffn_tiling.py.
 
@@ -44,7 +44,7 @@ constexpr int kTiles1 = (B1 + 7) / 8, kTiles2 = HIDDEN / 8, kTiles3 = (B3 + 7) /
 constexpr int kSteps1 = C1 / 16 / PARTS1, kSteps2 = STEPS2 / PARTS2, kSteps3 = HIDDEN / 16 / PARTS3;  // k16 steps of a panel
 constexpr int kPieces = C3 / D2 / HIDDEN, kAllPieces = D2 * kPieces;  // pieces of h that a block of factor 3 reads: of a class, of all
 constexpr int kSteps4 = STEPS4 / PARTS4;
-constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel, behind which floats stand
+constexpr int kWeights2 = kSteps2 * kTiles2 * 256, kWeights4 = kSteps4 * kTiles4 * 256;  // bytes of weights in a panel; floats follow them
 constexpr int kOfBlock3 = kAllPieces * (PARTS2 + PARTS3);              // panels
 constexpr int kEarly = PARTS3 > 1;                                    // turns of activating a piece before the next one's products begin
 constexpr int kTurns = kEarly + PARTS2 + PARTS3 - 1;                  // of activating a piece
@@ -55,7 +55,7 @@ constexpr int kRuns = kTiles4 / RUN;                                  // of a pa
 constexpr float kOutUnit = kHiddenUnit / 2.0f;                        // of act(h) and of all that comes of it
 constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u, kOutUnits = MODE == 1 ? 0x3fc33fc3u : 0x3e183e18u;  // as two halves
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int kEightRows = 8 * kIn * 2 + 64;                          // bytes from eight rows of x to the next eight: loads meet no bank twice
+constexpr int kEightRows = 8 * kIn * 2 + 64;                          // bytes from eight rows of x to the next eight: loads have no bank conflict
 constexpr int kBuffer = larger(larger(A1 * kTiles1, kTilesOfV) * 1024, 8 * kEightRows);  // bytes of a warpgroup: x, then u, then v
 
 // Tiles of a block of u that are multiplied together.
@@ -120,7 +120,7 @@ struct Place {
     }
 };
 
-// One warp brings the rows of x of all warpgroups, each into its buffer as soon as that is free: eight rows at once where they lie side by side,
+// One warp loads the rows of x for all warpgroups, each into its buffer as soon as that is free: eight rows at once where they lie side by side,
 // as the copy engine takes its time for each request.
 __device__ __forceinline__ void bring_rows(const char* x, long long rows, long long x_stride, int rounds, u32 buffers, u32 arrived, u32 freed) {
     const int lane = threadIdx.x & 31, together = x_stride == kIn * 2 ? 8 : 1;
@@ -380,7 +380,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                             residual[h][n] = *reinterpret_cast<const Vector<16>*>(x_row + h * 4 * x_stride + byte + run * (kRun * 8) + place_of<kVectors4>(n, at.t) * 16);
                     }
                 };
-                if (RESIDUAL) {  // on their way during the products
+                if (RESIDUAL) {  // in flight during the products
                     load_residual(0, 0);
                     load_residual(0, 1);
                 }
@@ -391,7 +391,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
 #pragma unroll
                 for (int j = 0; j < D4; ++j) {  // a class is multiplied while the one before is scaled
 #pragma unroll
-                    for (int part = 0; part < PARTS4; ++part) {  // a panel is left when products with the next one are on their way
+                    for (int part = 0; part < PARTS4; ++part) {  // a panel is left when products with the next one are queued
                         const int ahead = j + part > 0;
                         const u32 panel = ring.wait(ahead);
                         const u64 weights = describe<COLUMNS4>(ring.sixteenths(ahead));

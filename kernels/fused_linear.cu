@@ -14,14 +14,14 @@
 // Weights arrive as an image in the order of use, cut into panels: [k8][column][8 halves], which ldmatrix reads without
 // bank conflicts. They pass through a ring of SLOTS slots; the last warp to leave a slot refills it, so nobody waits to
 // refill. A ring that holds all panels is filled once and never again. Each warp stages its own x by cp.async, STAGES - 1
-// batches of k16 steps ahead, so no barrier of the block stands between load and use.
+// batches of k16 steps ahead, so there is no barrier of the block between load and use.
 //
 // MODE 0 fp16, 1 bf16: one product, float32 sums. MODE 2 (tf32 grade) and 3 (fp32 grade) take float32: x, u and the
 // weights are scaled by powers of two and rounded to fp16 (MODE 2) or split into hi + lo (MODE 3: hi*hi + hi*lo + lo*hi).
 // The scale of a row follows its blocks: it starts at the first chunk's maximum and drops when a later chunk would
 // overflow, so rows from about 2^-120 to the largest finite float keep their relative precision.
 //
-// Measured on an H200 at 25088 rows: its share of the roofline stands by layer and mode in recipes/results/fused_linear_h200.csv.
+// Measured on an H200 at 25088 rows: recipes/results/fused_linear_h200.csv has its share of the roofline by layer and mode.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a; four warps share each read of a panel), mma.sync elsewhere (sm_80 and later).
 //

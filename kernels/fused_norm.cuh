@@ -1,4 +1,4 @@
-// Layer norm of rows on their way through the layer. Nothing waits for it: what is multiplied is x - shift, and outputs make up for the rest,
+// Layer norm of rows inside the layer. Nothing waits for it: the products are those of x - shift, and the outputs are corrected afterwards,
 //   y = (K1 K2 (x - shift) - (mean - shift) * K1 K2 1) / deviation + bias.
 // The norm's weight and bias lie in the image and the bias; K1 K2 1, the sum of each output's weights, lies behind the bias. Halves stay
 // halves: (x - shift) / 2, which is finite, is multiplied, and its sums are products too, with ones and of rows with themselves.

@@ -1,4 +1,4 @@
-// Panels of weights on their way: a ring of slots, filled in the order of use, once a round, by the warps that use them.
+// Loads panels of weights: a ring of slots, filled in the order of use, once a round, by the warps that use them.
 #pragma once
 #include "instructions.cuh"
 
@@ -15,7 +15,7 @@ struct PanelRing {
     int slot = 0;
     u32 phase = 0;
 
-    // One thread makes the barriers; then all threads meet.
+    // One thread initialises the barriers; then all threads synchronize.
     static __device__ __forceinline__ void prepare(u32 full, u32 left) {
         for (int s = 0; s < Panels::kSlots; ++s) {
             barrier_init(full + 8 * s, kCopyArrivals);
@@ -46,7 +46,7 @@ struct PanelRing {
         return Panels::kUniform ? __shfl_sync(0xffffffffu, address, 0) : address;
     }
 
-    // The warp needs the panel no more. The last one to say so brings the panel that comes next in its slot.
+    // The warp has finished with the panel. The last warp to finish loads the next panel of this slot.
     __device__ __forceinline__ void leave() {
         if constexpr (!kResident) {
             barrier_arrive(left + 8 * slot);

@@ -1,4 +1,4 @@
-// Rows of x on their way: each warp stages its own by cp.async, some batches of k16 steps ahead of their use.
+// Loads rows of x: each warp stages its own by cp.async, some batches of k16 steps ahead of their use.
 #pragma once
 #include "fused_sizes.cuh"
 #include "instructions.cuh"

@@ -7,7 +7,7 @@ constexpr int kGroups2 = A2 * D2;             // groups of stage 1
 constexpr int kClasses = A1 * D1;             // classes of stage 2
 constexpr int kTiles1 = GROUPS * GROUP_TILES;                  // column tiles of a group
 // A group's columns are sorted by the class that reads them. Class c reads class_tiles(c) tiles of each group, from class_from(c)
-// on; where columns of two classes share a tile, both read it, with zero weights for what is not theirs.
+// on; where columns of two classes share a tile, both read it, with zero weights for the other class's columns.
 __host__ __device__ constexpr int class_from(int c) { constexpr int from[] = CLASS_FROM; return from[c]; }
 __host__ __device__ constexpr int class_tiles(int c) { constexpr int tiles[] = CLASS_TILES; return tiles[c]; }
 __host__ __device__ constexpr int class_steps(int c) { return (kGroups2 * class_tiles(c) + 1) / 2; }  // k16 steps, a last odd tile padded

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-// Loads that stay where they stand: the compiler would rather have few registers than many loads on their way. BYTE counts from `from` on; a
+// Loads that the compiler does not move: it would otherwise save registers and keep few loads in flight. BYTE counts from `from` on; a
 // sum there would be calculated for each load.
 template <int BYTE = 0>
 __device__ __forceinline__ void load_now(Vector<16>& to, const char* from) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) 
     if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
-// The same, which asks the L2 cache for the 256 bytes around, of which more will be read soon.
+// The same, with a request for the surrounding 256 bytes in the L2 cache, of which more will be read soon.
 template <int BYTES>
 __device__ __forceinline__ void copy_ahead(u32 to, const void* from, int valid) {
     if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
@@ -173,17 +173,17 @@ __device__ __forceinline__ u32 barrier_completed(u32 barrier, u32 parity) {
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }" : "=r"(r) : "r"(barrier), "r"(parity) : "memory");
     return r;
 }
-// One arrival, which also says how many bytes the copy engine will bring.
+// One arrival, with the number of bytes that the copy engine will load.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// What this thread has read or written in shared memory comes before what the copy engine and wgmma do there once they are told.
+// Orders this thread's reads and writes in shared memory before later ones of the copy engine and wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Several arrivals at once.
 __device__ __forceinline__ void barrier_arrive_for(u32 barrier, int count) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0], %1; }" ::"r"(barrier), "r"(count) : "memory");
 }
-// One thread asks the copy engine; `barrier` counts the bytes that came. Addresses and size are multiples of 16 bytes.
+// One thread starts the copy engine; `barrier` counts the bytes that have arrived. Addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void copy_bulk(u32 to, const char* from, int bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
@@ -191,7 +191,7 @@ __device__ __forceinline__ void copy_bulk(u32 to, const char* from, int bytes, u
 #endif
 
 // One warp copies `bytes` from global to shared memory; `barrier` completes a phase when they are there. The barrier
-// expects one arrival on sm_90 and later, where one lane asks the copy engine, and 32 before.
+// expects one arrival on sm_90 and later, where one lane starts the copy engine, and 32 before.
 constexpr int kCopyArrivals =
 #if __CUDA_ARCH__ >= 900
     1;

@@ -1,16 +1,9 @@
-// Rows of x in registers as operands of products, normalized there: (x - mean) / sqrt(variance + eps), rounded to halves. Or only less their
-// mean, with what a product is multiplied by to be that of normalized rows, which asks for fewer instructions.
+// Rows of x in registers as operands of products, less their mean, with what a product is multiplied by to be that of normalized rows: that asks
+// for fewer instructions than to normalize them.
 // A warp has 16 rows, a lane the parts of rows g and g + 8 that it multiplies: VECTOR neighbours (8 or 4) of every 4*VECTOR columns, so a
 // load is 16 or 8 bytes wide and a k16 step takes 4 of the neighbours; the weights are packed in this order.
 #pragma once
 #include "instructions.cuh"
-
-__device__ __forceinline__ u32 multiply_add_pair(u32 a, u32 b, u32 c) {
-    u32 r;
-    if constexpr (MODE == 1) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    else asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
 
 template <int COLUMNS, int VECTOR>
 struct NormRows {
@@ -30,45 +23,6 @@ struct NormRows {
 #pragma unroll
                 for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = part.w[k];
             }
-    }
-
-    // Mean first, then the squares of what differs from it: exact where the mean is far larger than the deviations.
-    __device__ __forceinline__ void normalize(float eps) {
-        constexpr u32 kOnes = MODE == 1 ? 0x3f803f80u : 0x3c003c00u;
-        float sums[4] = {};
-#pragma unroll
-        for (int s = 0; s < COLUMNS / 16; ++s) {
-            u32 a[4];
-            operand(a, s);
-            mma(sums, a, kOnes, kOnes);
-        }
-        float rstd[2], shift[2];
-        u32 zero[2];  // which the compiler does not know: it must widen x again, as registers have no room for what was widened before
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float mean = sums[2 * h] * (1.0f / COLUMNS);
-            float low = 0.0f, high = 0.0f;
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v)
-#pragma unroll
-                for (int k = 0; k < VECTOR / 2; ++k) {
-                    const float a = low_half(w[v][h][k]) - mean, b = high_half(w[v][h][k]) - mean;
-                    low = fmaf(a, a, low);
-                    high = fmaf(b, b, high);
-                }
-            rstd[h] = rsqrtf(over_quad_sum(low + high) * (1.0f / COLUMNS) + eps);
-            shift[h] = -mean * rstd[h];
-            zero[h] = (u32)(__float_as_int(rstd[h]) >> 31);
-        }
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-#pragma unroll
-            for (int k = 0; k < VECTOR / 2; ++k)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const u32 again = w[v][h][k] ^ zero[h];
-                    w[v][h][k] = round2(fmaf(low_half(again), rstd[h], shift[h]), fmaf(high_half(again), rstd[h], shift[h]));
-                }
     }
 
     // x becomes (x - mean) / 2, which fits in halves for all x. The mean goes in two parts, so that little is lost where it is far larger than
@@ -92,11 +46,11 @@ struct NormRows {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
 #pragma unroll
-                for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = multiply_add_pair(w[v][h][k], kHalf, most);
+                for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = fma2(w[v][h][k], kHalf, most);
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
 #pragma unroll
-                for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = multiply_add_pair(w[v][h][k], kOnes, least);
+                for (int k = 0; k < VECTOR / 2; ++k) w[v][h][k] = fma2(w[v][h][k], kOnes, least);
         }
         float low[2][4] = {}, high[2][4] = {};  // products of the rows with the first eight and the last eight: squares are on the diagonal
 #pragma unroll

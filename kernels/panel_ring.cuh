@@ -1,4 +1,4 @@
-// Panels of weights on their way: a ring of slots that one thread fills by the copy engine, in the order of use (sm_90 and later).
+// Loads panels of weights: a ring of slots that one thread fills by the copy engine, in the order of use (sm_90 and later).
 #pragma once
 #include "instructions.cuh"
 
@@ -14,7 +14,7 @@ struct PanelRing {
 
     __device__ __forceinline__ explicit PanelRing(u32 ring_) : ring(ring_) {}
 
-    // One thread makes the barriers; then all threads meet.
+    // One thread initialises the barriers; then all threads synchronize.
     static __device__ __forceinline__ void prepare(u32 ring) {
         for (int s = 0; s < Panels::kSlots; ++s) {
             barrier_init(ring + kFull + 8 * s, 1);
@@ -23,7 +23,7 @@ struct PanelRing {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // One thread brings the panels of all rounds, each as soon as its slot is free.
+    // One thread loads the panels of all rounds, each as soon as its slot is free.
     static __device__ __forceinline__ void feed(const char* image, u32 ring, int rounds) {
         int slot = 0;
         u32 phase = 1;  // at first all slots are free
@@ -40,7 +40,7 @@ struct PanelRing {
             }
     }
 
-    // Wait for the panel that comes `ahead` panels after the present one, unless it is known to be there; gives its address.
+    // Wait for the panel `ahead` panels after the present one, unless `there`; gives its address.
     __device__ __forceinline__ u32 wait(int ahead = 0, u32 there = 0) const {
         const bool wraps = slot + ahead >= Panels::kSlots;
         const int s = wraps ? slot + ahead - Panels::kSlots : slot + ahead;
@@ -61,13 +61,13 @@ struct PanelRing {
         return (ring >> 4) + s * (Panels::kStride / 16);
     }
 
-    // Where the ring stands, for the compiler to know.
+    // Sets the state of the ring, so that the compiler knows it.
     __device__ __forceinline__ void stand_at(u32 ring_, int slot_) {
         ring = ring_;
         slot = slot_;
     }
 
-    // The thread needs the present panel no more, nor the next COUNT - 1.
+    // The thread has finished with the present panel and the next COUNT - 1.
     template <int COUNT = 1>
     __device__ __forceinline__ void leave() {
 #pragma unroll

@@ -1,4 +1,4 @@
-// y = softmax(scale * q kᵀ) v of halves, as in short_attention.cu, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries
+// y = softmax(scale * q kᵀ) v of halves, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries
 // each, and two threads of a fourth have the copy engine bring what they need, and fetch what they made.
 //
 // A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
@@ -11,11 +11,10 @@
 // features, and its warps meet twice in between. This passes the turn on at once, and fits between the turns of the others.
 //
 //     slot: ROWS rows of 64 halves, 128 bytes, in the order of wgmma_rows.cuh; rows that are not there are zeros
-//     a tile of 64 rows may read beyond its slot: what it finds there reaches no row of y
+//     a tile of 64 rows may read beyond its slot: values from there reach no row of y
 //
 // Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 28 us, where the bytes take 18 at full bandwidth,
-// and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other
-// (recipes/results/kernel_trials_h200.csv, runs 22 and 23).
+// and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other.
 // Times beside PyTorch's, with the floor's share: recipes/results/attention_h200.csv.
 //
 // Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more),
@@ -33,7 +32,7 @@ constexpr int kHead = 64, kRow = 2 * kHead, kSlot = ROWS * kRow, kTiles = kHead 
 constexpr int kRead = LAST ? (kKeys + 63) / 64 * 64 : TILES * 64;  // rows that products read of a slot, and may find beyond the last one
 constexpr int kSpare = kRead > ROWS ? (kRead - ROWS) * kRow : 0;
 constexpr int kWarpgroups = 3;
-constexpr int kRegisters = 160, kBringing = 32;  // of a thread that multiplies, and of one that brings; all that there are
+constexpr int kRegisters = 160, kBringing = 32;  // of a multiplying thread, and of a loading thread; together all registers
 constexpr int kBoxes = (ROWS + 255) / 256, kBoxRows = ROWS / kBoxes;  // of a slot: the copy engine takes up to 256 rows at once
 constexpr int kHeads = (SLOTS + 2) / 3;  // whose queries are in the ring, at most
 constexpr int kEarly = kChunkTiles >= 4 * CHUNKS ? kChunkTiles / 2 : 0;  // tiles whose keys are all there, and that are looked at early

@@ -33,7 +33,7 @@
 // Measured on an H200, 25088 rows, 120 patterns of Gonon et al., default tiles: fp32 beats bmm and einsum on all, by 2.65 in the median;
 // fp16 on 105, by 2.73. It loses on 15: small ones with a = d = 1, which are plain dense products, blocks with a side of
 // 1024, and two where the first choice of tiles is poor. These and others go to PyTorch's product of the blocks, with transpose.cu around
-// it (batched.py says which). Time over that of the bytes of x and y: 4.3 and 3.3 in the median; for large blocks the re-reading
+// it (single_by_bmm.py says which). Time over that of the bytes of x and y: 4.3 and 3.3 in the median; for large blocks the re-reading
 // of x and weights from the L2 cache limits.
 //
 // Blocks that run together share rows of x: all output tiles and RANGES_FAST neighbouring residue ranges, then linears, then row

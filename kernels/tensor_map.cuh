@@ -1,10 +1,11 @@
-// Boxes of a matrix by the copy engine, and clusters of blocks that share what it brings (sm_90a): a kernel takes the map, which flysurgery/ops/cuda/tensor_map.py makes, as a __grid_constant__.
+// Boxes of a matrix by the copy engine, and clusters of blocks that share the loaded data (sm_90a). A kernel takes the map of
+// flysurgery/ops/cuda/tensor_map.py as a __grid_constant__.
 #pragma once
 #include "instructions.cuh"
 
 struct alignas(64) TensorMap { u64 w[16]; };
 
-// One thread asks for the box whose first element stands at `column` and `row`, and `barrier` counts its bytes. Rows of 128 bytes are swizzled as
+// One thread requests the box whose first element is at `column` and `row`, and `barrier` counts its bytes. Rows of 128 bytes are swizzled as
 // wgmma_rows.cuh has it, so `to` is a multiple of 1024; what lies outside of the matrix comes as zeros.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -17,7 +18,7 @@ __device__ __forceinline__ void copy_head(u32 to, const TensorMap& map, int toke
                  ::"r"(to), "l"(&map), "r"(token), "r"(head), "r"(image), "r"(barrier) : "memory");
 }
 
-// One thread asks for such a box to be fetched, and closes the group of those that it asked for; waits until what its groups fetch has been read.
+// One thread requests the store of such a box, closes the group of its requests, and waits until the boxes of its groups have been read.
 __device__ __forceinline__ void store_box(const TensorMap& map, int column, int row, u32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column), "r"(row), "r"(from) : "memory");
 }

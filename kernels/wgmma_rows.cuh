@@ -168,7 +168,7 @@ template <> struct WgmmaRows<104> {
     }
 };
 
-// The same so many bytes further, which costs less than another descriptor.
+// The same at an offset in bytes, which costs less than another descriptor.
 __device__ __forceinline__ unsigned long long rows_further(unsigned long long descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 // c[O..] = a * bᵀ: 64 rows from `a` on, N rows from `b` on, which are descriptors.

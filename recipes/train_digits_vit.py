@@ -4,6 +4,8 @@
 
 1198 of the 1797 digits are trained on, the other 599 only tested; two to four minutes on one CPU core. What is written is
 a dense model in timm's layout: timm.create_model("local-dir:FOLDER", pretrained=True).
+
+Needs ``pip install 'flysurgery[train]'`` and two to four minutes of one CPU core.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from weight_rivals import COMPILED, RIVALS
 from weight_ways import DENSE, STEPS
 
 from flysurgery.bench import Record, Stamp, check_file, flat, take_stamp, write_records
@@ -24,7 +25,8 @@ COLUMNS = ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURE
 KEY = ("way", "minutes", "photographs", "crops", "judging", "device")
 """Rows that agree in these differ in their seeds alone."""
 
-MARKS = dict(zip(STEPS, "xos^vD", strict=True))
+MARKS = dict(zip(STEPS, "xos^v", strict=True))
+RIVAL_MARKS = dict(zip(RIVALS, "xPX", strict=True))
 
 
 class Rows:
@@ -101,7 +103,10 @@ def _short(value: float | None, digits: int) -> str:
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
-    """CLS cosine over milliseconds, where there are any, and over parameters: a colour and line for each family, a mark for each step."""
+    """CLS cosine over milliseconds, where there are any, and over parameters: a colour and line for each family, a mark for each step.
+
+    A rival is a mark by itself. One that lies below all families stands at the lower edge, with its cosine written beside it.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -109,25 +114,16 @@ def draw(records: Sequence[Record], plot: Path) -> None:
 
     entries = summary(records)
     timed = any(each["ms"] is not None for each in entries)
-    panels = [("ms", "ms, 128 images, fp16, optimized")] * timed + [("params", "parameters of the backbone, millions")]
+    panels = [("ms", "ms, 128 images, fp16")] * timed + [("params", "parameters of the backbone, millions")]
     figure, grid = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 5), layout="constrained", squeeze=False)
-    families = list(dict.fromkeys(each["family"] for each in entries if each["family"] != DENSE))
+    fitted = [each for each in entries if each["family"] not in (DENSE, *RIVALS)]
     for axes, (column, label) in zip(grid[0], panels, strict=True):
-        scale = 1e6 if column == "params" else 1
-        for number, family in enumerate(families):
-            own = sorted((each for each in entries if each["family"] == family and each[column] is not None), key=lambda each: each["cls"])
-            colour = f"C{number}"
-            axes.plot([each[column] / scale for each in own], [each["cls"] for each in own], color=colour, linewidth=0.8, label=family)
-            for each in own:
-                low, high = each["cls"] - each["cls_least"], each["cls_most"] - each["cls"]
-                place = each[column] / scale
-                axes.errorbar([place], [each["cls"]], [[low], [high]], color=colour, marker=MARKS.get(each["step"], "o"), markersize=5)
-        for name, mark in (("dense_optimized_ms", "k*"), ("dense_ms", "k+")) if column == "ms" else (("params", "k*"),):
-            found = [each[name] for each in entries if each[name] is not None and (column == "ms" or each["family"] == DENSE)]
-            if found:
-                label_ = "dense, optimized" if name == "dense_optimized_ms" else "dense"
-                axes.plot([found[0] / scale], [1], mark, markersize=9, linestyle="none", label=label_)
-        axes.set(xlabel=label, ylabel="cosine of the class token with the dense model's", xlim=(0, None))
+        axes.set(xlabel=label, ylabel="cosine of the class token with the dense model's")
+        _draw_families(axes, fitted, column)
+        bottom = axes.get_ylim()[0] if fitted else 0.0
+        _draw_dense(axes, entries, column)
+        _draw_rivals(axes, [each for each in entries if each["family"] in RIVALS], column, bottom)
+        axes.set(xlim=(0, None), ylim=(bottom, 1 + 0.05 * (1 - bottom)))
         axes.grid(alpha=0.3)
     for step in dict.fromkeys(each["step"] for each in entries if each["step"]):
         grid[0][-1].plot([], [], "k", linestyle="none", marker=MARKS.get(step, "o"), label=step)
@@ -137,3 +133,38 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(plot, dpi=150)
     pyplot.close(figure)
+
+
+def _across(each: Mapping[str, Any], column: str) -> float:
+    return each[column] / (1e6 if column == "params" else 1)
+
+
+def _draw_families(axes: Any, entries: Sequence[Mapping[str, Any]], column: str) -> None:
+    for number, family in enumerate(dict.fromkeys(each["family"] for each in entries)):
+        own = sorted((each for each in entries if each["family"] == family and each[column] is not None), key=lambda each: each["cls"])
+        colour = f"C{number}"
+        axes.plot([_across(each, column) for each in own], [each["cls"] for each in own], color=colour, linewidth=0.8, label=family)
+        for each in own:
+            spread = [[each["cls"] - each["cls_least"]], [each["cls_most"] - each["cls"]]]
+            axes.errorbar([_across(each, column)], [each["cls"]], spread, color=colour, marker=MARKS.get(each["step"], "o"), markersize=5)
+
+
+def _draw_dense(axes: Any, entries: Sequence[Mapping[str, Any]], column: str) -> None:
+    """As it is and optimized, which each row has beside it; its parameters are in the row of its own."""
+    names = {"dense_optimized_ms": ("dense, optimized", "k*"), "dense_ms": ("dense", "k+")} if column == "ms" else {column: (DENSE, "k*")}
+    for name, (label, mark) in names.items():
+        found = [_across(each, name) for each in entries if each[name] is not None and (column == "ms" or each["family"] == DENSE)]
+        if found:
+            axes.plot([median(found)], [1], mark, markersize=9, linestyle="none", label=label)
+
+
+def _draw_rivals(axes: Any, entries: Sequence[Mapping[str, Any]], column: str, bottom: float) -> None:
+    for each in entries:
+        if each[column] is None or (column == "params" and each["family"] == COMPILED):
+            continue
+        place, height = _across(each, column), max(each["cls"], bottom)
+        mark = RIVAL_MARKS[each["family"]]
+        style = {"color": "k", "markerfacecolor": "none", "markersize": 10, "linestyle": "none", "clip_on": False}
+        axes.plot([place], [height], marker=mark, label=each["family"], **style)
+        if height > each["cls"]:
+            axes.annotate(f"{each['cls']:.2f}", (place, height), (7, 5), textcoords="offset points", fontsize=8)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from weight_rivals import RIVALS
 
 from flysurgery import surgery
 from flysurgery.errors import OptionError
@@ -15,8 +16,9 @@ from flysurgery.surgery import LayerPlan, Plan
 
 DENSE = "dense"
 MIXED = "mixed"
+MIDDLE_DENSE = "monarch 3 with dense middle"
 RANK = 96
-LONG, LONG_MINUTES = "permuted + reconstructed 3 min", 3.0
+SMALLER_RANKS = (64, 48, 32)
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gonon": {"arch": "gonon"},
@@ -24,8 +26,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     f"rank {RANK}": {"arch": "lowrank", "rank": RANK},
     MIXED: {"arch": "monarch", "nblocks": 4},
     "monarch 2": {"arch": "monarch", "nblocks": 2},
+    MIDDLE_DENSE: {"arch": "monarch", "nblocks": 3, "exclude": r"blocks\.[5-7]\."},
+    **{f"rank {rank}": {"arch": "lowrank", "rank": rank} for rank in SMALLER_RANKS},
 }
-"""Options of ``surgery.plan``. In ``mixed``, q, k, v and the first layer of feed-forward blocks get low rank instead."""
+"""Options of ``surgery.plan``. In ``mixed``, q, k, v and the first layer of feed-forward blocks get low rank instead. In
+``monarch 3 with dense middle`` the blocks 5 to 7 of 12 stay dense, where dense blocks help patch tokens most.
+
+Rank 96 has the size of ``monarch 4``. The smaller ranks are there to find the one that takes its milliseconds.
+"""
 
 SEQUENTIAL: Mapping[str, Any] = {"sequential": True}
 PERMUTED = {**SEQUENTIAL, "permute": True}
@@ -36,17 +44,19 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
     "permuted": PERMUTED,
     "reconstructed": {**SEQUENTIAL, "reconstruct": True},
     "permuted + reconstructed": {**PERMUTED, "reconstruct": True},
-    LONG: {**PERMUTED, "reconstruct": LONG_MINUTES},
 }
 """Options of ``surgery.apply``; with any of them it calibrates. ``reconstruct`` is minutes, or True for those that the run has."""
 
-ORDERLESS = (f"rank {RANK}",)
+ORDERLESS = tuple(f"rank {rank}" for rank in (RANK, *SMALLER_RANKS))
 """Families that can do the same in any order of their inputs and outputs, so that permuting them gains nothing."""
+
+FEW_STEPS = {f"rank {rank}": ("plain", "reconstructed") for rank in SMALLER_RANKS}
+"""Families that have these steps alone: the first tells the time at once, as the ways of a family differ in weights alone."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to convert: options of ``surgery.plan`` and of ``surgery.apply``."""
+    """One way to convert: options of ``surgery.plan`` and of ``surgery.apply``; a rival has neither, and no step."""
 
     family: str
     step: str
@@ -56,7 +66,7 @@ class Way:
     @property
     def name(self) -> str:
         """The family and the step, by which ``--ways`` picks it."""
-        return self.family if self.family == DENSE else f"{self.family} {self.step}"
+        return f"{self.family} {self.step}".strip()
 
     @property
     def is_random(self) -> bool:
@@ -79,10 +89,11 @@ WAYS = (
         Way(family, step, arch, _fitting(family, step))
         for step in STEPS
         for family, arch in FAMILIES.items()
-        if not (step.startswith("permuted") and step != LONG and family in ORDERLESS)
+        if step in FEW_STEPS.get(family, STEPS) and not (step.startswith("permuted") and family in ORDERLESS)
     ),
+    *(Way(rival, "") for rival in RIVALS),
 )
-QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed")
+QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "int8", "2:4")
 
 
 def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
@@ -92,11 +103,11 @@ def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
         OptionError: a part of the text names none.
     """
     if text is None:
-        return tuple(way for way in WAYS if (way.name in QUICK if quick else way.step != LONG))
+        return tuple(way for way in WAYS if (way.name in QUICK if quick else True))
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if not any(part in (way.name, way.family, way.step) for way in WAYS):
-            names = ", ".join((DENSE, *FAMILIES, *STEPS))
+            names = ", ".join((DENSE, *FAMILIES, *RIVALS, *STEPS))
             raise OptionError(f"--ways knows no '{part}'; choose families or steps out of {names}, or both as in 'gonon plain'")
     return tuple(way for way in WAYS if way.family == DENSE or {way.name, way.family, way.step} & set(parts))
 

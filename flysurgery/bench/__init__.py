@@ -38,7 +38,7 @@ from flysurgery.bench.model import bench_whole_model as bench_whole_model
 from flysurgery.bench.model import groups_of as groups_of
 from flysurgery.bench.model import layer_head as layer_head
 from flysurgery.bench.model import whole_head as whole_head
-from flysurgery.bench.modes import MODES as MODES
+from flysurgery.bench.modes import TIMED_MODES as TIMED_MODES
 from flysurgery.bench.modes import in_mode as in_mode
 from flysurgery.bench.modes import modes_of as modes_of
 from flysurgery.bench.multiply import MultiplyRow as MultiplyRow

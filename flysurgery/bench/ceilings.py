@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flysurgery.bench.modes import MODES, in_mode
+from flysurgery.bench.modes import TIMED_MODES, in_mode
 from flysurgery.bench.timing import time_interleaved
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
@@ -59,5 +59,5 @@ def _copy(x: Tensor) -> Tensor:
 
 def _product_rate(mode: str, size: int, device: torch.device, rounds: int) -> float:
     with in_mode(mode), torch.inference_mode():
-        x = torch.randn(size, size, device=device, dtype=MODES[mode])
+        x = torch.randn(size, size, device=device, dtype=TIMED_MODES[mode])
         return 2 * size**3 / time_interleaved({"product": lambda a: a @ a}, x, rounds=rounds)["product"].median_ms

@@ -10,8 +10,9 @@ import torch
 from torch.backends import cudnn
 
 from flysurgery.errors import OptionError
+from flysurgery.ops.cuda.modes import MODES
 
-MODES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TIMED_MODES = {mode: MODES[mode] for mode in ("fp32", "tf32", "fp16", "bf16")}
 """The name of each mode and the dtype of its tensors. ``fp32`` and ``tf32`` differ in what CUDA may round products to."""
 
 
@@ -35,7 +36,7 @@ def _known_modes(device: torch.device) -> tuple[str, ...]:
     """TF32 is CUDA's alone, and GPUs before compute capability 8.0 have neither it nor bfloat16: they would time something else."""
     if device.type != "cuda":
         return "fp32", "fp16", "bf16"
-    return tuple(MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
+    return tuple(TIMED_MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
 
 
 @contextmanager
@@ -45,6 +46,6 @@ def in_mode(mode: str) -> Iterator[torch.dtype]:
     before = matmul.allow_tf32, convolution.allow_tf32
     matmul.allow_tf32 = convolution.allow_tf32 = mode == "tf32"
     try:
-        yield MODES[mode]
+        yield TIMED_MODES[mode]
     finally:
         matmul.allow_tf32, convolution.allow_tf32 = before

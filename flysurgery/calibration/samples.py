@@ -14,14 +14,14 @@ from flysurgery.calibration.pictures import Pictures
 from flysurgery.errors import DataError, OptionError
 
 DEFAULT_SAMPLES = 512
-"""How many are taken where no number is given and so many are there."""
+"""The number of samples where none is given and there are enough."""
 
 HELD_OUT_EVERY = 5
-"""Each fifth sample judges and does not fit."""
+"""Every fifth sample judges and does not fit."""
 
 BATCH = 32
 LEAST_BATCHES = 8
-"""Batches are compared with each other to tell how well a covariance is known."""
+"""The least number of batches. Comparing batches shows how well a covariance is known."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Samples:
     Attributes:
         inputs: shape (samples, *sample).
         name: where they come from.
-        skipped: what could not be read, and was left out.
-        pictures: what reconstruction takes its views of, none of which shows a sample that judges; None for the samples to fit with.
+        skipped: the files that could not be read.
+        pictures: the images for the views of reconstruction, none of which shows a judging sample; None for the samples to fit with.
     """
 
     inputs: Tensor
@@ -56,7 +56,7 @@ class Samples:
         return Samples(self.inputs[~self._is_held_out()], self.name, self.skipped)
 
     def to_view(self) -> Pictures:
-        """What reconstruction takes its views of."""
+        """The images for the views of reconstruction."""
         return Pictures.of_inputs(self.inputs[~self._is_held_out()]) if self.pictures is None else self.pictures
 
     def fit_positions(self) -> list[int]:
@@ -79,7 +79,7 @@ class Samples:
 
 
 Data: TypeAlias = Samples | Tensor | Iterable[object] | Dataset[Any]
-"""What ``samples_of`` takes."""
+"""The data that ``samples_of`` accepts."""
 
 
 def samples_of(
@@ -88,7 +88,7 @@ def samples_of(
     count: int | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Samples:
-    """Take ``count`` samples out of ``data``, without a count ``DEFAULT_SAMPLES`` or as many as there are.
+    """Take ``count`` samples from ``data``; without a count, ``DEFAULT_SAMPLES`` or as many as there are.
 
     ``data`` is a tensor of shape (samples, *sample), or something to iterate over that gives such tensors or single samples, alone or
     first in a tuple, as a ``DataLoader`` and a ``Dataset`` with labels do. ``shape`` is that of one sample, as the model takes it.

@@ -6,6 +6,7 @@ from flysurgery.checkpoint.dense import load_dense as load_dense
 from flysurgery.checkpoint.load import load as load
 from flysurgery.checkpoint.reader import is_converted as is_converted
 from flysurgery.checkpoint.save import check_folder as check_folder
+from flysurgery.checkpoint.save import check_report as check_report
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.save_dense import check_dense_folder as check_dense_folder
 from flysurgery.checkpoint.save_dense import save_dense as save_dense

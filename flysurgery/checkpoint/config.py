@@ -12,7 +12,9 @@ from timm.models import PretrainedCfg, filter_pretrained_cfg
 from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT
+from flysurgery.checkpoint.data_config import check_data
 from flysurgery.checkpoint.header import parse_json
+from flysurgery.checkpoint.regular import read_text
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Plan
 
@@ -52,10 +54,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     try:
-        config = parse_json(file.read_text(encoding="utf-8"))
+        config = parse_json(read_text(file))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no config.json") from error
-    except (OSError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise CheckpointError(f"{file} is no timm configuration: it names no architecture")
@@ -69,7 +73,7 @@ def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     """Hold ``config.json`` against the header's plan. timm builds from the one, the weights were saved with the other.
 
     Raises:
-        CheckpointError: they disagree; the message names what differs.
+        CheckpointError: they disagree, or ``config.json`` asks for more; the message names what differs.
     """
     if config["architecture"] != ENTRY_POINT:
         raise CheckpointError(f"{folder / 'config.json'} names architecture '{config['architecture']}', expected '{ENTRY_POINT}'")
@@ -77,6 +81,32 @@ def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     differing = [name for name, value in expected.items() if config["model_args"].get(name) != json.loads(json.dumps(value))]
     if differing:
         raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: {', '.join(differing)} differ; one was changed")
+    added = sorted(set(config["model_args"]) - set(expected))
+    if added:
+        raise CheckpointError(
+            f"{folder / 'config.json'} sets {', '.join(added[:3])} in model_args, which would change the model; remove them, "
+            "and give such arguments to timm.create_model"
+        )
+    if not isinstance(config.get("optimize", False), bool):
+        raise CheckpointError(f"{folder / 'config.json'}: 'optimize' must be true or false")
+
+
+def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, folder: Path) -> None:
+    """Hold what ``config.json`` says of data and sizes against the model that the header describes.
+
+    Raises:
+        CheckpointError: a value that ``timm.data`` cannot use, or another number of classes or features than the model's.
+    """
+    file = folder / "config.json"
+    check_data(config["pretrained_cfg"], f"{file}: pretrained_cfg")
+    has = {
+        "num_classes": getattr(model, "num_classes", plan.base_args.get("num_classes")),
+        "num_features": getattr(model, "num_features", None),
+    }
+    for where, found in (("", config), ("pretrained_cfg.", config["pretrained_cfg"])):
+        for name, value in has.items():
+            if found.get(name) is not None and value is not None and found[name] != value:
+                raise CheckpointError(f"{file}: {where}{name} is {found[name]!r:.40}, and the model of model.safetensors has {value}")
 
 
 def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.compare import difference
+from flysurgery.checkpoint.limits import Limits
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import single_float_dtype, unstored_buffers
 from flysurgery.errors import CheckpointError, ModelError, PlanError
@@ -33,11 +34,12 @@ def current_plan(model: nn.Module) -> Plan:
         raise CheckpointError("the model is not converted, so there is no plan to save; convert it first, or save it with timm")
     try:
         plan = replace(plan, base=_known_base(plan.base))
-        skeleton = build_skeleton(plan)
+        limits = _limits(model)
+        skeleton = build_skeleton(plan, limits)
         changed = _changed(_traits(skeleton), _traits(model))
         if changed:
             plan = replace(plan, base_args={**plan.base_args, **changed})
-            skeleton = build_skeleton(plan)
+            skeleton = build_skeleton(plan, limits)
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error
     wrong = difference(_shapes(model), _shapes(skeleton))
@@ -54,12 +56,19 @@ def changed_buffers(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> 
     Raises:
         CheckpointError: a buffer that the base does not have, or has in another shape.
     """
-    mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan))
+    mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan, _limits(model)))
     wrong = difference(_sizes(mine), _sizes(rebuilt))
     if wrong:
         raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model's buffers ({wrong})")
     uniform = dtype or single_float_dtype({name: tensor.dtype for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)})
     return {name: buffer for name, buffer in mine.items() if not _same(_as(buffer, dtype), _as(rebuilt[name], uniform))}
+
+
+def _limits(model: nn.Module) -> Limits:
+    """The limits under which the model will be loaded; a tensor that is used twice is stored once."""
+    state = [tensor for tensor in model.state_dict().values() if isinstance(tensor, Tensor)]
+    stored = {(tensor.device, tensor.data_ptr(), tensor.shape): tensor.shape for tensor in state}
+    return Limits.of_stored(list(stored.values()), len(state))
 
 
 def _known_base(base: str | None) -> str | None:

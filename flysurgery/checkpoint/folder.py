@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from flysurgery.checkpoint.lock import held, is_held
 from flysurgery.errors import CheckpointError
 
 FILES = ("model.safetensors", "config.json", "report.json", "README.md")
@@ -27,6 +29,8 @@ def check_target(folder: Path, *, replaceable: bool, force: bool) -> None:
     """
     if not folder.name:
         raise CheckpointError(f"'{folder}' cannot be a checkpoint's folder; give it a name of its own")
+    if Path.cwd().is_relative_to(folder):
+        raise CheckpointError(f"{folder} is the folder that this runs in, or around it, and would be replaced; give a name below it")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; choose the name of a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -41,42 +45,58 @@ def check_target(folder: Path, *, replaceable: bool, force: bool) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield an empty folder beside ``target``; when the block ends well, it takes the place of ``target``, on disk for good.
 
-    An old folder is set aside by a rename, and removed once the new one stands. If anything fails or is interrupted, the
-    old one is where it was, and nothing else is left: no file, and no parent folder that was made for it.
+    With ``force`` an old folder is set aside by a rename, and removed once the new one stands; without it only an empty one gives way. If
+    anything fails or is interrupted, the old one is where it was, and nothing else is left: no file, and no parent folder that was
+    made for it. What a killed process left beside ``target`` is removed at the end.
 
     Raises:
-        CheckpointError: the system refused, for want of space or permission, say; one sentence.
+        CheckpointError: the system refused, for want of space or permission, say, or another process has written ``target`` meanwhile;
+            one sentence.
     """
     made: list[Path] = []
     token = secrets.token_hex(4)
     fresh = target.with_name(f".{target.name}.{token}.new")
     old = target.with_name(f".{target.name}.{token}.old")
-    try:
-        made = _make_parents(target.parent)
-        fresh.mkdir()
-        yield fresh
-        _flush(fresh)
-        if target.exists():
-            target.rename(old)
-        fresh.rename(target)
-    except BaseException as error:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        shutil.rmtree(fresh, ignore_errors=True)
-        for folder in reversed(made):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-        if isinstance(error, OSError | SafetensorError):
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
-            raise CheckpointError(f"{target} could not be written: {reason}; nothing was changed") from error
-        raise
-    finally:
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+    with ExitStack() as locks:
+        try:
+            made = _make_parents(target.parent)
+            fresh.mkdir()
+            locks.enter_context(held(fresh))
+            yield fresh
+            _flush(fresh)
+            if target.exists():
+                if not force and any(target.iterdir()):
+                    raise CheckpointError(f"{target} was written by another process meanwhile; choose another folder, or replace that one")
+                locks.enter_context(held(target))
+                target.rename(old)
+            fresh.rename(target)
+        except BaseException as error:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(fresh, ignore_errors=True)
+            for folder in reversed(made):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+            if isinstance(error, OSError | SafetensorError):
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+                raise CheckpointError(f"{target} could not be written: {reason}; nothing was changed") from error
+            raise
+        finally:
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+    _remove_abandoned(target)
     _flush_entries(target.parent)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what processes that are gone have left beside ``target``."""
+    left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(new|old)")
+    for path in target.parent.iterdir():
+        if left.fullmatch(path.name) and path.is_dir() and not is_held(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_parents(folder: Path) -> list[Path]:

@@ -6,29 +6,41 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flysurgery.errors import CheckpointError, PlanError
 from flysurgery.surgery import Plan
 
 SCHEMA = "1"
-"""The number that checkpoints carry; other numbers are refused."""
+"""The number that checkpoints carry; other numbers are refused. The first ones of this number have no entry ``tensors``."""
 
 SCHEMA_KEY = "flysurgery.schema"
 
 
+class StoredTensor(NamedTuple):
+    """The dtype of a stored tensor by safetensors' name ("F32"), and the SHA-256 of its bytes."""
+
+    dtype: str
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Header:
-    """The plan, and the names of tensors that are another tensor's second name (``alias -> stored name``)."""
+    """The plan, the tensors, and the names of those that are another tensor's second name (``alias -> stored name``).
+
+    ``tensors`` is None in files of the first versions, which did not say.
+    """
 
     plan: Plan
     aliases: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, StoredTensor] | None = None
 
     def to_metadata(self, version: str) -> dict[str, str]:
         """The header's entries, texts only.
 
         ``base_sha256`` is the SHA-256 of the base's description, the canonical JSON of ``{"base", "base_args"}``;
-        ``plan_sha256`` is that of the entry ``plan``.
+        ``plan_sha256`` is that of the entry ``plan``, ``tensors_sha256`` that of the entries ``tensors`` and ``aliases``, one after
+        the other.
         """
         plan = canonical(self.plan.to_json())
         metadata = {
@@ -40,7 +52,12 @@ class Header:
             "plan": plan,
             "plan_sha256": _sha256(plan),
         }
-        return metadata | ({"aliases": canonical(dict(self.aliases))} if self.aliases else {})
+        if self.aliases:
+            metadata["aliases"] = canonical(dict(self.aliases))
+        if self.tensors is not None:
+            metadata["tensors"] = canonical(self.tensors)
+            metadata["tensors_sha256"] = _sha256(metadata["tensors"] + metadata.get("aliases", ""))
+        return metadata
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str] | None, where: str) -> Header:
@@ -68,7 +85,12 @@ class Header:
             raise CheckpointError(f"{where} holds a plan that cannot be used: {error}") from error
         if plan.base != metadata["base"] or _base_sha256(plan) != metadata["base_sha256"]:
             raise CheckpointError(f"{where} is damaged or was changed: base or base_sha256 does not match the base of its plan")
-        return cls(plan, _read_aliases(metadata.get("aliases", "{}"), where))
+        if ("tensors" in metadata) != ("tensors_sha256" in metadata):
+            raise CheckpointError(f"{where} is damaged: its header has one of tensors and tensors_sha256, and not the other")
+        if "tensors" in metadata and _sha256(metadata["tensors"] + metadata.get("aliases", "")) != metadata["tensors_sha256"]:
+            raise CheckpointError(f"{where} is damaged or was changed: tensors_sha256 does not match its tensors and aliases")
+        aliases = _read_aliases(metadata.get("aliases", "{}"), where)
+        return cls(plan, aliases, _read_tensors(metadata["tensors"], where) if "tensors" in metadata else None)
 
 
 def canonical(value: Any) -> str:
@@ -96,6 +118,18 @@ def _read_aliases(text: str, where: str) -> dict[str, str]:
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise CheckpointError(f"{where} is damaged: its aliases do not map names to names")
     return aliases
+
+
+def _read_tensors(text: str, where: str) -> dict[str, StoredTensor]:
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{where} is damaged: its tensors are no JSON") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry) for entry in found.values()
+    ):
+        raise CheckpointError(f"{where} is damaged: its tensors do not map names to dtypes and hashes")
+    return {name: StoredTensor(*entry) for name, entry in found.items()}
 
 
 def _base_sha256(plan: Plan) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import first_line
-from flysurgery.checkpoint.config import describe_data, read_config
-from flysurgery.checkpoint.reader import Opened, check_tensors, open_checkpoint
+from flysurgery.checkpoint.config import check_description, describe_data, read_config
+from flysurgery.checkpoint.reader import Opened, check_hashes, check_tensors, limits_of, open_checkpoint
+from flysurgery.checkpoint.sentence import in_one_sentence
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import read_dtype, set_buffer, single_float_dtype, unstored_buffers
 from flysurgery.errors import CheckpointError, ModelError, OptionError, PlanError
@@ -25,20 +26,24 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     optimize: bool | None = None,
+    verify: bool = True,
 ) -> nn.Module:
     """Read a converted model, in eval mode, on ``device`` (default CPU).
 
     Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
     dtype; by default they stay as they are stored. Neither the network nor a pickle nor the original weights are used, and
     no code is named by the files but models of timm and vit-pytorch. Names, shapes and dtypes are checked before
-    memory is taken, which peaks at about twice the model's size. ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs
+    memory is taken, which peaks at about twice the model's size. What the files make the base's constructor build is bounded by the
+    size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it; folders of the first
+    versions have none. For a ViT-L this about doubles the time of loading; ``docs/python.md`` has the command that measures it.
+    ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs
     are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
         OptionError: a dtype or device that there is not.
     """
-    model = read_model(Path(folder), {}, device=device, dtype=dtype).eval()
+    model = read_model(Path(folder), {}, device=device, dtype=dtype, verify=verify).eval()
     if optimize is None:
         on_cuda = next(model.parameters()).is_cuda
         optimize = on_cuda and read_config(Path(folder)).get("optimize") is True
@@ -47,8 +52,14 @@ def load(
     return model
 
 
+@in_one_sentence()
 def read_model(
-    folder: Path, overrides: Mapping[str, Any], *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    folder: Path,
+    overrides: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    verify: bool = True,
 ) -> nn.Module:
     """``load`` with arguments that go over those of the base and may not change any tensor's shape. The mode is as constructed.
 
@@ -57,11 +68,15 @@ def read_model(
     """
     place, wanted = _read_device(device), read_dtype(dtype)
     with open_checkpoint(folder) as opened:
-        plan = opened.header.plan
+        plan, limits = opened.header.plan, limits_of(opened)
         try:
             adapted = replace(plan, base_args={**plan.base_args, **overrides})
-            check_tensors(opened, build_skeleton(adapted))
-            model = build_shell(adapted)
+            skeleton = build_skeleton(adapted, limits)
+            check_tensors(opened, skeleton)
+            check_description(opened.config, skeleton, plan, folder)
+            if verify:
+                check_hashes(opened)
+            model = build_shell(adapted, limits)
         except (CheckpointError, ModelError, PlanError) as error:
             if isinstance(error, CheckpointError) and not overrides:
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 from flysurgery.checkpoint.base import ENTRY_POINT, first_line
 from flysurgery.checkpoint.compare import difference
 from flysurgery.checkpoint.config import check_config, read_config
+from flysurgery.checkpoint.hashes import sha256_of_each
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, unstored_buffers
+from flysurgery.checkpoint.limits import Limits
+from flysurgery.checkpoint.regular import MAX_TEXT_BYTES, open_regular
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, single_float_dtype, unstored_buffers
 from flysurgery.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -47,7 +51,11 @@ class TensorFile:
     def tensor(self, name: str, device: torch.device, dtype: torch.dtype | None) -> Tensor:
         """Read one tensor, a floating-point one in ``dtype`` if that is given. It is a copy, not a window into the file."""
         wanted = dtype if dtype is not None and self.dtypes[name].is_floating_point else self.dtypes[name]
-        return self._handle.get_tensor(name).to(device=device, dtype=wanted, copy=True)
+        return self.window(name).to(device=device, dtype=wanted, copy=True)
+
+    def window(self, name: str) -> Tensor:
+        """One tensor as it is stored, on the CPU; where the system can, a window into the file, which takes no memory."""
+        return self._handle.get_tensor(name)
 
 
 @contextmanager
@@ -55,9 +63,10 @@ def open_tensors(file: Path) -> Iterator[TensorFile]:
     """Open a safetensors file. Its header is checked against the file's length; nothing else is read.
 
     Raises:
-        CheckpointError: it is missing, truncated, a pickle, or no safetensors file for another reason.
+        CheckpointError: it is missing, no regular file, truncated, a pickle, or no safetensors file for another reason.
     """
     try:
+        _check_header_size(file)
         handle = safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no {file}") from error
@@ -95,13 +104,20 @@ def open_checkpoint(folder: Path) -> Iterator[Opened]:
         yield Opened(folder, header, config, tensors)
 
 
-def check_tensors(opened: Opened, skeleton: nn.Module) -> None:
-    """Hold the file's names, shapes and dtypes against those of the converted model on meta.
+def limits_of(opened: Opened) -> Limits:
+    """What building the folder's model may take."""
+    shapes = opened.tensors.shapes
+    return Limits.of_stored(shapes.values(), len(shapes) + len(opened.header.aliases))
 
-    Besides the state_dict the file may hold buffers of the model that are outside of it.
+
+def check_tensors(opened: Opened, skeleton: nn.Module) -> None:
+    """Hold the file's names, shapes and dtypes against those of the converted model on meta, and against the header's.
+
+    Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point dtypes are those that
+    the header says. A header of the first versions says none: then they are one, or those of the model.
 
     Raises:
-        CheckpointError: tensors that are missing, unknown, or of another shape or kind of dtype; the message names them.
+        CheckpointError: tensors that are missing, unknown, or of another shape or dtype; the message names them.
     """
     where = opened.folder / WEIGHTS
     file, aliases = opened.tensors, opened.header.aliases
@@ -118,6 +134,50 @@ def check_tensors(opened: Opened, skeleton: nn.Module) -> None:
         dtype = file.dtypes[aliases.get(name, name)]
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
             raise CheckpointError(f"{where} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
+    if opened.header.tensors is None:
+        _check_one_dtype(opened, {name: tensor.dtype for name, tensor in (expected | buffers).items()})
+        return
+    listed = {name: SAFETENSORS_DTYPES.get(entry.dtype) for name, entry in opened.header.tensors.items()}
+    differing = [name for name in (*file.dtypes, *listed) if file.dtypes.get(name) != listed.get(name)]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(f"{where} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}")
+
+
+def check_hashes(opened: Opened) -> None:
+    """Hold the data of every tensor against the hash that the header has of it, if it has any. Reads the whole file once.
+
+    Raises:
+        CheckpointError: data that do not match, in any tensor; the message names the first.
+    """
+    stored = opened.header.tensors or {}
+    wrong = [name for name, found in sha256_of_each(stored, opened.tensors.window) if found != stored[name].sha256]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{opened.folder / WEIGHTS} is damaged or was changed: the data of {wrong[0]}{more} do not match their hash; "
+            "copy it again, or load it as it is with verify=False"
+        )
+
+
+def _check_one_dtype(opened: Opened, expected: Mapping[str, torch.dtype]) -> None:
+    dtypes = opened.tensors.dtypes
+    floating = {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+    if not floating or single_float_dtype(floating) is not None:
+        return
+    other = next((name for name, dtype in floating.items() if dtype != expected[name]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{opened.folder / WEIGHTS} does not fit its plan: {other} is {dtypes[other]} instead of {expected[other]}, "
+            "and others differ; save the model again to store several dtypes"
+        )
+
+
+def _check_header_size(file: Path) -> None:
+    with open_regular(file) as handle:
+        size, length = os.fstat(handle.fileno()).st_size, int.from_bytes(handle.read(8), "little")
+    if MAX_TEXT_BYTES < length < size:  # safetensors itself sees a length beyond the file's
+        raise CheckpointError(f"{file} has a header of {length:,} bytes, and at most {MAX_TEXT_BYTES:,} are read; restore it")
 
 
 def is_converted(folder: str | Path) -> bool:
@@ -136,7 +196,7 @@ def is_converted(folder: str | Path) -> bool:
 
 
 def _reason(file: Path, error: SafetensorError) -> str:
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         start = handle.read(8)
     if start.startswith(PICKLE_STARTS):
         return "it holds a pickle, as torch.save writes it, and pickles can run code; they are never opened"

@@ -18,9 +18,10 @@ from flysurgery.checkpoint.card import model_card
 from flysurgery.checkpoint.config import config_of
 from flysurgery.checkpoint.current import changed_buffers, current_plan
 from flysurgery.checkpoint.folder import check_target, new_folder
-from flysurgery.checkpoint.header import Header
+from flysurgery.checkpoint.hashes import sha256_of_each
+from flysurgery.checkpoint.header import Header, StoredTensor
 from flysurgery.checkpoint.reader import is_converted
-from flysurgery.checkpoint.tensors import Stored, collect, read_dtype
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, Stored, collect, read_dtype
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import LayerPlan, Plan
 
@@ -58,6 +59,8 @@ def save(
             system refuses to write; nothing is left behind then.
         OptionError: a dtype that is none of float16, bfloat16, float32 and float64.
     """
+    if not isinstance(folder, str | Path):
+        raise CheckpointError(f"expected a model and then a folder, got {type(model).__name__} and {type(folder).__name__}")
     target = check_folder(folder, force=force)
     storage_dtype = read_dtype(dtype)
     plan = current_plan(model)
@@ -66,7 +69,7 @@ def save(
     facts = report_json(plan, report, accuracy)
     dtypes = sorted({_name(tensor.dtype) for tensor in stored.tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan, optimize=optimize)
-    with new_folder(target) as fresh:
+    with new_folder(target, force=force) as fresh:
         _write_json(fresh / "config.json", config)
         _write_json(fresh / "report.json", facts)
         (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes), config), encoding="utf-8")
@@ -87,6 +90,18 @@ def check_folder(folder: str | Path, *, force: bool = False) -> Path:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written to: {error.strerror or error}") from error
     return target
+
+
+def check_report(plan: Plan, report: Mapping[str, Any]) -> None:
+    """See that ``save`` can write what an earlier folder's report.json holds.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    try:
+        model_card("model", plan, json.loads(json.dumps(report_json(plan, report, None))), "float32", {})
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError("report.json is damaged, and its content is to go on with the model; mend it, or move it away") from error
 
 
 def report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -115,7 +130,12 @@ def _row(layer: LayerPlan) -> dict[str, Any]:
 
 
 def _write_weights(file: Path, stored: Stored, plan: Plan) -> None:
-    save_file(dict(stored.tensors), file, metadata=Header(plan, stored.aliases).to_metadata(_version()))
+    dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    tensors = {
+        name: StoredTensor(dtypes[stored.tensors[name].dtype], sha256)
+        for name, sha256 in sha256_of_each(stored.tensors, stored.tensors.__getitem__)
+    }
+    save_file(dict(stored.tensors), file, metadata=Header(plan, stored.aliases, tensors).to_metadata(_version()))
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def save_dense(model: nn.Module, folder: Path, base: str, base_args: Mapping[str
     """
     target = check_dense_folder(folder, force=force)
     config = json.dumps(_config(model, base, base_args), indent=2, allow_nan=False)
-    with new_folder(target) as fresh:
+    with new_folder(target, force=force) as fresh:
         weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, fresh / FILES[0], metadata={"format": "pt"})
         (fresh / FILES[1]).write_text(config + "\n", encoding="utf-8")

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from flysurgery.checkpoint.base import build_base
+from flysurgery.checkpoint.limits import LimitError, Limits
+from flysurgery.checkpoint.meter import metered
 from flysurgery.errors import ModelError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import Plan, install
 
-MAX_PARAMETERS = 20_000
-"""Most parameter tensors that a base may have. A base is named by a file, so its building must come to an end."""
 
-
-class _EndlessError(ModelError):
-    """A base with too many parameters, which is not to be tried again in another way."""
-
-    def __init__(self) -> None:
-        super().__init__(f"the base has more than {MAX_PARAMETERS} parameter tensors; check its arguments")
-
-
-def build_skeleton(plan: Plan) -> nn.Module:
+def build_skeleton(plan: Plan, limits: Limits) -> nn.Module:
     """The converted model on the meta device: every name, shape and dtype, and no memory.
 
+    A constructor that reads numbers cannot run on meta. Then only the parameters are there; where it reads those too, nothing is.
+
     Raises:
+        LimitError: building takes more than ``limits``; nothing beyond them was allocated.
         ModelError, PlanError: the base cannot be built, or the plan does not fit it.
     """
+    limits.check_arguments(plan.base_args)
     with _no_draws():
-        try:
-            with _parameters_on_meta():
-                model = build_base(_base(plan), plan.base_args, device="meta")
-        except _EndlessError:
-            raise
-        except ModelError:  # a constructor that reads numbers; what else is wrong shows again
-            with _parameters_counted():
-                model = build_base(_base(plan), plan.base_args).to("meta")
-    install(plan, model)
+        model = _built(plan, limits, device="meta")
+        if model is None:
+            model = _built(plan, limits)
+        if model is None:
+            model = _built_for_real(plan, limits)
+        model = model.to("meta")
+        install(plan, model)
     return model
 
 
-def build_shell(plan: Plan) -> nn.Module:
+def build_shell(plan: Plan, limits: Limits) -> nn.Module:
     """The converted model with real buffers and plain attributes, its parameters on meta and waiting for weights.
 
     Buffers outside the state_dict, such as position tables, are computed by the model's constructor, so they must be
@@ -57,20 +48,14 @@ def build_shell(plan: Plan) -> nn.Module:
     meta on to what it computes from them; such a model is built as usual, on the CPU.
 
     Raises:
-        ModelError, PlanError: as ``build_skeleton``.
+        LimitError, ModelError, PlanError: as ``build_skeleton``.
     """
+    limits.check_arguments(plan.base_args)
     with _no_draws():
-        try:
-            with _parameters_on_meta():
-                model = build_base(_base(plan), plan.base_args)
-        except _EndlessError:
-            raise
-        except ModelError:
-            model = None
+        model = _built(plan, limits)
         if model is None or _has_meta_state(model):
-            with _parameters_counted():
-                model = build_base(_base(plan), plan.base_args)
-    install(plan, model)
+            model = _built_for_real(plan, limits)
+        install(plan, model)
     return model
 
 
@@ -90,48 +75,27 @@ def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def _built(plan: Plan, limits: Limits, device: str | None = None) -> nn.Module | None:
+    """The base with its parameters on meta; None where its constructor wants numbers that meta does not have."""
+    try:
+        with metered(limits, parameters_on_meta=True):
+            return build_base(_base(plan), plan.base_args, device=device)
+    except LimitError:
+        raise
+    except ModelError as error:
+        if "meta" in str(error.__cause__).lower():
+            return None
+        raise
+
+
+def _built_for_real(plan: Plan, limits: Limits) -> nn.Module:
+    with metered(limits, parameters_on_meta=False):
+        return build_base(_base(plan), plan.base_args)
+
+
 def _no_draws() -> AbstractContextManager[None]:
     """Inside, random numbers are drawn as usual; afterwards the CPU's generator is as it was."""
     return torch.random.fork_rng(devices=[])
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, each parameter that this thread gives to a module goes to meta; tied ones stay tied."""
-    thread = threading.get_ident()
-    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or threading.get_ident() != thread:
-            return None
-        if id(parameter) not in moved:
-            if len(moved) >= MAX_PARAMETERS:
-                raise _EndlessError
-            # The original is kept as well, so that no other parameter gets its id.
-            moved[id(parameter)] = (parameter, nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad))
-        return moved[id(parameter)][1]
-
-    hook = register_module_parameter_registration_hook(move)  # pyright: ignore[reportArgumentType]  its result counts
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _parameters_counted() -> Iterator[None]:
-    """Inside, modules of this thread take no more parameters than a base may have."""
-    thread, count = threading.get_ident(), itertools.count(1)
-
-    def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and threading.get_ident() == thread and next(count) > MAX_PARAMETERS:
-            raise _EndlessError
-
-    hook = register_module_parameter_registration_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _has_meta_state(model: nn.Module) -> bool:

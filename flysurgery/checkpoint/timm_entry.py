@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from timm.models import register_model
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
+from flysurgery.checkpoint.base import ENTRY_POINT, build_base, first_line, plain_arguments
 from flysurgery.checkpoint.config import describe_data
+from flysurgery.checkpoint.data_config import check_data
 from flysurgery.checkpoint.folder import FILES
 from flysurgery.checkpoint.load import read_model
+from flysurgery.checkpoint.sentence import in_one_sentence
 from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
 from flysurgery.errors import CheckpointError, ModelError, PlanError
+from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import Plan, plan_of
 
 FEATURE_ARGUMENTS = ("out_indices", "feature_cls", "output_fmt")
@@ -24,6 +28,7 @@ FEATURE_ARGUMENTS = ("out_indices", "feature_cls", "output_fmt")
 
 
 @register_model
+@in_one_sentence()
 def flysurgery_structured(
     pretrained: bool = False,
     *,
@@ -54,18 +59,20 @@ def flysurgery_structured(
     config = {**(pretrained_cfg or {}), **(pretrained_cfg_overlay or {})}
     try:
         overrides = plain_arguments(arguments)
+        check_data(config, "pretrained_cfg")
         model = read_model(_folder(config, cache_dir), overrides) if pretrained else build_random(Plan.from_json(plan), overrides)
-        if img_size is not None:
+        with _in_a_sentence(f"img_size={img_size!r:.60}"):
             _resize(model, img_size)
-        if num_classes is not None:
-            _change_head(model, base_args or {}, num_classes)
+        with _in_a_sentence(f"num_classes={num_classes!r:.60}"):
+            _change_head(model, num_classes)
         describe_data(model, config)
         described: Any = getattr(model, "pretrained_cfg", {})
         # So that timm's own saving writes the name under which the model can be built again.
         described["architecture"] = ENTRY_POINT
-        return _wrap(model, features) if wants_features else model
+        with _in_a_sentence("features_only"):
+            return _wrap(model, features) if wants_features else model
     except (ModelError, PlanError) as error:
-        raise CheckpointError(f"the converted {base} cannot be built: {error}") from error
+        raise CheckpointError(f"the converted {base!s:.60} cannot be built: {error}") from error
 
 
 def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
@@ -81,8 +88,23 @@ def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
     return Path(config["file"])
 
 
-def _resize(model: nn.Module, img_size: int | Sequence[int]) -> None:
+@contextmanager
+def _in_a_sentence(what: str) -> Iterator[None]:
+    """Say what a model's own method says against what it was given."""
+    try:
+        yield
+    except (CheckpointError, ModelError, PlanError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be given: {first_line(error)}") from error
+
+
+def _resize(model: nn.Module, img_size: int | Sequence[int] | None) -> None:
+    if img_size is None:
+        return
     wanted = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    if len(wanted) != 2 or not all(type(side) is int and 0 < side <= MAX_FEATURES for side in wanted):
+        raise CheckpointError(f"img_size must be a positive whole number or two of them, got {img_size!r:.60}")
     current = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if current is not None and tuple(current) == wanted:
         return
@@ -91,8 +113,13 @@ def _resize(model: nn.Module, img_size: int | Sequence[int]) -> None:
     model.set_input_size(img_size=wanted)  # pyright: ignore[reportCallIssue]
 
 
-def _change_head(model: nn.Module, base_args: Mapping[str, Any], num_classes: int) -> None:
-    if num_classes == getattr(model, "num_classes", base_args.get("num_classes")):
+def _change_head(model: nn.Module, num_classes: int | None) -> None:
+    if num_classes is None:
+        return
+    if type(num_classes) is not int or not 0 <= num_classes <= MAX_FEATURES:
+        raise CheckpointError(f"num_classes must be a whole number from 0 to {MAX_FEATURES}, got {num_classes!r:.60}")
+    plan = plan_of(model)
+    if num_classes == getattr(model, "num_classes", None if plan is None else plan.base_args.get("num_classes")):
         return
     if not hasattr(model, "reset_classifier"):
         raise CheckpointError(f"num_classes={num_classes} cannot be given: a {type(model).__name__} keeps the head that it was saved with")

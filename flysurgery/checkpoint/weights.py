@@ -16,6 +16,7 @@ from flysurgery.checkpoint.base import first_line
 from flysurgery.checkpoint.compare import difference
 from flysurgery.checkpoint.header import SCHEMA_KEY
 from flysurgery.checkpoint.reader import open_tensors
+from flysurgery.checkpoint.regular import open_regular
 from flysurgery.errors import CheckpointError, ModelError
 
 WRAPPERS = ("state_dict", "model")
@@ -52,9 +53,13 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
+        with open_regular(path):  # opening a pipe would wait for ever
+            pass
         # timm's training checkpoints hold their command line as a Namespace, which is plain data.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no file {path}") from error
     except pickle.UnpicklingError as error:

@@ -17,6 +17,9 @@ from flysurgery.errors import FlysurgeryError
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
+LONGEST = 400
+"""Characters of a message."""
+
 app = typer.Typer(
     name="flysurgery",
     help="Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors.",
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST - 4]} ..."
     typer.echo(f"flysurgery: {line}", err=True)
     return code
 

@@ -11,7 +11,7 @@ from flysurgery.cli import options
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import TIMES, print_records
 
-Part = Annotated[
+Parts = Annotated[
     str | None, typer.Option("--part", help="Only these parts: linear*, qkv*, FFN, attention, block, model; separated by commas.")
 ]
 Protocols = Annotated[str, typer.Option("--protocol", help="today (timm's model), paper (separate q, k, v, plain attention), or both.")]
@@ -26,7 +26,7 @@ def layer(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ViT of timm.")] = "vit_small_patch16_224",
     model_args: options.ModelArgs = None,
     arch: options.Arch = options.Family.gonon,
-    part: Part = None,
+    part: Parts = None,
     protocol: Protocols = "today",
     batch: Batch = None,
     mode: own.Modes = "fp32",

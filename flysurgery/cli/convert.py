@@ -13,6 +13,7 @@ from flysurgery import evaluation, inference, surgery
 from flysurgery.bench import check_plot, draw_tradeoff
 from flysurgery.cli import options
 from flysurgery.cli.output import check_space, check_writable
+from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
 from flysurgery.cli.progress import progress
 from flysurgery.cli.report import print_plan, print_report
 from flysurgery.cli.skipped import tell_skipped
@@ -20,6 +21,7 @@ from flysurgery.cli.source import find_dense
 from flysurgery.surgery import Plan
 
 
+@together
 def convert(
     model: options.DenseModel,
     arch: options.ArchChoice = options.Choice.monarch,
@@ -28,6 +30,8 @@ def convert(
     patterns: options.Patterns = None,
     budget: options.Budget = None,
     max_error: options.MaxError = None,
+    fidelity: options.Fidelity = None,
+    ms: options.Ms = None,
     latency: options.Latency = None,
     measure: options.Measure = False,
     batch: options.MeasuredBatch = None,
@@ -60,17 +64,18 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
-    needy = {"--samples": samples, "--sequential": sequential, "--permute": permute, "--reconstruct": reconstruct}
+    needy = {"--samples": samples, "--sequential": sequential, "--permute": permute, "--reconstruct": reconstruct, "--fidelity": fidelity}
     options.check_calibration(calibrate, needy)
     budgeted = options.reconstruction(reconstruct, minutes)
+    check_shared(shared=reconstruct and not (measure or fidelity or dry_run))
     family = arch not in (options.Choice.monarch, options.Choice.auto)
     named = {"--arch": family, "--nblocks": nblocks != 4, "--rank": bool(rank), "--patterns": bool(patterns)}
-    bounds = (budget, max_error, latency)
-    allocated = options.check_allocation(arch, bounds, plot, named, measure=measure, batch=batch, dry_run=dry_run)
+    goals = options.Goals(budget, max_error, fidelity, ms, latency)
+    allocated = options.check_allocation(arch, goals, plot, named, measure=measure, batch=batch, dry_run=dry_run)
     check_plot(plot)
     source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch is not options.Choice.auto else arch.value}"
-    target = options.device_of(device)
+    target = device_of_process(device)
     if not dry_run:
         storage.check_folder(folder, force=force)
         check_writable(folder)
@@ -103,11 +108,21 @@ def convert(
         inputs = tell_skipped(evaluation.load_calibration(calibrate, skeleton.model, samples=samples, pictures=reconstruct))
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     tradeoff = measurement = None
+    closeness = None if fidelity is None else surgery.FidelityGoal(fidelity, sequential, permute)
     if measure:
         setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype.value), optimize)
         with progress("measuring") as step:
             plan, tradeoff, measurement = inference.choose_measured(
-                plan, network, setting, budget=budget, max_error=max_error, calibrate=inputs, samples=samples, progress=step
+                plan,
+                network,
+                setting,
+                budget=budget,
+                max_error=max_error,
+                fidelity=closeness,
+                ms=ms,
+                calibrate=inputs,
+                samples=samples,
+                progress=step,
             )
     elif allocated:
         with progress("choosing") as step:
@@ -116,6 +131,7 @@ def convert(
                 network,
                 budget=budget,
                 max_error=max_error,
+                fidelity=closeness,
                 latency=latency,
                 calibrate=inputs,
                 samples=samples,
@@ -138,6 +154,8 @@ def convert(
             seed=seed,
             progress=step,
         )
+    if not is_first():
+        return
     report = replace(report, tradeoff=tradeoff, measurement=measurement)
     accuracy = None
     if data is not None and before is not None:

@@ -157,6 +157,7 @@ def finetune(
     source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
     _check_out(source, out, dense=not isinstance(source, ConvertedFolder) or densify_after is not None, force=force)
     network, described = _network(source, scratch=scratch, pretrained=pretrained, seed=seed)
+    earlier = _earlier_report(source, network, scratch=scratch)
     taught = teacher is not None
     images = training_data(data, network, settings, root=data_root, teacher=taught, aside=evaluate is None)
     find_held_out = held_out_data if evaluate is None else judging_data
@@ -174,7 +175,7 @@ def finetune(
     if not outcome.is_main:
         return
     facts = {"data": data, "teacher": teacher, "scratch": scratch, "settings": asdict(outcome.settings)} | outcome.to_json()
-    _save(outcome.model, out, facts, source, described, dtype=dtype, force=force)
+    _save(outcome.model, out, earlier | {"finetune": facts}, described, dtype=dtype, force=force)
     _print(outcome, out, folder, as_json=as_json, facts=facts)
 
 
@@ -210,11 +211,27 @@ def _teacher(text: str) -> nn.Module:
     return source.build(pretrained=True, seed=0, device=torch.device("cpu")).float()
 
 
+def _earlier_report(source: Source, network: nn.Module, *, scratch: bool) -> dict[str, Any]:
+    """What is known of the model that is trained, to be kept with the result; nothing of one that begins anew."""
+    if scratch or not isinstance(source, ConvertedFolder):
+        return {}
+    file = source.folder / "report.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read, and its content is to go on with the model; mend it, or move it away") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, as save writes it; mend it, or move it away")
+    plan = surgery.plan_of(network)
+    if plan is not None:
+        storage.check_report(plan, found)
+    return found
+
+
 def _save(
     model: nn.Module,
     out: Path,
-    facts: dict[str, Any],
-    source: Source,
+    report: dict[str, Any],
     described: tuple[str, dict[str, Any]],
     *,
     dtype: options.StorageDtype,
@@ -224,11 +241,7 @@ def _save(
     if surgery.plan_of(model) is None:
         storage.save_dense(model, out, *described, force=force)
         return
-    earlier: dict[str, Any] = {}
-    if isinstance(source, ConvertedFolder) and not facts["scratch"]:
-        file = source.folder / "report.json"
-        earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    storage.save(model, out, dtype=None if dtype is None else dtype.value, force=force, report=earlier | {"finetune": facts})
+    storage.save(model, out, dtype=None if dtype is None else dtype.value, force=force, report=report)
 
 
 def _print(outcome: Outcome, out: Path, folder: Path, *, as_json: bool, facts: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +57,7 @@ Seed = Annotated[int, _option("--seed", "Seed of random weights.")]
 
 # Which layers are replaced, and by what.
 Arch = Annotated[Family, _option("--arch", "The family of architectures.")]
-ARCH_CHOICE_HELP = "The family of architectures; auto chooses for each layer, by --measure, --budget or --max-error."
+ARCH_CHOICE_HELP = "The family of architectures; auto chooses for each layer, by --measure, --budget, --max-error or --fidelity."
 ArchChoice = Annotated[Choice, _option("--arch", ARCH_CHOICE_HELP)]
 Nblocks = Annotated[int, _option("--nblocks", "Number of blocks of Monarch architectures.", minimum=1)]
 Rank = Annotated[int | None, _option("--rank", "Rank of low-rank architectures.", minimum=1)]
@@ -65,7 +66,11 @@ BUDGET_HELP = "Share of the selected layers' weights to keep (with --latency: of
 Budget = Annotated[float | None, _option("--budget", BUDGET_HELP)]
 MAX_ERROR_HELP = "Keep as few weights (with --latency: as little time) as this relative error of all selected layers together allows."
 MaxError = Annotated[float | None, _option("--max-error", MAX_ERROR_HELP)]
-LATENCY_HELP = "With --budget or --max-error: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
+FIDELITY_HELP = "With --calibrate: keep as few weights (with times: as little time) as this output and token cosine allow."
+Fidelity = Annotated[float | None, _option("--fidelity", FIDELITY_HELP)]
+MS_HELP = "With --measure: the least error within these milliseconds of a whole forward."
+Ms = Annotated[float | None, _option("--ms", MS_HELP)]
+LATENCY_HELP = "With --budget, --max-error or --fidelity: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
 Latency = Annotated[Path | None, _option("--latency", LATENCY_HELP, "TABLE")]
 MEASURE_HELP = "With --arch auto: time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
 Measure = Annotated[bool, _option("--measure", MEASURE_HELP)]
@@ -94,7 +99,7 @@ CalibrationSamples = Annotated[int | None, _option("--samples", SAMPLES_HELP, mi
 Sequential = Annotated[bool, _option("--sequential", "Calibrate block by block, each after the ones before it are converted.")]
 PERMUTE_HELP = "With --calibrate: reorder FFNs' hidden units, heads and their entries where that lowers the errors and is exact."
 Permute = Annotated[bool, _option("--permute", PERMUTE_HELP)]
-RECONSTRUCT_HELP = "With --calibrate: fit the converted blocks to the dense ones, on views of these images."
+RECONSTRUCT_HELP = "With --calibrate: fit the converted blocks to the dense ones, on views of these images; torchrun shares it out to GPUs."
 Reconstruct = Annotated[bool, _option("--reconstruct", RECONSTRUCT_HELP)]
 MINUTES_HELP = "With --reconstruct: how long it may take; by default 1 on CUDA, 20 on a CPU."
 Minutes = Annotated[float | None, _option("--minutes", MINUTES_HELP, "M")]
@@ -107,6 +112,10 @@ StorageDtype = Annotated[StorageType | None, _option("--dtype", "Save the weight
 OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; convert notes it in the folder, for loading on CUDA."
 Optimize = Annotated[bool, _option("--optimize", OPTIMIZE_HELP)]
 Json = Annotated[bool, _option("--json", "Print one JSON document on stdout, and nothing else.")]
+
+
+DEEPEST = 16
+"""Levels of lists and objects in the arguments of a model."""
 
 
 def model_arguments(texts: list[str] | None) -> dict[str, Any]:
@@ -124,7 +133,19 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
             arguments[key] = _json_value(value)
         else:
             raise OptionError(f"--model-args takes a JSON object or key=value, got '{text}'")
+    if not _is_shallow(arguments):
+        raise OptionError(f"--model-args takes values of at most {DEEPEST} levels, lists in lists and the like; give flatter ones")
     return arguments
+
+
+def _is_shallow(value: object) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [each for parent in level for each in (parent.values() if isinstance(parent, dict) else parent)]
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
@@ -154,37 +175,48 @@ def reconstruction(reconstruct: bool, minutes: float | None) -> bool | float:
     return minutes
 
 
+@dataclass(frozen=True)
+class Goals:
+    """What an allocation is to keep to, as the user gave it."""
+
+    budget: float | None
+    max_error: float | None
+    fidelity: float | None
+    ms: float | None
+    latency: Path | None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there is any."""
+        return any(value is not None for value in vars(self).values())
+
+
 def check_allocation(
-    arch: Choice,
-    bounds: tuple[float | None, float | None, Path | None],
-    plot: Path | None,
-    others: Mapping[str, bool],
-    *,
-    measure: bool,
-    batch: int | None,
-    dry_run: bool,
+    arch: Choice, goals: Goals, plot: Path | None, others: Mapping[str, bool], *, measure: bool, batch: int | None, dry_run: bool
 ) -> bool:
-    """Whether the architectures are to be chosen by an allocation; ``bounds`` are budget, max-error and latency.
+    """Whether the architectures are to be chosen by an allocation.
 
     Raises:
-        OptionError: bounds that contradict each other, ``--arch auto`` or a plot without any, ``others``, which name architectures,
+        OptionError: goals that contradict each other, ``--arch auto`` or a plot without any, ``others``, which name architectures,
             beside them, or options of measuring that lack each other.
     """
     if measure and arch is not Choice.auto:
         raise OptionError(f"--measure chooses the architectures, and --arch {arch.value} names one; give --arch auto with it")
-    if batch is not None and not measure:
-        raise OptionError("--batch is the batch that --measure times; give --arch auto --measure with it")
-    if bounds == (None, None, None) and not measure:
+    for option, is_given in (("--batch", batch is not None), ("--ms", goals.ms is not None)):
+        if is_given and not measure:
+            raise OptionError(f"{option} is of the model that --measure times; give --arch auto --measure with it")
+    if not goals.are_given and not measure:
         if arch is Choice.auto:
-            raise OptionError("--arch auto needs what it is to choose by; give --measure, --budget or --max-error")
+            raise OptionError("--arch auto needs what it is to choose by; give --measure, --budget, --max-error or --fidelity")
         if plot is not None:
-            raise OptionError("--plot draws the trade-off of --budget or --max-error; give one of them")
+            raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
         return False
-    check_budget(*bounds, measured=measure)
+    check_budget(goals.budget, goals.max_error, goals.latency, fidelity=goals.fidelity, ms=goals.ms, measured=measure)
     given = [name for name, is_given in others.items() if is_given]
     if given:
         raise OptionError(
-            f"{' and '.join(given)} name the architectures, and --measure, --budget, --max-error and --latency choose them; leave one out"
+            f"{' and '.join(given)} name the architectures, and --measure, --budget, --max-error, --fidelity and --latency choose them; "
+            f"leave one out"
         )
     if dry_run and plot is not None:
         raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
@@ -228,12 +260,12 @@ def device_of(text: str | None) -> torch.device:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise OptionError(f"--model-args is no valid JSON ({error}): '{text}'") from error
 
 
 def _json_value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text

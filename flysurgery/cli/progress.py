@@ -1,4 +1,4 @@
-"""Progress on stderr, and only where stderr is a terminal."""
+"""Progress on stderr, of one process, and only where stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from flysurgery.cli.processes import is_first
+
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
     """Give a callback ``(done, total, name)`` that draws a bar on stderr, or None where nobody would see it."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not is_first():
         yield None
         return
     from rich.console import Console

@@ -14,9 +14,9 @@ from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeo
 
 Layers: TypeAlias = Sequence[LayerPlan | Row]
 
-PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "architecture")
-DONE = ("layer", "n", "role", "params", "FLOPs", "worst\nerror", "least\nenergy", "architecture")
-CALIBRATED = ("layer", "n", "role", "params", "FLOPs", "output\nerror", "plain\nprojection", "architecture")
+PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "family", "architecture")
+DONE = ("layer", "n", "role", "params", "FLOPs", "worst\nerror", "least\nenergy", "family", "architecture")
+CALIBRATED = ("layer", "n", "role", "params", "FLOPs", "output\nerror", "plain\nprojection", "family", "architecture")
 KEPT = ("kept dense", "n", "role", "out x in", "why")
 NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy", "output\nerror", "plain\nprojection")
 
@@ -87,6 +87,7 @@ def _cells(name: str, members: Layers) -> dict[str, str]:
         "FLOPs": _change(sum(each.flops_before for each in members), sum(each.flops_after for each in members)),
         "worst\nerror": f"{worst:.3f}",
         "least\nenergy": f"{1 - worst**2:.3f}",
+        "family": first.family or "",
         "architecture": (first.architecture or "").replace(" ", "\n").replace("),(", "),\n("),
         "why": f"{first.reason.code}: {first.reason.text}" if first.reason else "",
     }

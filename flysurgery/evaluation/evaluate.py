@@ -1,4 +1,4 @@
-"""How often a model is right."""
+"""The accuracy of a model."""
 
 from __future__ import annotations
 

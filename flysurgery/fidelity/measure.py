@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,17 +18,17 @@ from flysurgery.fidelity.stream import Stream
 from flysurgery.walker import Cut
 
 ENOUGH = 0.9
-"""A cosine below this means that the model needs more than it got."""
+"""A cosine below this means that the model needs a further fit."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
     """Means over ``samples`` samples that nothing was fitted to; 1 is the dense model itself, 0 for errors.
 
-    ``output_cosine`` is that of what the model returns: pooled features, or the scores of a classifier. ``token_cosine`` is that of the
-    last tokens, the class token and registers left out; None where the model has no tokens at the end. ``relative_error`` is
+    ``output_cosine`` is that of the model's result: pooled features, or the scores of a classifier. ``token_cosine`` is that of the
+    last tokens, without the class token and registers; None where the model does not end with tokens. ``relative_error`` is
     ``sqrt(sum|y' - y|² / sum|y|²)`` of the last tokens, or of the output where there are none. ``agreement`` is the share of
-    samples with the same top class; None where the output is no scores. ``blocks`` has the error in sequence after each block,
+    samples with the same top class; None where the output is not scores. ``blocks`` has the error in sequence after each block,
     ``sqrt(sum|x' - x|² / sum|x - mean x|²)``, with the mean over samples and tokens.
     """
 
@@ -39,9 +40,15 @@ class Fidelity:
     blocks: tuple[tuple[str, float], ...]
 
     @property
+    def lowest_cosine(self) -> float:
+        """The lower of the output's and the tokens' cosine; NaN if one of them is."""
+        cosines = (self.output_cosine,) if self.token_cosine is None else (self.output_cosine, self.token_cosine)
+        return math.nan if any(map(math.isnan, cosines)) else min(cosines)
+
+    @property
     def is_enough(self) -> bool:
         """Whether no cosine is below ``ENOUGH``."""
-        return all(cosine >= ENOUGH for cosine in (self.output_cosine, self.token_cosine) if cosine is not None)
+        return self.lowest_cosine >= ENOUGH
 
     def to_json(self) -> dict[str, Any]:
         """The numbers as JSON values."""
@@ -50,9 +57,9 @@ class Fidelity:
 
 @torch.no_grad()
 def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[Tensor], cuts: Sequence[Cut]) -> Fidelity:
-    """Run both models over ``batches``, in eval mode, and compare what they give. Both stay as they are.
+    """Run both models over ``batches``, in eval mode, and compare their outputs. Both stay as they are.
 
-    ``cuts`` are those of ``find_cuts``; without any, only the outputs are compared. Keeps nothing but sums.
+    ``cuts`` are those of ``find_cuts``; without any, only the outputs are compared. Only sums are kept in memory.
 
     Raises:
         DataError: there are no samples, a model fails on a batch or gives no tensor, or the outputs differ in shape.
@@ -74,7 +81,7 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
 
 
 def run(model: nn.Module, batch: Tensor) -> Tensor:
-    """What the model returns, in float32; of several tensors the first.
+    """The model's result in float32; the first of several tensors.
 
     Raises:
         DataError: the model fails, or gives no tensor.
@@ -139,7 +146,7 @@ class _Sums:
         for square, moments in zip(self._squares, self._moments, strict=True):
             whole, total, count = moments or (0.0, torch.zeros(1), 1)
             spread = whole - float(total.square().sum()) / count
-            # Where all rows are the same there is no spread to hold an error against, only their size.
+            # If all rows are equal, their spread is zero, so the error is relative to their size.
             against = spread if spread > 1e-9 * whole else whole
             errors.append((square / against) ** 0.5 if against else float(square > 0))
         return Fidelity(

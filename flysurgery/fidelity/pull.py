@@ -40,14 +40,18 @@ class Pull(Stream):
         if kind == "start":
             mine.register_hook(torch.zeros_like)
             return
-        self._errors[number], gradient = relative_error(mine.detach(), self._wanted[number])
+        self._errors[number], difference, scale = relative_error(mine.detach(), self._wanted[number])
         reach = 1.0 if kind == "tokens" else self._reach
-        mine.register_hook(lambda later: (reach * later.float() + self.weight * gradient).to(later.dtype))
+        mine.register_hook(lambda later: (difference * (self.weight * scale)).to(later.dtype) + reach * later)
 
 
-def relative_error(given: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum|y' - y|² / sum|y - mean y|²``, with the mean over all rows, and its gradient to ``given``; both in float32."""
-    wanted = wanted.float()
-    difference = given.float() - wanted
-    spread = (wanted - wanted.flatten(0, -2).mean(0)).square().sum().clamp_min(1e-12)
-    return difference.square().sum() / spread, 2 / spread * difference
+def relative_error(given: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``sum|y' - y|² / sum|y - mean y|²``, with the mean over all rows; and its gradient to ``given`` in two parts, a tensor and a scale.
+
+    The scale is in float32, so that whoever multiplies chooses when small numbers are rounded.
+    """
+    rows = wanted.flatten(0, -2).float()
+    spread = (rows.var(0, correction=0).sum() * len(rows)).clamp_min(1e-12)
+    difference = given - wanted
+    norm = torch.linalg.vector_norm(difference, dtype=torch.promote_types(difference.dtype, torch.float32))
+    return norm.square() / spread, difference, 2 / spread

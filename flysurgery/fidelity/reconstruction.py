@@ -1,4 +1,4 @@
-"""Fit a converted model to the dense one, block by block and all blocks at once, and keep the best state that held-out samples saw."""
+"""Fit all blocks of a converted model to the dense model's, and keep the state that is best on held-out samples."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flysurgery.calibration import Samples, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
+from flysurgery.fidelity.copied import Copied
 from flysurgery.fidelity.measure import Fidelity, measure_fidelity
+from flysurgery.fidelity.processes import Processes
 from flysurgery.fidelity.settings import Settings, moments, rate_for
 from flysurgery.fidelity.step import Step
 from flysurgery.walker import Cut
 
 Progress = Callable[[int, int, str], None]
-"""Called with the updates done, the number of all, and a few words on the error."""
+"""Called with the number of updates done, their total, and a short text on the error."""
 
 TIMED = 5
-"""Updates at a rate of zero that tell how long one takes."""
+"""Updates at a rate of zero, which measure the time of one update."""
 
 WARM_UP = 0.05
 """Share of the updates in which the rate grows."""
 
 LOOKS = 8
-"""Times that held-out samples judge a run."""
+"""How often held-out samples judge a run."""
+
+APART = 1_000_003
+"""The distance between the seeds of two processes, larger than that between seeds of users."""
 
 SLACK = 0.1
-"""Share of the budget by which a run may be late before its schedule follows the clock."""
+"""The share of the budget by which a run may be late; beyond it the schedule follows the clock."""
 
 
 @dataclass(frozen=True)
 class Reconstruction:
     """What a reconstruction did: the fidelity before and after, on held-out samples, and what it cost.
 
-    ``kept`` is the update whose state was kept: 0 is the start.
+    ``kept`` is the update whose state was kept: 0 is the start. ``batch`` counts the views of an update, those of all processes.
     """
 
     before: Fidelity
@@ -64,17 +69,21 @@ def reconstruct(
     *,
     progress: Progress | None = None,
 ) -> Reconstruction:
-    """Fit the parameters of ``student``, in place, so that every block gives what the dense one's gives.
+    """Fit the parameters of ``student``, in place, so that every block gives the output of the dense model's block.
 
-    All parameters that require gradients and lie behind the first cut of kind "start" learn: factors, biases, norms, scales and dense
-    layers. Samples that are held out judge ``LOOKS`` times; the best state is kept, and the start is one of them. If anything
-    fails or is interrupted, the student is as it was. Takes ``settings.minutes``; memory for three further copies of the parameters, one
-    forward with its activations, and the pictures, which stay where they are if the device has no room.
+    All parameters that require gradients and lie behind the first cut of kind "start" are trained: factors, biases, norms, scales and dense
+    layers. Held-out samples judge the model ``LOOKS`` times. The best state is kept, which may be the start. After an error or an
+    interruption the student is as it was. Takes ``settings.minutes``. Needs memory for four more copies of the parameters, on CUDA also
+    for both models in bfloat16, one forward with its activations, and the pictures; these stay where they are if the device has no room.
+
+    Where ``torch.distributed`` is initialized, all processes call this with the same model, samples and settings, each on its own device.
+    They begin with the parameters of the first process, follow its clock and its held-out samples, and end with the same parameters.
+    Each process makes its own ``settings.batch`` views, and an update follows the mean of all gradients.
 
     Raises:
         DataError: outputs that are no finite numbers, or a model that gives no tensor.
-        SurgeryError: the model has no cut to hold its blocks against the dense ones, no parameter that learns, or weights in half
-            precision.
+        SurgeryError: the model has no cut at which its blocks can be compared, no parameter to train, or weights in half precision; or
+            another process has ended.
     """
     started = perf_counter()
     if not any(cut.kind in ("block", "tokens") for cut in cuts):
@@ -87,12 +96,27 @@ def reconstruct(
         raise SurgeryError(
             f"the steps of a reconstruction are too small for weights in {small}; convert the model in float32, then cast it"
         )
+    with Processes(next(student.parameters()).device) as processes:
+        return _fit(student, teacher, samples, cuts, settings, processes, progress, started)
+
+
+def _fit(
+    student: nn.Module,
+    teacher: nn.Module,
+    samples: Samples,
+    cuts: Sequence[Cut],
+    settings: Settings,
+    processes: Processes,
+    progress: Progress | None,
+    started: float,
+) -> Reconstruction:
     device = next(student.parameters()).device
     held_out = list(samples.held_out())
-    before = measure_fidelity(student, teacher, held_out, cuts)
+    processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
+    before = processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
     if not math.isfinite(before.relative_error):
         raise DataError(f"{samples.name}: the model's outputs are no finite numbers, so there is nothing to fit to")
-    start = best = _copied(student)
+    start, best = Copied(student), Copied(student)
     done, kept, after = 0, 0, before
     history = [(0, before.relative_error)]
     rate = rate_for(before.relative_error, settings.rate)
@@ -102,36 +126,37 @@ def reconstruct(
             torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
             unchanged_state(student),
             unchanged_state(teacher),
-            Step(student, teacher, samples.to_view(), cuts, settings, rate) as step,
+            Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step,
         ):
-            torch.manual_seed(settings.seed)
+            torch.manual_seed(settings.seed + APART * processes.rank)
             step.capture()
-            updates = _affordable(step, settings, perf_counter() - started, device)
+            updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
             looks = moments(updates, LOOKS)
             for done in range(1, updates + 1):
-                # A machine that has become slower ends in time all the same.
-                spent = (perf_counter() - started) / (60 * settings.minutes)
+                # A machine that becomes slower still ends in time.
+                spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                 step.update(_share(max(done / (updates + 1), spent - SLACK)))
                 ends = spent - SLACK >= 1
                 if done in looks or ends:
                     step.settle()
-                    found = measure_fidelity(student, teacher, held_out, cuts)
+                    found = processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
                     history.append((done, found.relative_error))
                     if found.relative_error < after.relative_error:
-                        best, kept, after = _copied(student), done, found
+                        kept, after = done, found
+                        best.take()
                     if ends or not math.isfinite(found.relative_error):
                         break
                 if progress is not None and (done in looks or done % 10 == 0):
                     progress(done, updates, f"reconstruction, error {after.relative_error:.3f}")
-        _restore(student, best)
+        best.put_back()
     except BaseException:
-        _restore(student, start)
+        start.put_back()
         raise
-    return Reconstruction(before, after, done, kept, settings.batch, perf_counter() - started, tuple(history))
+    return Reconstruction(before, after, done, kept, settings.batch * processes.count, perf_counter() - started, tuple(history))
 
 
 def _affordable(step: Step, settings: Settings, spent: float, device: torch.device) -> int:
-    """How many updates fit into what is left of the budget, by the time of a few at a rate of zero."""
+    """The number of updates that fit into the rest of the budget, by the time of a few at a rate of zero."""
     step.update(0.0)
     _wait(device)
     started = perf_counter()
@@ -146,16 +171,6 @@ def _share(done: float) -> float:
     """The share of the highest rate when this share of the run is done: up in a line, then down in a cosine."""
     done = min(done, 1.0)
     return done / WARM_UP if done < WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))
-
-
-def _copied(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@torch.no_grad()
-def _restore(model: nn.Module, values: list[Tensor]) -> None:
-    for parameter, value in zip(model.parameters(), values, strict=True):
-        parameter.copy_(value)
 
 
 def _wait(device: torch.device) -> None:

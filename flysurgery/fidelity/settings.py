@@ -1,4 +1,4 @@
-"""What a fit to the dense model is made of, apart from its models and its samples; fine-tuning with a teacher takes the same."""
+"""The settings of a fit to the dense model, apart from models and samples. Fine-tuning with a teacher uses the same."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Settings:
 
 
 def rate_for(relative_error: float, highest: float = HIGHEST_RATE) -> float:
-    """The highest rate of a run that starts with this error: a good start has more to lose."""
+    """The highest rate of a run that starts with this error. A good start needs a lower rate."""
     return max(LEAST_RATE, highest * min(1.0, relative_error))
 
 
 def moments(updates: int, looks: int) -> frozenset[int]:
-    """The updates after which to look at held-out samples: the last, and the denser the closer to it, as the rate falls."""
+    """The updates after which held-out samples judge: the last one, and more of them towards the end, as the rate falls."""
     return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))

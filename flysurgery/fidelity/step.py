@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flysurgery.calibration import Pictures
 from flysurgery.fidelity import foreach
+from flysurgery.fidelity.half import HalfCopy, learning, precision
 from flysurgery.fidelity.measure import first_tensor
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
 from flysurgery.fidelity.pull import Pull, relative_error
@@ -21,20 +22,35 @@ from flysurgery.walker import Cut
 
 
 class Step(contextlib.AbstractContextManager["Step"]):
-    """Makes updates of ``student`` towards ``teacher``; on CUDA the whole update is one graph that is replayed, in bfloat16."""
+    """Makes updates of ``student`` towards ``teacher``; on CUDA the whole update is one graph that is replayed, in bfloat16.
+
+    There copies of both models in bfloat16 do the work; the student's own parameters, in float32, take the steps. Before each step
+    ``average`` is given their gradients, to change them in place.
+    """
 
     def __init__(
-        self, student: nn.Module, teacher: nn.Module, pictures: Pictures, cuts: Sequence[Cut], settings: Settings, rate: float
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        pictures: Pictures,
+        cuts: Sequence[Cut],
+        settings: Settings,
+        rate: float,
+        average: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        self._student, self._teacher = student, teacher
         self._device = next(student.parameters()).device
+        self._parameters = learning(student)
+        self._half = HalfCopy(student) if self._device.type == "cuda" else None
+        self._student = student if self._half is None else self._half.model
+        self._teacher = teacher if self._half is None else HalfCopy(teacher).model
+        self._precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._source = Source(pictures, settings.batch, self._device)
-        self._highest = rate
+        self._highest, self._average = rate, average
         self._rate = torch.zeros((), device=self._device)
         self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
         used = [cut for cut in cuts if cut.kind != "other"]
-        self._theirs = Stream(teacher, used)
-        self._mine = Pull(student, self._theirs.values, used, REACH)
+        self._theirs = Stream(self._teacher, used)
+        self._mine = Pull(self._student, self._theirs.values, used, REACH)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __enter__(self) -> Step:
@@ -62,6 +78,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
             return
         self._rate.zero_()
         self._source.advance()
+        self._precision = precision((self._student, self._teacher), self._views())
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -76,17 +93,26 @@ class Step(contextlib.AbstractContextManager["Step"]):
     def settle(self) -> None:
         """Count a version of every parameter, so that what is packed of them is packed anew: a graph's replay counts none."""
         with torch.no_grad():
-            foreach.mul_([each for group in self._optimizer.param_groups for each in group["params"]], 1.0)
+            foreach.mul_(self._parameters, 1.0)
 
-    def _once(self) -> None:
+    def _views(self) -> Tensor:
         pictures, chosen = self._source.draw()
         x = views(pictures, chosen, mixed=MIXED)
-        on_cuda = self._device.type == "cuda"
-        with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext():
+        return x if self._half is None else x.bfloat16()
+
+    def _once(self) -> None:
+        x = self._views()
+        with self._precision:
             with torch.no_grad():
                 wanted = first_tensor(self._teacher(x))
-            given = first_tensor(self._student(x))
-        _, gradient = relative_error(given.detach(), wanted)
-        given.backward((OUTPUT_WEIGHT * gradient).to(given.dtype))
+            with torch.enable_grad():
+                given = first_tensor(self._student(x))
+        _, difference, scale = relative_error(given.detach(), wanted)
+        given.backward((difference * (OUTPUT_WEIGHT * scale)).to(given.dtype))
+        if self._half is not None:
+            self._half.give_gradients()
+        self._average([each.grad for each in self._parameters if each.grad is not None])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._half is not None:
+            self._half.take_values()

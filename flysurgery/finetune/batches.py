@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from timm.data.transforms_factory import create_transform
 from torch import Tensor
 
 from flysurgery.calibration import Pictures
-from flysurgery.errors import DataError
+from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
 from flysurgery.fidelity import MIXED, views
 from flysurgery.finetune.devices import seed_everything
@@ -22,8 +23,8 @@ MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """The device of a process, its number, and how many there are."""
+class Process:
+    """One of the processes that train together: its device, its number, and how many they are."""
 
     device: torch.device
     process: int
@@ -41,6 +42,20 @@ class Batches(Protocol):
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of normalized images and their classes."""
         ...
+
+
+def check_augmentation(settings: Settings) -> None:
+    """See that timm knows the policy of augmentation, before anything is written.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if settings.augment is None:
+        return
+    try:
+        create_transform(32, is_training=True, auto_augment=settings.augment)
+    except (AssertionError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"timm has no policy of augmentation '{settings.augment}'; rand-m9-mstd0.5-inc1 is one") from error
 
 
 def batch_size_of(settings: Settings, images: int, processes: int) -> int:
@@ -63,7 +78,7 @@ class LoadedBatches:
         dataset: Any,
         wanted: Preparation,
         settings: Settings,
-        place: Place,
+        here: Process,
         *,
         crop: float,
         flip: float,
@@ -74,9 +89,9 @@ class LoadedBatches:
 
         workers = settings.workers
         if workers is None:
-            workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, place.processes))
-        self._settings, self._place = settings, place
-        self.size = batch_size_of(settings, len(dataset), place.processes)
+            workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, here.processes))
+        self._settings, self._here = settings, here
+        self.size = batch_size_of(settings, len(dataset), here.processes)
         self._loader: Any = create_loader(
             dataset,
             input_size=(wanted.channels, wanted.height, wanted.width),
@@ -92,10 +107,10 @@ class LoadedBatches:
             mean=wanted.mean,
             std=wanted.std,
             num_workers=workers,
-            distributed=place.processes > 1,
-            use_prefetcher=place.device.type == "cuda",
-            pin_memory=place.device.type == "cuda",
-            device=place.device,
+            distributed=here.processes > 1,
+            use_prefetcher=here.device.type == "cuda",
+            pin_memory=here.device.type == "cuda",
+            device=here.device,
             persistent_workers=False,
         )
         self._length = len(self._loader)
@@ -107,11 +122,11 @@ class LoadedBatches:
         sampler: Any = getattr(self._loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
-        seed_everything(self._settings.seed, number, self._place.process)
+        seed_everything(self._settings.seed, number, self._here.process)
         batches = iter(self._loader)
         for index in range(len(self)):
             # Pictures that are read in this process draw from its generators, so these start anew with each batch.
-            seed_everything(self._settings.seed, number, self._place.process, index)
+            seed_everything(self._settings.seed, number, self._here.process, index)
             try:
                 images, classes = next(batches)
             except StopIteration:
@@ -120,20 +135,20 @@ class LoadedBatches:
                 # A reading process sends its error inside a traceback, whose last line is the sentence.
                 raise DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]) from error
             if index >= start:
-                yield images.to(self._place.device), classes.to(self._place.device)
+                yield images.to(self._here.device), classes.to(self._here.device)
 
 
 class GeneratedBatches:
     """Fractals that are made on the device. Every image is new: its number counts on through epochs and processes."""
 
-    def __init__(self, images: Fractals, samples: int, settings: Settings, place: Place) -> None:
-        self._images, self._place = images, place
-        self.size = batch_size_of(settings, samples, place.processes)
-        self._length = samples // (self.size * place.processes)
+    def __init__(self, images: Fractals, samples: int, settings: Settings, here: Process) -> None:
+        self._images, self._here = images, here
+        self.size = batch_size_of(settings, samples, here.processes)
+        self._length = samples // (self.size * here.processes)
         if not self._length:
             raise DataError(
                 f"an epoch of {samples} generated images is less than one batch of {self.size} for each of "
-                f"{place.processes} processes; ask for more images an epoch"
+                f"{here.processes} processes; ask for more images an epoch"
             )
 
     def __len__(self) -> int:
@@ -141,25 +156,25 @@ class GeneratedBatches:
 
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(start, len(self)):
-            batch = (number * len(self) + index) * self._place.processes + self._place.process
+            batch = (number * len(self) + index) * self._here.processes + self._here.process
             yield self._images.batch(range(batch * self.size, (batch + 1) * self.size))
 
 
 class ViewedBatches:
     """Random views of pictures in memory, made on the device; what an epoch shows follows from the seed, its number and the process."""
 
-    def __init__(self, pictures: Pictures, settings: Settings, place: Place) -> None:
-        self._pictures, self._seed, self._place = pictures.to(place.device), settings.seed, place
-        self.size = batch_size_of(settings, len(pictures), place.processes)
-        self._length = len(pictures) // (self.size * place.processes)
+    def __init__(self, pictures: Pictures, settings: Settings, here: Process) -> None:
+        self._pictures, self._seed, self._here = pictures.to(here.device), settings.seed, here
+        self.size = batch_size_of(settings, len(pictures), here.processes)
+        self._length = len(pictures) // (self.size * here.processes)
 
     def __len__(self) -> int:
         return self._length
 
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.from_numpy(np.random.default_rng((self._seed, number)).permutation(len(self._pictures))).to(self._place.device)
-        none = torch.zeros(self.size, dtype=torch.long, device=self._place.device)
+        order = torch.from_numpy(np.random.default_rng((self._seed, number)).permutation(len(self._pictures))).to(self._here.device)
+        none = torch.zeros(self.size, dtype=torch.long, device=self._here.device)
         for index in range(start, len(self)):
-            seed_everything(self._seed, number, self._place.process, index)
-            batch = index * self._place.processes + self._place.process
+            seed_everything(self._seed, number, self._here.process, index)
+            batch = index * self._here.processes + self._here.process
             yield views(self._pictures, order[batch * self.size : (batch + 1) * self.size], mixed=MIXED), none

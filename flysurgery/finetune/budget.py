@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from time import perf_counter
 
@@ -29,15 +29,23 @@ def looks_for(budget: float, each: float) -> int:
     return max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
 
 
-def affordable(stepper: Stepper, batches: Batches, seconds: float) -> int:
-    """How many updates fit into ``seconds``, from now on; at least one. The model and the optimizer stay as they are."""
+def affordable(stepper: Stepper, batches: Batches, seconds: float, agreed: Callable[[float], float]) -> int:
+    """How many updates fit into ``seconds``, from now on; at least one. The model and the optimizer stay as they are.
+
+    ``agreed`` gives the mean of a number over all processes. Each update exchanges gradients, so all must make equally many here.
+    """
     started = perf_counter()
     rows: Iterator[tuple[torch.Tensor, torch.Tensor]] = chain.from_iterable(batches.epoch(number, 0) for number in count())
+
+    def timed(updates: int) -> float:
+        """Seconds of one update, the mean of several."""
+        begun = perf_counter()
+        for _ in range(updates):
+            stepper.update(rows, 0).tolist()  # reads from the device, so that it waits for it
+        return (perf_counter() - begun) / updates
+
     with stepper.rehearsal():
-        stepper.update(rows, 0).tolist()  # reads from the device, so that it waits for it
-        begun, done = perf_counter(), 0
-        while done < TIMED and (done == 0 or perf_counter() - started < seconds / 10):
-            stepper.update(rows, 0).tolist()
-            done += 1
-        each = (perf_counter() - begun) / done
-    return max(1, int((seconds - (perf_counter() - started)) * (1 - SPARED) / each))
+        timed(1)
+        each = agreed(timed(1))
+        each = agreed(timed(max(1, min(TIMED, int(seconds / 10 / each)))))
+    return max(1, int(agreed((seconds - (perf_counter() - started)) * (1 - SPARED) / each)))

@@ -14,7 +14,7 @@ from torch import nn
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
 from flysurgery.evaluation.calibration import image_files
-from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Place, ViewedBatches
+from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Process, ViewedBatches
 from flysurgery.finetune.files import UnlabelledPictures, class_folders, held_out_part, is_labelled, prepared, unlabelled_files
 from flysurgery.finetune.pictures import DigitPictures, Skipping, dataset_classes, open_dataset
 from flysurgery.finetune.reading import MOST_BYTES, read_pictures
@@ -39,7 +39,7 @@ class TrainingData:
     name: str
     num_classes: int
     samples: int
-    open: Callable[[Place], Batches]
+    open: Callable[[Process], Batches]
     labelled: bool = True
 
 
@@ -85,8 +85,8 @@ def training_data(
     crop = settings.crop if settings.crop is not None else least
     flip = settings.flip if settings.flip is not None else flip
 
-    def open_(place: Place) -> Batches:
-        return LoadedBatches(dataset, wanted, settings, place, crop=crop, flip=flip, in_memory=str(name) == "digits")
+    def open_(here: Process) -> Batches:
+        return LoadedBatches(dataset, wanted, settings, here, crop=crop, flip=flip, in_memory=str(name) == "digits")
 
     return TrainingData(str(name), found or classes or 0, samples, open_, labelled=classes != 0)
 
@@ -136,21 +136,21 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
     paths, _ = unlabelled_files(folder, aside=aside)
     _check_batch(folder, len(paths), settings)
 
-    def open_(place: Place) -> Batches:
-        pictures = None if settings.distorts else read_pictures(paths, wanted, most=_room(place))
+    def open_(here: Process) -> Batches:
+        pictures = None if settings.distorts else read_pictures(paths, wanted, most=_room(here))
         if pictures is not None:
             _check_batch(folder, len(pictures), settings)
-            return ViewedBatches(pictures, settings, place)
+            return ViewedBatches(pictures, settings, here)
         dataset = Skipping(UnlabelledPictures(paths, wanted.channels))
         crop, flip = VIEW_CROP if settings.crop is None else settings.crop, 0.5 if settings.flip is None else settings.flip
-        return LoadedBatches(dataset, wanted, settings, place, crop=crop, flip=flip, jitter=0.0)
+        return LoadedBatches(dataset, wanted, settings, here, crop=crop, flip=flip, jitter=0.0)
 
     return TrainingData(str(folder), 0, len(paths), open_, labelled=False)
 
 
-def _room(place: Place) -> int:
+def _room(here: Process) -> int:
     """How many bytes pictures may take where they lie: on a GPU at most a quarter of what is free."""
-    return min(MOST_BYTES, torch.cuda.mem_get_info(place.device)[0] // 4) if place.device.type == "cuda" else MOST_BYTES
+    return min(MOST_BYTES, torch.cuda.mem_get_info(here.device)[0] // 4) if here.device.type == "cuda" else MOST_BYTES
 
 
 def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:
@@ -177,9 +177,9 @@ def _fractals(wanted: Preparation, classes: object, settings: Settings) -> Train
         raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
     samples = settings.images_per_epoch or IMAGES_A_CLASS * classes
 
-    def open_(place: Place) -> Batches:
+    def open_(here: Process) -> Batches:
         size = (wanted.height, wanted.width)
-        images = Fractals("train", classes, size, mean=wanted.mean, std=wanted.std, device=place.device, seed=settings.seed)
-        return GeneratedBatches(images, samples, settings, place)
+        images = Fractals("train", classes, size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
+        return GeneratedBatches(images, samples, settings, here)
 
     return TrainingData("fractals", classes, samples, open_)

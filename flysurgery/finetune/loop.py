@@ -15,9 +15,9 @@ from torch import nn
 
 from flysurgery.errors import DataError, TrainingError
 from flysurgery.fidelity import Fidelity, moments, rate_for
+from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.budget import LOOKS, affordable, looks_for
-from flysurgery.finetune.copied import Copied
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.log import Log, LogRow
 from flysurgery.finetune.measure import Judge, Look, sharded
@@ -133,7 +133,7 @@ class Loop:
             each, budget = self._agreed(perf_counter() - clock), 60 * self._settings.minutes
             self._look_count = looks_for(budget, each)
             left = budget - (clock - self._started) - (self._look_count + 1) * each
-            self._updates = max(1, int(self._agreed(affordable(stepper, self._batches, left))))
+            self._updates = affordable(stepper, self._batches, left, self._agreed)
         self._best = self._copied(stepper)
         self._log.add(self._before.row(LogRow(0, 0.0)))
 

@@ -1,4 +1,4 @@
-"""A training run from its first update, or the one it was taken up at, to its last."""
+"""A training run, from its first update or from the update at which it is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from flysurgery.errors import OptionError, TrainingError
 from flysurgery.evaluation import Fractals, ImageData
-from flysurgery.finetune.batches import Place
+from flysurgery.finetune.batches import Process, check_augmentation
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.log import Log
@@ -20,6 +20,7 @@ from flysurgery.finetune.measure import Judge, sharded
 from flysurgery.finetune.outcome import Outcome
 from flysurgery.finetune.settings import Settings
 from flysurgery.finetune.state import Identity, States
+from flysurgery.finetune.step import check_optimizer
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import plan_of
 
@@ -38,14 +39,14 @@ def train(
 ) -> Outcome:
     """Train ``model`` in place, on the devices and processes that accelerate was set up with.
 
-    Works on converted and dense models alike. With ``folder`` the run keeps a log there and its state after each epoch, or every
-    ``save_every`` updates, and with ``resume`` it goes on from the last state: each random number follows from the seed, the update
-    and the process, so the losses are those of a run that was never stopped. ``force`` throws away the state of another run.
+    Works for converted and dense models. With ``folder`` the run keeps a log there, and its state after each epoch or every
+    ``save_every`` updates. With ``resume`` it continues from the last state. Each random number follows from the seed, the update
+    and the process, so the losses are those of a run that was never stopped. ``force`` deletes the state of another run.
 
-    The accuracy on ``held_out``, where it has classes, is measured before the first update and after each epoch; with a teacher also how
-    close the outputs are to its own. Without labels, or with a budget of minutes, this is done at ten moments, fewer if they would take
-    more than a fifth of the budget; and without labels the state that was closest to the teacher is what the model has in the end, the
-    start among them.
+    If ``held_out`` has classes, the accuracy on it is measured before the first update and after each epoch. With a teacher, the
+    closeness to its outputs is measured too. Without labels, or with a budget of minutes, this happens ten times, or less often if it
+    would take more than a fifth of the budget. Without labels the model ends in the state that was closest to the teacher, which may be
+    the start.
 
     Raises:
         TrainingError: accelerate is missing, the teacher does not match, the folder holds another run's state or none, or the loss
@@ -59,11 +60,13 @@ def train(
         )
     accelerator = accelerator_for(settings, folder, quick=not data.labelled)
     settings = settings.completed(teacher=teacher is not None, labelled=data.labelled, sharded=sharded(accelerator))
-    place = Place(accelerator.device, accelerator.process_index, accelerator.num_processes)
+    check_optimizer(settings)
+    check_augmentation(settings)
+    here = Process(accelerator.device, accelerator.process_index, accelerator.num_processes)
     if settings.densify_after is not None and (plan_of(model) is None or sharded(accelerator)):
         why = "with weights shared out among processes" if sharded(accelerator) else "a dense model"
         raise OptionError(f"there is nothing to densify in {why}" if plan_of(model) is None else f"densify_after cannot be used {why}")
-    states = None if folder is None else States(folder, Identity.of(model, data.name, settings, place.processes))
+    states = None if folder is None else States(folder, Identity.of(model, data.name, settings, here.processes))
     begun, notes = (0, {}) if states is None or not resume else states.check_same()
     if states is not None and not resume:
         if force and accelerator.is_main_process:
@@ -73,7 +76,7 @@ def train(
     judge = None if teacher is None else Teacher(teacher.to(accelerator.device), model, settings)
     log: Log | None = None
     try:
-        batches = data.open(place)
+        batches = data.open(here)
         looks = Judge(_moved(held_out, accelerator.device), judge, accelerator, batches.size)
         if folder is not None and accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)

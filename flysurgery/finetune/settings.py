@@ -1,4 +1,4 @@
-"""What a training run is made of, apart from its model and its data."""
+"""The settings of a training run, apart from its model and its data."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any, Literal
 from flysurgery.errors import OptionError
 
 FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})
-"""Settings that may change when a run is taken up again; with the others it would be another run."""
+"""Settings that may change when a run is resumed; with other changes it would be another run."""
 
 SHARES = ("warm_up", "smoothing", "flip", "erase")
 
 MUON = "muon"
 BATCH, EPOCHS, MINUTES = 64, 10, 10.0
-"""What is taken where nothing is given; minutes where there are no labels."""
+"""The defaults; minutes where there are no labels."""
 
 OF_TIMM: dict[str, Any] = {"learning_rate": 3e-4, "factor_rate": "fan-in", "weight_decay": 0.05, "warm_up": 0.1, "clip": 1.0}
 OF_MUON: dict[str, Any] = {"warm_up": 0.05, "clip": 0.0}
-"""What is taken with an optimizer; the rate of Muon follows from the error that a run starts with."""
+"""The defaults for an optimizer; the rate of Muon follows from the error at the start of the run."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of one run; the command line has an option for each. What is None is chosen when the run begins, see ``completed``.
+    """The choices of one run; the command line has an option for each. Values that are None are chosen at the start, see ``completed``.
 
     ``minutes`` is a budget in place of ``epochs``. ``batch_size`` counts the images of one forward of one process (None: 64, or as many as
     there are); an update takes ``accumulation`` of these from each process. ``optimizer`` is "muon" or one of timm's. ``warm_up`` is a
     share of all updates. ``factor_rate`` "fan-in" multiplies the learning rate of a factor of pattern (a, b, c, d) by in_features / c, the
     ratio of the fan-ins of the dense layer and the factor; "same" does not; it and ``weight_decay`` go with timm's optimizers. ``crop`` is
-    the least share of an image's area that a random crop keeps (None: what suits the data), ``augment`` one of timm's policies by name,
+    the least share of an image's area that a random crop keeps (None: a default for the data), ``augment`` one of timm's policies by name,
     such as "rand-m9-mstd0.5-inc1". ``output_weight`` is the teacher's share in the loss of the scores, and without a head the weight of
     the features' error; ``blocks_weight`` that of the blocks' errors (None: 1 where the teacher has the same blocks, else 0).
-    ``densify_after`` epochs the factors are multiplied out, and training goes on dense. ``images_per_epoch`` goes with
-    generated images. ``precision`` None leaves the choice to accelerate's configuration, and where there is none takes bfloat16 on CUDA
+    After ``densify_after`` epochs the factors are multiplied out, and training continues dense. ``images_per_epoch`` goes with
+    generated images. ``precision`` None takes accelerate's configuration; without one it is bfloat16 on CUDA
     for images without labels.
 
     Raises:

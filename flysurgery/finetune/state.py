@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from flysurgery.errors import TrainingError
-from flysurgery.finetune.copied import Copied
+from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.measure import sharded
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import plan_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flysurgery.errors import OptionError
 from flysurgery.fidelity import Muon
 from flysurgery.fidelity import parameter_groups as groups_of_muon
-from flysurgery.finetune.copied import Copied
+from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.groups import parameter_groups
 from flysurgery.finetune.losses import Losses, class_loss, features_loss, logits_loss
@@ -167,6 +167,15 @@ class Stepper:
         share = teacher.output_weight
         of_classes_share = (1 - share) * of_classes if self._labelled else zero
         return Losses(of_classes_share + share * of_output, of_classes, of_output)
+
+
+def check_optimizer(settings: Settings) -> None:
+    """See that the optimizer is known and takes its options, before anything is written.
+
+    Raises:
+        OptionError: it does not.
+    """
+    _optimizer(nn.Linear(2, 2), settings, on_cuda=False)
 
 
 def _optimizer(model: nn.Module, settings: Settings, *, on_cuda: bool) -> torch.optim.Optimizer:

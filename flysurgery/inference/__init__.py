@@ -1,4 +1,4 @@
-"""Models made faster for inference: architectures chosen by measured times, fused modules, whole forwards as CUDA graphs."""
+"""Makes models faster for inference: architectures chosen by measured times, fused modules, whole forwards as CUDA graphs."""
 
 from flysurgery.inference.capture import Captured as Captured
 from flysurgery.inference.capture import capture as capture

@@ -1,4 +1,4 @@
-"""Attention inside of a module that calls PyTorch's for it, done by a fused step."""
+"""Replaces PyTorch's attention inside of a module by a fused step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.fx import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from flysurgery.inference.block import modules_around
-from flysurgery.inference.steps import Attention
+from flysurgery.inference.fused_modules import AttentionStep
+from flysurgery.inference.match_block import modules_around
 from flysurgery.walker import Survey, name_of, shape_of
 
 
 def attention_of(seen: Survey, fqn: str) -> Node | None:
-    """The one call of scaled_dot_product_attention inside of a module, without mask and dropout; None where there is no such."""
+    """The only call of scaled_dot_product_attention inside of a module, without mask and dropout; None where there is no such call."""
     inside = [node for node in seen.trace.graph.nodes if fqn in modules_around(seen, node)]
     calls = [node for node in inside if name_of(node) == functional.scaled_dot_product_attention.__name__]
     if len(calls) != 1 or _operands(*calls[0].args, **calls[0].kwargs) is None:
@@ -24,9 +24,9 @@ def attention_of(seen: Survey, fqn: str) -> Node | None:
 
 
 class Attending(TorchFunctionMode):
-    """While it is entered, ``step`` does the attention of calls without mask and dropout, and with the scale that it was made for."""
+    """A block in which ``step`` computes the attention of calls without mask and dropout and with the scale that it was made for."""
 
-    def __init__(self, step: Attention) -> None:
+    def __init__(self, step: AttentionStep) -> None:
         super().__init__()
         self.step = step
 
@@ -50,5 +50,5 @@ def _operands(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What a call of scaled_dot_product_attention attends with; None where it does more than the kernel."""
+    """The operands of a call of scaled_dot_product_attention; None where the call does more than the kernel."""
     return None if attn_mask is not None or dropout_p or is_causal or enable_gqa else (query, key, value)

@@ -1,4 +1,4 @@
-"""A group with its fused module, and whether that is to be used."""
+"""A group with its fused module, and the decision whether to use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.inference import clock
-from flysurgery.inference.steps import Step
+from flysurgery.inference.fused_modules import Step
 from flysurgery.surgery import Reason
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -16,7 +16,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Candidate:
-    """One group: its kind, the name of its last linear, its fused module, and the shapes of the inputs that this takes.
+    """One group: its kind, the name of its last linear, its fused module, and the shapes of its inputs.
 
     ``reason`` says why the group is left as it is; None where it is fused. ``launches`` names what its launches compute.
     """
@@ -32,12 +32,12 @@ class Candidate:
 
 
 def decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
-    """Ask the kernel, and on a real device the clock, whether the candidate is fused.
+    """Decide whether the candidate is fused: whether a kernel takes it and, on a real device, whether it is faster.
 
-    ``measured`` keeps the milliseconds of groups that are alike.
+    ``measured`` keeps the milliseconds of equal groups.
     """
     with torch.no_grad():
-        # Without data: the answer follows from shapes, dtypes and the device.
+        # No data is needed: the answer follows from shapes, dtypes and the device.
         inputs = [torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes]
         way = candidate.step.way(*inputs)
         candidate.launches = () if isinstance(way, str) else way.launches()

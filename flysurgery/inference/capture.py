@@ -1,4 +1,4 @@
-"""A whole forward as one CUDA graph, for small batches, whose time is mostly that of launching."""
+"""A whole forward as one CUDA graph, for small batches, where launching takes most of the time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Captured:
     """One forward of a model for one input shape, replayed from a CUDA graph.
 
     A call copies its input into the graph's own, replays, and gives fresh copies of the results (with ``fresh=False`` the graph's own
-    results, which the next call overwrites). Weights are read where they lie, or as packed for kernels: changed in place they count in
-    the next call, which captures anew where any were packed. The model must not be moved, retyped or restored meanwhile. Not for several
-    threads at once.
+    results, which the next call overwrites). The graph reads weights where they lie, or as packed for kernels. Weights that are changed
+    in place take effect in the next call, which captures the graph again if they were packed. Do not move, retype or restore the model
+    while the graph is in use, and do not call it from several threads at once.
     """
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
@@ -51,7 +51,7 @@ class Captured:
         """The model's result for ``x``, of the captured shape, dtype and device.
 
         Raises:
-            InferenceError: it is of another; the message gives both. Or weights have changed, and the model cannot be captured any more.
+            InferenceError: ``x`` differs in one of these; the message gives both. Or weights have changed, and a new capture fails.
         """
         mine = self._input
         if (x.shape, x.dtype, x.device) != (mine.shape, mine.dtype, mine.device):

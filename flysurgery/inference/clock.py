@@ -1,4 +1,4 @@
-"""Which of several ways is fastest here: a short measurement for a choice, no benchmark."""
+"""Finds the fastest of several ways by a short measurement. It serves a choice and is no benchmark."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Way = Callable[..., Any]
 
 CUDA_ROUNDS, OTHER_ROUNDS = 9, 3
 CACHE_MULTIPLE = 2
-"""On CUDA, the inputs that one sample goes through are together this many times larger than the L2 cache."""
+"""On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
 
 
 def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int | None = None) -> tuple[float, ...]:
-    """Milliseconds of one call of each, all in every round and each time in a new order.
+    """Milliseconds of one call of each way. Every round times all of them, in a new order.
 
-    On CUDA captured as graphs and with cold caches, launched from Python where one of them waits for the device; elsewhere by the wall
-    clock.
+    On CUDA the calls are captured as graphs and run with cold caches; if one of them waits for the device, they are launched from Python.
+    Elsewhere the wall clock is used.
 
     Args:
         most_copies: bounds the inputs of one sample, for ways whose weights fill the cache by themselves.
@@ -74,7 +74,7 @@ def _cuda_samplers(ways: Sequence[Way], inputs: Sequence[Tensor], most_copies: i
 
 
 def _waits(way: Way, inputs: Sequence[Tensor]) -> bool:
-    """Whether a call waits for the device, which no graph holds; to be known before a capture, as one that fails leaves damage behind."""
+    """Whether a call waits for the device, so that no graph can hold it. Checked before a capture, because a failed one does damage."""
     with no_waiting():
         try:
             way(*inputs)
@@ -88,7 +88,7 @@ def no_waiting() -> Iterator[None]:
     """Let operations that wait for the device raise."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
+        warnings.simplefilter("ignore")  # PyTorch warns that this is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -105,7 +105,7 @@ def _eager(way: Way, copies: Sequence[tuple[Tensor, ...]]) -> Callable[[], None]
 
 
 def _captured(way: Way, copies: Sequence[tuple[Tensor, ...]], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
-    """A graph of one call for each of the copies; graphs of one pool use the same memory, and what they leave there is not to be read."""
+    """A graph of one call for each of the copies. Graphs of one pool share memory, so their results must not be read."""
     graph = torch.cuda.CUDAGraph()
     with taking(), torch.cuda.graph(graph, stream=stream, pool=pool):
         results = [way(*each) for each in copies]

@@ -1,9 +1,9 @@
 """Find patches to which a method adds their position and puts tokens before them, by tracing patch embedding and method together.
 
-timm's models hold position and tokens as parameters of the module that calls the patch embedding, and use them in a method of its own,
-``_pos_embed``. No module consists of all this, so the proof has two parts: a trace of the method behind the patch embedding tells what
-they compute together, and the whole forward must run the very same operators where the method calls the patch embedding by itself, and
-the forward gives it the images: nothing in between then reads the patches, or their sizes.
+timm's models hold position and tokens as parameters of the module that calls the patch embedding, and use them in its method
+``_pos_embed``. No module consists of exactly this part, so the proof has two steps. A trace of the method behind the patch embedding
+shows what they compute together. Then the whole forward must run the same operators when the method calls the patch embedding itself
+and the forward gives it the images. So nothing in between reads the patches or their sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import WalkError
-from flysurgery.inference.chain import is_idle, origin, sole_user
-from flysurgery.inference.forms import Seen, once_with_one_tensor, watch
-from flysurgery.inference.found import Embedding, Held
+from flysurgery.inference.call_forms import Seen, once_with_one_tensor, watch
+from flysurgery.inference.graph_steps import is_idle, origin, sole_user
+from flysurgery.inference.groups import Embedding, Held
 from flysurgery.inference.methods import StandInMethod, Together
-from flysurgery.inference.standing import Condition
+from flysurgery.inference.standin import Condition
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of, survey
 
@@ -63,7 +63,7 @@ def embedding_of(seen: Survey, calls: Mapping[str, Seen], fqn: str) -> Embedding
 
 
 def inline_embedding(seen: Survey, convolution: Node) -> tuple[str, Reason] | None:
-    """The parameter that a forward itself adds to patches, or puts before them, and that this is left; None where it does not."""
+    """The parameter that a forward itself adds to patches or puts before them, and why it is not fused; None where there is none."""
     node = convolution
     while (user := sole_user(node)) is not None and name_of(user) in _MOVES:
         node = user
@@ -76,7 +76,7 @@ def inline_embedding(seen: Survey, convolution: Node) -> tuple[str, Reason] | No
 
 
 def below(fqn: str, name: str) -> str:
-    """The full name of what has a name in the module ``fqn``."""
+    """The full name of an object with this name in the module ``fqn``."""
     return f"{fqn}.{name}" if fqn else name
 
 
@@ -163,7 +163,7 @@ def _shape(node: object) -> tuple[int, ...]:
 
 
 class _Noted(nn.Module):
-    """A model whose operators are noted in one forward."""
+    """Records the operators of one forward of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Noted(nn.Module):
         class Noting(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 leaves = pytree.tree_leaves((args, kwargs or {}))
-                if func.namespace != "profiler":  # computes nothing, and hands on what cannot be compared
+                if func.namespace != "profiler":  # computes nothing, and passes on values that cannot be compared
                     notes.append((str(func), *(tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves)))
                 return func(*args, **(kwargs or {}))
 
@@ -190,7 +190,7 @@ def _same_operators(seen: Survey, module: nn.Module, caller: str, together: Toge
     vars(module)[caller] = StandInMethod(module, caller, together.replaced(together, {}), Condition(()))
     try:
         run_fake(runs[1], seen.example)
-    except Exception:  # what the forward does with images in place of patches, it may well not be able to
+    except Exception:  # the forward may fail when it gets images instead of patches
         return False
     finally:
         del vars(module)[caller]

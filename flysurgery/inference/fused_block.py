@@ -1,4 +1,4 @@
-"""Transformer blocks, and halves and rows of them, out of fused modules and their own attention."""
+"""Transformer blocks, and halves and rows of them, made of fused modules and the blocks' own attention."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from flysurgery import ops
 from flysurgery.inference.attending import Attending
-from flysurgery.inference.kernels import watched
-from flysurgery.inference.standing import Condition, StandIn
-from flysurgery.inference.steps import FeedForward, LinearResidual
+from flysurgery.inference.fused_modules import FeedForwardStep, LinearResidualStep
+from flysurgery.inference.operands import watched
+from flysurgery.inference.standin import Condition, StandIn
 
 
 @dataclass(frozen=True)
 class Given:
-    """An argument of the attention that is one of the block's: by its position behind the first, or by its name."""
+    """An argument that the block passes on to its attention, by its position behind the first or by its name."""
 
     key: int | str
 
@@ -30,7 +30,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Handed:
-    """What an attention is called with behind its first argument: values, and ``Given`` ones."""
+    """The arguments of an attention behind the first: values, and ``Given`` ones."""
 
     positional: tuple[Any, ...] = ()
     named: tuple[tuple[str, Any], ...] = ()
@@ -71,14 +71,14 @@ class FusedPart:
 
 
 class FusedAttended(FusedPart):
-    """``x + scale*attention(norm(x))``, of which ``step`` is all behind attention.
+    """``x + scale*attention(norm(x))``; ``step`` computes everything behind attention.
 
-    ``attention`` is a view of the block's own attention module that leaves out the output projection, and does the norm before it
-    itself where ``norm`` is None; ``attending`` does what it asks of PyTorch's attention.
+    ``attention`` is a view of the block's own attention module without the output projection. Where ``norm`` is None, it includes the
+    norm. ``attending`` replaces its call of PyTorch's attention.
     """
 
     def __init__(
-        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidual, handed: Handed
+        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidualStep, handed: Handed
     ) -> None:
         super().__init__(step)
         self.out = step
@@ -95,9 +95,9 @@ class FusedAttended(FusedPart):
 
 
 class FusedPair(FusedPart):
-    """A part with attention, and the feed-forward part behind it, whose norm reads the moments of rows that the other's kernel leaves."""
+    """A part with attention and the feed-forward part behind it, whose norm reads the moments that the first part's kernel writes."""
 
-    def __init__(self, first: FusedAttended, step: FeedForward) -> None:
+    def __init__(self, first: FusedAttended, step: FeedForwardStep) -> None:
         super().__init__(step)
         self.first, self.out, self.then = first, first.out, step
 
@@ -109,11 +109,11 @@ class FusedPair(FusedPart):
 
 
 def paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
-    """The same parts, those that follow each other as a ``FusedPair`` has it in one: only a dense layer leaves moments."""
+    """The same parts, with attention and feed-forward joined to a ``FusedPair`` where possible: only a dense layer gives moments."""
     found: list[FusedPart] = []
     for part in parts:
         before = found[-1] if found else None
-        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForward):
+        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForwardStep):
             found[-1] = FusedPair(before, part.step)
         else:
             found.append(part)
@@ -123,8 +123,8 @@ def paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
 class FusedBlock(StandIn):
     """Residual sums of attention and feed-forward groups, one after the other, by fused modules.
 
-    Calls of another form than the one that was proven, in training mode, or with hooks inside go to the original block. A compiler
-    calls what does nothing but launch kernels as one operator, which takes Python less time than an operator for each launch.
+    The original block serves calls of another form than the proven one, in training mode, or with hooks inside. A compiler calls a block
+    that only launches kernels as one operator, which takes Python less time than one operator for each launch.
     """
 
     def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
@@ -132,7 +132,7 @@ class FusedBlock(StandIn):
         self.form = form
         self._parts = tuple(paired(parts))  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
-        self._sums = all(isinstance(part.step, FeedForward | LinearResidual) for part in self._parts)
+        self._sums = all(isinstance(part.step, FeedForwardStep | LinearResidualStep) for part in self._parts)
         self.seal = ops.Seal(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

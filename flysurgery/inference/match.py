@@ -1,4 +1,4 @@
-"""Find the groups of a traced graph that kernels do together: by what flows where, never by names."""
+"""Find the groups of a traced graph that kernels compute together, by dataflow and not by names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from flysurgery.inference.chain import between, half_of, origin, sole_user, summands, users
-from flysurgery.inference.found import AttentionOut, FeedForward, Norm, Projection, Scale, Tail
+from flysurgery.inference.graph_steps import between, half_of, origin, sole_user, summands, users
+from flysurgery.inference.groups import AttentionOut, FeedForwardGroup, NormModule, ProjectionGroup, Scale, Tail
 from flysurgery.surgery import Reason
 from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
 
@@ -16,7 +16,7 @@ _ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
 
 @dataclass(frozen=True)
 class _Hidden:
-    """How hidden units come from linears: as ``FeedForward`` has it, and the nodes in between."""
+    """How linears give the hidden units, as in ``FeedForwardGroup``, and the nodes in between."""
 
     first: tuple[Call, ...]
     gate: int | None
@@ -36,7 +36,7 @@ class Matcher:
         """The linears of a role, in the order of execution."""
         return [call for call in self.seen.calls if self.roles[call.node] == role]
 
-    def projection(self, call: Call) -> Projection | Reason:
+    def projection(self, call: Call) -> ProjectionGroup | Reason:
         """[LN -> q, k, v], from the projection's linear."""
         norm = self.norm(origin(call.source))
         if isinstance(norm, Reason):
@@ -49,10 +49,10 @@ class Matcher:
         if not _is_plain(call):
             return Reason("weight-read", "the weight is not used by a linear module that its parent calls")
         source = node.args[0]
-        assert isinstance(source, Node)  # self.norm has seen to it
-        return Projection(norm, node, call.fqn, origin(source), call.node, frozenset({node, call.node} | between(node, call.node)))
+        assert isinstance(source, Node)  # self.norm has checked it
+        return ProjectionGroup(norm, node, call.fqn, origin(source), call.node, frozenset({node, call.node} | between(node, call.node)))
 
-    def feed_forward(self, call: Call) -> FeedForward | Reason:
+    def feed_forward(self, call: Call) -> FeedForwardGroup | Reason:
         """[LN -> FFN -> layer scale -> residual], from the last linear."""
         hidden, inner = origin(call.source), None
         nodes = [call.node]
@@ -78,7 +78,7 @@ class Matcher:
         covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
         first = tuple(each.fqn for each in gated.first)
         source, tail = _operand(norm_node), self.tail(call.node)
-        return FeedForward(
+        return FeedForwardGroup(
             norm, norm_node, first, gated.gate, gated.activation, inner, call.fqn, source, call.node, frozenset(covered), tail
         )
 
@@ -88,7 +88,7 @@ class Matcher:
             return Reason("weight-read", "the weight is not used by a linear module that its parent calls")
         return AttentionOut(call.fqn, call.node, self.tail(call.node))
 
-    def norm(self, node: Node) -> Norm | Reason:
+    def norm(self, node: Node) -> NormModule | Reason:
         """The layer norm that a node is: over the last dimension, in a module that holds its weight and bias under these names."""
         if name_of(node) != "layer_norm" or not isinstance(node.args[0], Node):
             return Reason("no-norm", f"it does not read a layer norm's result, but that of {name_of(node) or 'the input'}")
@@ -98,10 +98,10 @@ class Matcher:
         expected = [f"{fqn}.{leaf}" if each is not None else None for leaf, each in (("weight", weight), ("bias", bias))]
         if not fqn or names != expected or not isinstance(sizes, (list, tuple)) or len(sizes) != 1:
             return Reason("norm-form", "its layer norm is not a module's over the last dimension, with weight and bias of its own")
-        return Norm(fqn, float(eps))  # pyright: ignore[reportArgumentType]  aten gives a number here
+        return NormModule(fqn, float(eps))  # pyright: ignore[reportArgumentType]  aten gives a number here
 
     def tail(self, node: Node) -> Tail:
-        """The layer scale and the sum that alone use a linear's result."""
+        """The layer scale and the sum that are the only users of a linear's result."""
         nodes, scale, last = set[Node](), None, node
         user = sole_user(last)
         if user is not None and (found := self._scale(last, user)) is not None:
@@ -130,7 +130,7 @@ class Matcher:
         return Scale(fqn, leaf)
 
     def _activated(self, node: Node) -> _Hidden | Reason:
-        """What the hidden units are that one linear and an activation make."""
+        """The hidden units made by one linear and an activation."""
         kind = _activation(node)
         if kind is None:
             return Reason("activation", f"its activation ends in the operator {name_of(node)}; kernels know gelu and silu")
@@ -140,7 +140,7 @@ class Matcher:
         return _Hidden((first,), None, kind, (node,))
 
     def _gated(self, node: Node) -> _Hidden | Reason:
-        """What the hidden units are that an activated gate and a value make, of two linears or of the halves of one."""
+        """The hidden units made by an activated gate and a value, of two linears or of the halves of one."""
         other = Reason(
             "gated", "its hidden units are a product, but not of gate and value from two linears of one input or the halves of one"
         )
@@ -165,7 +165,7 @@ class Matcher:
 
 
 def _operand(node: Node) -> Node:
-    """What a node of one operand reads."""
+    """The operand of a node that has one."""
     operand = node.args[0]
     assert isinstance(operand, Node)  # operators of one tensor have it as their first argument
     return origin(operand)

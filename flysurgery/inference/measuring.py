@@ -1,4 +1,4 @@
-"""The times of groups of layers with each choice that they have, on the device and in the dtype of the model."""
+"""The times of groups of layers with each of their choices, on the device and in the dtype of the model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from flysurgery.inference.candidate import Candidate, Shapes, random_inputs
-from flysurgery.inference.look import Findings, look
-from flysurgery.inference.places import Builder
+from flysurgery.inference.find_groups import Findings, find_groups
+from flysurgery.inference.replacement import Builder
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import LayerPlan, Plan, Reason, TimedChoice, TimedGroup, install, named_candidates
@@ -26,7 +26,7 @@ from flysurgery.walker import shadow, shape_of
 DENSE = "dense"
 
 LEAST_NOISE = 0.02
-"""Two times of one thing differ by as much, where dense timed twice in the same run does not differ by more."""
+"""The least noise that is assumed for a time; it is larger where dense, timed twice in the same run, differs by more."""
 
 Progress = Callable[[int, int, str], None]
 """Called after each measurement with the number done, the number of all, and a layer's name."""
@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to run a group with the choice of a name; ``likeness`` tells apart ways that take different times."""
+    """One way to run a group with a named choice; ``likeness`` differs for ways that take different times."""
 
     name: str
     fused: bool
@@ -43,7 +43,7 @@ class _Way:
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _TimingProblem:
     """All ways to compute one thing from inputs of the same shapes."""
 
     shapes: Shapes
@@ -67,15 +67,15 @@ class _Timed:
 def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool, progress: Progress | None = None) -> list[TimedGroup]:
     """The times of the layers that ``plan`` replaces, dense and with each of ``named_candidates``, for inputs like ``example``.
 
-    With ``fused`` the layers of a group that ``optimize`` fuses ([LN -> q, k, v], [LN -> FFN -> residual], ...) are timed and get
-    their choice together, with the norm and all, by their kernel where there is one; other layers each by itself. Each problem that is
-    like another in shapes and choices is timed once, dense and all its choices in turns. The model, dense, is only read.
+    With ``fused``, the layers of a group that ``optimize`` fuses ([LN -> q, k, v], [LN -> FFN -> residual], ...) are timed together,
+    with their norm and residual, by their kernel where there is one, and get one choice. Other layers are timed one by one. Problems with
+    equal shapes and choices are timed once, dense and all choices in turns. The dense model is only read.
 
     Raises:
         InferenceError: a dense layer cannot be run on this device or in this dtype.
         WalkError: the model cannot be traced.
     """
-    found = look(model, example)
+    found = find_groups(model, example)
     options = {layer.fqn: _options(layer) for layer in plan.replaced}
     names = dict.fromkeys(name for each in options.values() for name in each)
     variants = {DENSE: model} | {name: random_variant(_with_choice(plan, options, name), model) for name in names}
@@ -94,7 +94,7 @@ def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool
 
 
 def random_variant(plan: Plan, model: nn.Module) -> nn.Module:
-    """A stand-in of ``model``, converted by ``plan`` with random weights; it shares all others with the model, which stays as it is."""
+    """A stand-in of ``model``, converted by ``plan`` with random weights. It shares all other weights with the unchanged model."""
     double = shadow(model)
     if not plan.replaced:
         return double
@@ -109,7 +109,7 @@ def random_variant(plan: Plan, model: nn.Module) -> nn.Module:
 
 
 def _options(layer: LayerPlan) -> dict[str, Architecture]:
-    """What the parts of a layer may get, by name; nothing where they differ in size."""
+    """The choices of the parts of a layer, by name; none where the parts differ in size."""
     sizes = {part.stop - part.start for part in layer.parts}
     return named_candidates(sizes.pop(), layer.in_features) if len(sizes) == 1 else {}
 
@@ -124,22 +124,22 @@ def _with_choice(plan: Plan, options: Mapping[str, Mapping[str, Architecture]], 
     return replace(plan, layers=tuple(layers)).keeping({fqn: reason for fqn, each in options.items() if name not in each})
 
 
-def _fused_groups(plan: Plan, found: Findings, variants: Mapping[str, nn.Module]) -> dict[tuple[str, ...], list[_Problem]]:
+def _fused_groups(plan: Plan, found: Findings, variants: Mapping[str, nn.Module]) -> dict[tuple[str, ...], list[_TimingProblem]]:
     """The groups that have planned layers, by the names of these, as one problem each."""
     planned = {layer.fqn for layer in plan.replaced}
     candidates = {name: _candidates(variant, found) for name, variant in variants.items()}
-    groups: dict[tuple[str, ...], list[_Problem]] = {}
+    groups: dict[tuple[str, ...], list[_TimingProblem]] = {}
     for fqn, dense in candidates[DENSE].items():
         linears = (*found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
         members = tuple(linear for linear in linears if linear in planned)
         if members:
             ways = [way for name, each in candidates.items() if fqn in each for way in _ways(name, each[fqn])]
-            groups[members] = [_Problem(dense.shapes, tuple(ways))]
+            groups[members] = [_TimingProblem(dense.shapes, tuple(ways))]
     return groups
 
 
 def _candidates(model: nn.Module, found: Findings) -> dict[str, Candidate]:
-    return {each.fqn: each for place in Builder(model, found).build().places for each in place.candidates}
+    return {each.fqn: each for replacement in Builder(model, found).build().replacements for each in replacement.candidates}
 
 
 def _ways(name: str, candidate: Candidate) -> list[_Way]:
@@ -154,11 +154,11 @@ def _ways(name: str, candidate: Candidate) -> list[_Way]:
 
 def _alone(
     fqn: str, found: Findings, variants: Mapping[str, nn.Module], options: Mapping[str, Mapping[str, Architecture]]
-) -> list[_Problem]:
+) -> list[_TimingProblem]:
     """The layer by itself, one problem for each of its calls in a forward."""
     modules = {name: variant.get_submodule(fqn) for name, variant in variants.items() if name == DENSE or name in options[fqn]}
     ways = tuple(_Way(name, False, module, _shapes(module)) for name, module in modules.items())
-    return [_Problem((shape_of(call.source) or (),), ways) for call in found.seen.calls if call.fqn == fqn]
+    return [_TimingProblem((shape_of(call.source) or (),), ways) for call in found.seen.calls if call.fqn == fqn]
 
 
 def _shapes(module: nn.Module) -> object:
@@ -166,7 +166,7 @@ def _shapes(module: nn.Module) -> object:
 
 
 @torch.no_grad()
-def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
+def _time(problem: _TimingProblem, fqn: str, example: Tensor) -> _Timed:
     inputs = random_inputs(problem.shapes, example.dtype, example.device)
     failed: dict[str, str] = {}
     ways: list[_Way] = []
@@ -185,11 +185,11 @@ def _time(problem: _Problem, fqn: str, example: Tensor) -> _Timed:
 
 
 def _failures(ways: Sequence[_Way], inputs: Sequence[Tensor]) -> list[str | None]:
-    """Why the first call of each way fails; None where it does not. On CUDA side by side, as first calls compile kernels."""
+    """Why the first call of each way fails; None where it does not. On CUDA the first calls run in parallel, as they compile kernels."""
     if not inputs[0].is_cuda:
         return [_failure(way, inputs) for way in ways]
     with ThreadPoolExecutor(os.cpu_count()) as pool, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # about kernels that are slow, as their times will show
+        warnings.simplefilter("ignore", RuntimeWarning)  # about slow kernels, whose times will show it
         return list(pool.map(lambda way: _failure(way, inputs), ways))
 
 
@@ -200,7 +200,7 @@ def _failure(way: _Way, inputs: Sequence[Tensor]) -> str | None:
             way.run(*inputs)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    except Exception as error:  # one choice's failure, of whatever library, takes that choice away and not the others
+    except Exception as error:  # a failure of any library excludes this choice only
         return first_line(error)
     return None
 

@@ -1,4 +1,4 @@
-"""A method of a module, behind one of its children: the two as one, and a step in their place."""
+"""A method of a module and the child before it, as one module; and a step that replaces both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flysurgery.inference.standing import Condition, Passed, view
+from flysurgery.inference.standin import Condition, Passed, view
 
 
 class Together(nn.Module):
@@ -21,13 +21,13 @@ class Together(nn.Module):
         return getattr(self.module, self.method)(self.module.get_submodule(self.before)(x))
 
     def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
-        """A view of the module, with ``others`` below it, whose ``before`` passes its input on to ``step`` in the place of ``method``."""
+        """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
         passed = Passed(self.module.get_submodule(self.before), Condition(()))
         return view(self.module, {**others, self.before: passed}, {("", self.method): step})
 
 
 class StandInMethod:
-    """Set on ``module`` in the place of a method, which it calls: on ``inner``, a view, as long as the condition holds."""
+    """Replaces a method of ``module``. It calls the method on the view ``inner`` as long as the condition holds."""
 
     def __init__(self, module: nn.Module, method: str, inner: nn.Module, condition: Condition) -> None:
         self.module, self.method, self.inner, self.condition = module, method, inner, condition

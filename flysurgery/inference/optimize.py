@@ -1,4 +1,4 @@
-"""Put fused modules into a model, where they are proven right, have a kernel and are faster."""
+"""Put fused modules into a model where they are proven right, have a kernel, and are faster."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
 from flysurgery.inference.candidate import Candidate, decide
-from flysurgery.inference.look import look
-from flysurgery.inference.place import Place
-from flysurgery.inference.places import Builder
+from flysurgery.inference.find_groups import find_groups
+from flysurgery.inference.replacement import Builder, Replacement
 from flysurgery.inference.report import OptimizeReport, OptimizeRow
 from flysurgery.inference.restoring import put
 from flysurgery.inference.whole import not_slower
@@ -20,34 +19,37 @@ from flysurgery.surgery import Reason, is_optimized
 from flysurgery.walker import example_input
 
 MEASURED_IMAGES = 64
-"""Images of the measurement on CUDA where no example says how many."""
+"""The number of images in the measurement on CUDA, if no example is given."""
 
 
 def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> OptimizeReport:
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
-    Groups are found in a trace of the forward pass, by what flows where: [LN -> q, k, v], attention itself, [its output projection -> layer
-    scale -> residual], [LN -> FFN -> layer scale -> residual], the patch embedding, and norms by themselves, such as a model's last
-    one. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and have a norm before its last layer. Residual
-    sums are fused where the module that makes them makes nothing else: a block, one half of it, or many in a row; ``model`` itself may
-    be one, and gets a fused forward then. Position and the tokens before patches, which timm's models add in a method of their own, are
-    fused with the patch embedding by a method that is set on the model, and calls both. Each group is fused where a kernel takes it and
-    was faster than the model's own modules in a short measurement, at the example's number of samples and on CUDA in graphs; the report
-    says so group by group, and why not. Then the whole model is timed with and without, and while it is slower with, the kind of group
-    that gained the least is left as it was. Layers may be converted or dense.
+    The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; the patch embedding; and single norms, such as a model's last one. Layers
+    may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
+    its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
+    itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the
+    model fuses this with the patch embedding.
 
-    Outputs stay the same within rounding, and so do names, state dict, and calls: gradients, ``torch.func``'s transforms, autocast,
-    training mode, hooks that are set later, modules that are replaced or given another forward later, and arguments other than those of the
-    trace are served by the model's own modules. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``; to ``torch.compile``
-    a fused block that does nothing but launch kernels is one operator. ``restore`` puts the model back; do that before its layers are
-    resized or set otherwise (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` sees replaced ones, or by
-    ``torch.func.functional_call`` other parameters, and before ``nn.DataParallel``, which refuses: fused modules keep to the attributes
-    that they were made of, and to their device. Weights may be changed, loaded, moved and retyped; what PyTorch counts no version for, as a
-    write through ``weight.data`` or, under 2.11, an update of timm's ``ModelEmaV3``, calls for ``flysurgery.ops.forget_derived``.
+    A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
+    samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is
+    timed with and without fusion. While it is slower with fusion, the kind of group that gained the least is left as it was.
+
+    Outputs stay the same within rounding. Names, state dict and calls stay the same. The model's own modules serve gradients,
+    ``torch.func``'s transforms, autocast, training mode, hooks that are set later, modules that are replaced or get another forward later,
+    and arguments other than those of the trace. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. To
+    ``torch.compile`` a fused block that only launches kernels is one operator.
+
+    Weights may be changed, loaded, moved and retyped. After writes that PyTorch does not count, call ``flysurgery.ops.forget_derived``:
+    writes through ``weight.data`` or, under 2.11, updates of timm's ``ModelEmaV3``. ``restore`` puts the model back. Do that before its
+    layers are resized or reconfigured (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` runs with replaced
+    layers, or with other parameters by ``torch.func.functional_call``, and before ``nn.DataParallel``, which refuses: fused modules keep
+    the attributes from which they were made, and their device.
 
     Args:
-        model: in eval mode; what is in training mode or hooked stays as it is.
-        example: the input, or a tuple of all positional inputs, with as many samples as speed is wanted for. None: timm's and
+        model: in eval mode; modules in training mode or with hooks stay as they are.
+        example: the input, or a tuple of all positional inputs, with the number of samples to be fast for. None: timm's and
             vit-pytorch's models need none, and 64 images are measured on CUDA.
 
     Raises:
@@ -57,14 +59,14 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     started = perf_counter()
     _refuse(model)
     device, dtype = _place_of(model)
-    found = look(model, _example(model, device) if example is None else example)
+    found = find_groups(model, _example(model, device) if example is None else example)
     built = Builder(model, found).build()
     measured: dict[object, tuple[float, float]] = {}
-    for place in built.places:
-        _decide(place, dtype, device, measured)
-    fused, whole = not_slower(model, built.places, found.seen.example)
+    for replacement in built.replacements:
+        _decide(replacement, dtype, device, measured)
+    fused, whole = not_slower(model, built.replacements, found.seen.example)
     put(model, fused)
-    rows = [_row(candidate) for place in built.places for candidate in place.candidates]
+    rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
@@ -89,9 +91,9 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(place: Place, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
-    hindrance = place.condition.obstacle()
-    for candidate in place.candidates:
+def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
+    hindrance = replacement.condition.obstacle()
+    for candidate in replacement.candidates:
         if hindrance is not None:
             code, module = hindrance
             text = "is in training mode; call model.eval() first" if code == "training" else "has hooks, which a fused module would not run"

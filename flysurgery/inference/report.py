@@ -16,12 +16,12 @@ HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution, or of the attention module or the norm; patches with what a method
-    makes of them by that of the patch embedding.
+    """One group, by the name of its last linear or convolution, of the attention module, or of the norm. Patches with the method behind
+    them have the name of the patch embedding.
 
     ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
-    of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute, empty where that is not
-    told.
+    of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
+    is not known.
     """
 
     fqn: str
@@ -35,7 +35,7 @@ class OptimizeRow:
 
 @dataclass(frozen=True)
 class OptimizeReport:
-    """All groups that were looked at. ``device`` and ``dtype`` are those that it was decided for.
+    """All groups that were found. ``device`` and ``dtype`` are those of the measurement.
 
     ``whole_ms`` are the milliseconds of one forward, with the model's own modules and with the fused ones; None where it was not timed.
     """
@@ -57,7 +57,7 @@ class OptimizeReport:
         return restore(self.model)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as JSON values, and what they were decided for."""
+        """The rows as JSON values, with the device and dtype of the measurement."""
         head = {"device": self.device, "dtype": self.dtype, "seconds": self.seconds, "whole_ms": self.whole_ms}
         return head | {"rows": [asdict(row) for row in self.rows]}
 

@@ -1,4 +1,4 @@
-"""An optimized model's fused modules put in place, and the way back."""
+"""Puts fused modules into a model, and restores the model's own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flysurgery.inference.methods import StandInMethod
-from flysurgery.inference.standing import StandIn
+from flysurgery.inference.standin import StandIn
 from flysurgery.surgery import STANDS_FOR
 
 
 class Fused(NamedTuple):
-    """New modules by the names of those in whose place they stand, and methods by the names of modules and their own."""
+    """New modules by the names of the modules that they replace, and methods by the names of modules and their own."""
 
     modules: dict[str, StandIn]
     methods: dict[tuple[str, str], StandInMethod]
 
 
 def put(model: nn.Module, fused: Fused) -> None:
-    """Put modules in place under all names that the old ones have, and methods on modules; in place of ``model`` itself, its forward."""
+    """Put modules in place under all names of the old ones, and methods on modules. For ``model`` itself, set its forward."""
     methods = list[tuple[nn.Module, str, Callable[..., Any]]]()
     methods += [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
     old = {id(model.get_submodule(fqn)): module for fqn, module in fused.modules.items()}
@@ -36,9 +36,9 @@ def put(model: nn.Module, fused: Fused) -> None:
 
 
 def restore(model: nn.Module) -> int:
-    """Put back the modules that ``optimize`` replaced, in ``model`` and whatever in it was optimized by itself.
+    """Put back the modules that ``optimize`` replaced, in ``model`` and in modules of it that were optimized separately.
 
-    Gives their number, with that of the modules on which a method was set; 0 for a model that is not optimized.
+    Returns the number of these modules and of those on which a method was set; 0 for a model that is not optimized.
     """
     fused = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
     for parent, name, child in fused:

@@ -1,4 +1,4 @@
-"""A whole model with its fused modules beside the model as it was: groups that do not pay together are taken back."""
+"""Compares a whole model with and without its fused modules, and takes back groups that make it slower."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import Tensor, nn
 
 from flysurgery.inference import clock
 from flysurgery.inference.candidate import Candidate
-from flysurgery.inference.place import Place
+from flysurgery.inference.replacement import Replacement
 from flysurgery.inference.restoring import Fused
-from flysurgery.inference.standing import view
+from flysurgery.inference.standin import view
 from flysurgery.surgery import Reason
 
 MOST_COPIES = 64
-"""Inputs of one sample at most: a model's weights fill the cache anyway, and capturing a graph of hundreds of forwards takes long."""
+"""The most inputs of one sample. A model's weights fill the cache anyway, and capturing hundreds of forwards takes long."""
 
 Times = tuple[float, float]
 """Milliseconds of one forward, with the model's own modules and with the fused ones."""
 
 
-def not_slower(model: nn.Module, places: Sequence[Place], example: tuple[Any, ...]) -> tuple[Fused, Times | None]:
-    """What is fused, with which ``model`` is not slower than without, and the times that say so.
+def not_slower(model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...]) -> tuple[Fused, Times | None]:
+    """The fused modules with which ``model`` is not slower than without, and both times.
 
-    While it is slower, the kind of group that gained the least by itself is left as it was. The times are None where nothing was
-    measured: no group is fused, on the meta device, and where the example is something else than tensors.
+    While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
+    if no group is fused, on the meta device, and if the example contains anything other than tensors.
     """
-    while any(fused := _fused(places)):
+    while any(fused := _fused(replacements)):
         times = _times(model, fused, example)
         if times is None or times[1] <= times[0]:
             return fused, times
-        _leave_least(places, times)
+        _leave_least(replacements, times)
     return Fused({}, {}), None
 
 
-def _fused(places: Sequence[Place]) -> Fused:
+def _fused(replacements: Sequence[Replacement]) -> Fused:
     fused = Fused({}, {})
-    for place in places:
-        if any(candidate.reason is None for candidate in place.candidates):
-            fused.modules.update(place.put(fused.modules))
-            fused.methods.update(place.methods(fused.modules))
+    for replacement in replacements:
+        if any(candidate.reason is None for candidate in replacement.candidates):
+            fused.modules.update(replacement.put(fused.modules))
+            fused.methods.update(replacement.methods(fused.modules))
     return fused
 
 
@@ -53,8 +53,8 @@ def _times(model: nn.Module, fused: Fused, example: tuple[Any, ...]) -> Times | 
     return plain_ms, fused_ms
 
 
-def _leave_least(places: Sequence[Place], times: Times) -> None:
-    fused = [candidate for place in places for candidate in place.candidates if candidate.reason is None]
+def _leave_least(replacements: Sequence[Replacement], times: Times) -> None:
+    fused = [candidate for replacement in replacements for candidate in replacement.candidates if candidate.reason is None]
     least = _kind(min(fused, key=_gain))
     text = f"with it fused the whole model takes {times[1]:.3g} ms here, without fused modules {times[0]:.3g} ms"
     for candidate in fused:

@@ -14,12 +14,12 @@ from flysurgery.patterns import Architecture
 
 
 class ButterflyLinear(nn.Module):
-    """``y = x (K_1 K_2 ... K_L)^T + bias``, in the place of an ``nn.Linear``.
+    """``y = x (K_1 K_2 ... K_L)^T + bias``; replaces an ``nn.Linear``.
 
     ``factors`` holds one parameter of shape (a, b, c, d) for each pattern of ``architecture``, left to right; a row x
     meets the last one first. There is no ``weight``: a parent that reads a weight instead of calling its child
-    must fail, not bypass the factors. ``backend`` names one way to multiply; None takes the fastest known. Kernels keep factors
-    packed; after writes for which PyTorch counts no version, as through ``factor.data`` or, under 2.11, by timm's ``ModelEmaV3``, call
+    must fail, not bypass the factors. ``backend`` names one way to multiply; None takes the fastest known. Kernels cache packed
+    factors. After writes that PyTorch does not count, through ``factor.data`` or, under 2.11, by timm's ``ModelEmaV3``, call
     ``flysurgery.ops.forget_derived``.
 
     Shapes: input ``(*batch, in_features)``, output ``(*batch, out_features)``, always a fresh tensor.
@@ -75,7 +75,7 @@ class ButterflyLinear(nn.Module):
         return ks_linear(x, factors, bias, backend=self.backend)
 
     def own_parameters(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """``tuple(self.factors), self.bias``, at a tenth of its cost where these are plain parameters, as every call asks for them."""
+        """``tuple(self.factors), self.bias``. Every call needs them, so plain parameters are read at a tenth of the usual cost."""
         if torch.compiler.is_compiling():
             return tuple(self.factors), self.bias
         parameters = self._modules["factors"]._parameters  # pyright: ignore[reportOptionalMemberAccess]
@@ -86,7 +86,7 @@ class ButterflyLinear(nn.Module):
             return tuple(self.factors), self.bias
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ButterflyLinear:
-        """Moves and retypes the parameters, as ``to`` asks, and frees what was packed of them."""
+        """Move and retype the parameters, as ``to`` does, and free their packed forms."""
         super()._apply(fn, recurse)
         forget_moved()
         return self

@@ -1,4 +1,4 @@
-"""What autocast asks for, and a block in which it is off."""
+"""The dtype that autocast asks for, and a block in which autocast is off."""
 
 from __future__ import annotations
 

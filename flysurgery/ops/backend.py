@@ -1,4 +1,4 @@
-"""What a backend is: a name, an honest answer to what it can run, and the multiplication."""
+"""What a backend is: a name, an answer to what it can run, and the multiplication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flysurgery.patterns import Pattern
 Runner = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
 """Multiplies x of any leading dimensions by factors, left to right, and adds a bias, if there is one."""
 GroupRunner = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""The same for several linears: all their factors one after the other, and a bias each or none; outputs side by side."""
+"""The same for several linears. Takes all their factors in order, and one bias for each or none; gives the outputs side by side."""
 
 
 class Backend:
@@ -26,7 +26,7 @@ class Backend:
 
     name: str
     rounds = False
-    """Whether operands may be wider than the problem says, as autocast leaves them: it is then left on."""
+    """Whether operands may be wider than the problem says, as autocast leaves them. Autocast then stays on."""
 
     def can_run(self, problem: Problem) -> str | None:
         """None when the result will be correct, gradients included where asked for; otherwise the reason why not.
@@ -40,7 +40,7 @@ class Backend:
         return None
 
     def remark(self, problem: Problem) -> str | None:
-        """What to know about how a problem that can run is run, such as a number of launches."""
+        """A remark on how a problem is run, such as the number of launches."""
         return None
 
     def linear(

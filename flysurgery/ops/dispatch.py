@@ -68,7 +68,7 @@ def _named(problem: Problem, name: str) -> Backend:
 
 
 def explain(problem: Problem) -> Explanation:
-    """Say what each backend makes of a problem, and which one runs when none is named.
+    """Say whether each backend can run a problem, and which one runs when none is named.
 
     Raises:
         BackendError: no backend can run it.

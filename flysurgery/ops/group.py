@@ -10,23 +10,23 @@ from torch import Tensor
 from flysurgery.factors import architecture_of
 from flysurgery.ops.autocast import autocast_dtype
 from flysurgery.ops.backend import GroupRunner
-from flysurgery.ops.decided import decided
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.problem import problem_of
+from flysurgery.ops.ways import decided
 
 
 def ks_linear_group(
     x: Tensor,  # shape: (*batch, in_features)
     linears: Sequence[Sequence[Tensor]],  # each: factors left to right, shapes (a, b, c, d)
-    biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
+    biases: Sequence[Tensor | None],  # shapes: (out_features,), one for each linear
     *,
     backend: str | None = None,
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """Apply linear layers to the same x and join their outputs on the last dimension.
 
     Equal to ``torch.cat([ks_linear(x, factors, bias) ...], -1)``. Where all have the same architecture and the chosen
-    backend multiplies them together, as the CUDA kernels do, it is one launch that reads x once.
+    backend multiplies them together, as the CUDA kernels do, one launch computes all of them and reads x once.
 
     Raises:
         PatternError, BackendError: as ``ks_linear``.
@@ -41,7 +41,7 @@ def ks_linear_group(
 
 
 def _decide(x: Tensor, linears: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], backend: str | None) -> GroupRunner | None:
-    """What runs them in one launch; None where nothing does."""
+    """The function that runs them in one launch; None where no backend has one."""
     present = [bias for bias in biases if bias is not None]
     if len(linears) == 1 or len(present) not in (0, len(linears)) or x.device.type != "cuda":
         return None

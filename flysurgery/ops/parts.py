@@ -1,4 +1,4 @@
-"""What the inference operators take beside x: a norm, and a linear layer, of factors or dense, with its bias."""
+"""The operands of fused operations besides x: a norm, and a linear layer, of factors or dense, with its bias; and whether they fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
+from flysurgery.patterns import Architecture
 
 
 class Norm(NamedTuple):
@@ -42,7 +43,7 @@ class FusedFactors(NamedTuple):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the factors, as constants for a compiler that takes them for unknown, as those of tensors that are no parameters."""
+        """The sizes of the factors, as constants. A compiler would treat the sizes of tensors that are no parameters as unknown."""
         return tuple(tuple(map(index, factor.shape)) for factor in self.factors)
 
     @property
@@ -56,7 +57,7 @@ class FusedFactors(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """One dense layer: its weight, as a parameter so that what is packed from it is remembered, and its bias."""
+    """One dense layer: its weight and its bias. The weight is a parameter, so that its packed form is remembered."""
 
     weight: Tensor  # shape: (out_features, *), of in_features elements in each of the outputs
     bias: Tensor | None = None  # shape: (out_features,)
@@ -81,7 +82,7 @@ Linear = FusedFactors | Dense
 
 
 class Gated(NamedTuple):
-    """Layers behind which ``activation(gate) * value`` stands: those of the gate and the value, or one whose outputs are both.
+    """Layers whose outputs become ``activation(gate) * value``: one for the gate and one for the value, or one layer for both.
 
     ``gate`` is the index of the gate among the two layers, or among the halves of the one's outputs.
     """
@@ -102,3 +103,36 @@ class Gated(NamedTuple):
     def form(self) -> tuple[object, ...]:
         """Which half or member is the gate, and the members' forms."""
         return self.gate, *[member.form for member in self.members]
+
+
+def wrong_size(x: Tensor, linear: Linear) -> str | None:
+    """Why rows of x do not fit a linear, or its bias does not; None where they do."""
+    inputs, outputs = linear.sizes
+    if x.dim() == 0 or x.shape[-1] != inputs:
+        return f"{_named(linear)} {inputs} features, got x of shape {tuple(x.shape)}"
+    return wrong_vector(linear.bias, outputs, "bias")
+
+
+def wrong_vector(vector: Tensor | None, size: int, name: str) -> str | None:
+    """Why a vector does not have one entry for each feature; None where it does, or there is none."""
+    if vector is None or tuple(vector.shape) == (size,):
+        return None
+    return f"expected a {name} of shape ({size},), got {tuple(vector.shape)}"
+
+
+def wrong_norm(norm: Norm | None, features: int) -> str | None:
+    """Why a norm's weight or bias do not fit this many features; None where they do, or there is no norm."""
+    if norm is None:
+        return None
+    return wrong_vector(norm.weight, features, "norm weight") or wrong_vector(norm.bias, features, "norm bias")
+
+
+def _named(linear: Linear) -> str:
+    if isinstance(linear, Dense):
+        return f"a weight of shape {tuple(linear.weight.shape)} takes"
+    return f"factors {Architecture.of(*(tuple(factor.shape) for factor in linear.factors))} take"
+
+
+def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors that are there."""
+    return tuple([tensor for tensor in tensors if tensor is not None])

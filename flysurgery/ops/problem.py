@@ -1,4 +1,4 @@
-"""What is to be multiplied, as plain data: all that a backend may base its answer on."""
+"""A multiplication as plain data: everything that a backend's answer may depend on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problem_of(
 
     Args:
         dtype: what x will be cast to, if to anything.
-        beside: the weights of others in the same call.
+        beside: the weights of other linears in the same call.
     """
     tensors = (x, *factors, *beside) if bias is None else (x, *factors, bias, *beside)
     tracing = is_tracing(*tensors)
@@ -68,8 +68,8 @@ def problem_of(
 def is_tracing(*tensors: Tensor) -> bool:
     """Whether operations on these tensors are recorded or transformed rather than just run.
 
-    So under compilation, export and TorchScript tracing, within ``torch.func`` transforms, forward derivatives and dispatch modes
-    (fake tensors, operation counters), and for subclasses of Tensor: there, only operators that PyTorch knows about are safe.
+    This holds under compilation, export and TorchScript tracing, within ``torch.func`` transforms, forward derivatives and dispatch modes
+    (fake tensors, operation counters), and for subclasses of Tensor. Only operators that PyTorch knows are safe there.
     """
     return (
         torch.compiler.is_compiling()
@@ -85,7 +85,7 @@ def _is_transformed() -> bool:
 
 
 def foreign_obstacle() -> str | None:
-    """Why only PyTorch's own operators will do here; None where registered ones will, too."""
+    """Why only PyTorch's own operators may be used here; None where registered ones may be used too."""
     if is_exporting():
         return "an exported graph holds only PyTorch's own operators"
     if not torch.compiler.is_compiling() and _is_transformed():
@@ -93,7 +93,7 @@ def foreign_obstacle() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # traced, some versions of dynamo take torch.compiler.is_exporting() as true
+@torch.compiler.assume_constant_result  # some versions of dynamo evaluate torch.compiler.is_exporting() as true when they trace it
 def is_exporting() -> bool:
     """Whether a graph is being made for use without this package: ``torch.export``, ONNX, TorchScript."""
     scripting = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]

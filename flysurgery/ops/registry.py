@@ -1,4 +1,4 @@
-"""The backends, the one that is fastest where it runs first."""
+"""The backends in order of speed, the fastest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What captured graphs take of packed weights as they are, and whether it is still right."""
+"""Packed weights that captured graphs read, and whether they are still valid."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from flysurgery.ops.cuda.notes import generation
+from flysurgery.ops.cuda.replay.recording import generation
 
 
 class Taken:
-    """Tensors that graphs read, kept as long as this is, and the parameters that they derive from."""
+    """Tensors that graphs read, held as long as this object lives, and the parameters from which they are derived."""
 
     def __init__(self) -> None:
         self._kept, self._sources, self._known = list[Tensor](), list[Tensor](), set[int]()
@@ -20,18 +20,18 @@ class Taken:
         self._generation = generation()
 
     def add(self, tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Graphs read these tensors, which derive from sources as these are now."""
+        """Note that graphs read these tensors, which are derived from the present values of the sources."""
         self._kept += tensors
         for source in sources:
             if id(source) not in self._known:
                 self._known.add(id(source))
                 self._sources.append(source)
-                self._kept.append(source.detach())  # its memory, whose address is not to be given to other values
+                self._kept.append(source.detach())  # holds its memory, so that no other tensor gets the address
                 self._versions.append(source._version)
                 self._addresses.append(source.data_ptr())
 
     def right(self) -> bool:
-        """Whether no source was written to, moved or retyped, as far as PyTorch tells."""
+        """Whether no source was written to, moved or retyped, as far as PyTorch counts writes."""
         return (
             self._generation == generation()
             and self._versions == [source._version for source in self._sources]
@@ -47,15 +47,15 @@ _present = _Present()
 
 
 def present_taken() -> Taken | None:
-    """What the graph takes that this thread captures; None where weights that require gradients are packed in the graph itself."""
+    """The record of the graph that this thread captures; None where the graph itself packs weights that require gradients."""
     return _present.taken
 
 
 @contextmanager
 def taking() -> Iterator[Taken]:
-    """Let graphs that this thread captures in the block take packed weights as they are, whether parameters require gradients or not.
+    """Let graphs that this thread captures in the block read packed weights as they are, even if parameters require gradients.
 
-    For graphs that are made anew once their ``Taken`` is right no more. It must live as long as they do.
+    Use it for graphs that are captured again when their ``Taken`` is no longer valid. It must live as long as the graphs.
     """
     taken = _present.taken = Taken()
     try:

@@ -1,4 +1,4 @@
-"""Layers of two factors that are too wide for one launch a layer: a launch a factor, or for the two around an activation."""
+"""Layers of two factors that are too wide for one launch: one launch for each factor, or for the two factors around an activation."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ MOMENTS = "moments"
 """The launch of a norm before factors that finds the mean and the deviation of each row."""
 
 NARROWEST_BLOCK, NARROWEST_GROUP = 512, 768
-"""Features from which on a launch a factor is the faster way for feed-forward blocks, and for few rows of linears that share x.
+"""From this many features on, one launch for each factor is faster: for feed-forward blocks, and for few rows of linears that share x.
 
-``recipes/wide_table.py`` times both ways, for few rows and many.
+``recipes/kernels.py wide`` times both ways, for few rows and many.
 """
 
 WIDEST_TOGETHER, ROWS_TOGETHER = 768, 10
-"""Linears that share x are faster in one launch all the same with up to so many features between their two factors, and so many rows for
-each of these.
+"""With at most this many features between their two factors, and at least this many rows for each of these features, linears that share
+x are faster in one launch.
 
-A row's features there lie in a warp's registers, and leave room for few columns of the outputs where there are more. On an H200 in fp16
+A row's features between the factors lie in a warp's registers. More of them leave room for fewer columns of the outputs. On an H200 in fp16
 q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor (architecture of Gonon et al., 192 between, 2048 rows),
-59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218
-(run 29 of ``recipes/results/kernel_trials_h200.csv``).
+59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
 """
 
 FEWEST_TOGETHER = {1: 3456, 2: 8192}
-"""Rows from which on that holds at the earliest for so few linears, for whose launch no configuration was searched.
+"""Below this many rows one launch is not chosen for this few linears: no configuration of their launch was searched.
 
 On an H200 in fp16 one linear of 768 features takes 12.0 us in one launch and 11.8 factor by factor at 3200 rows, 12.3 and 12.8 at 4096,
-17.2 and 22.7 at 12608; two 25.1 and 20.7 at 6304, and more were not timed (architecture of Gonon et al., run 33).
+17.2 and 22.7 at 12608; two 25.1 and 20.7 at 6304, and more were not timed (architecture of Gonon et al.).
 """
 
 

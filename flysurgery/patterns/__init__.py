@@ -7,6 +7,7 @@ from flysurgery.patterns.catalog import ARCHITECTURES as ARCHITECTURES
 from flysurgery.patterns.catalog import block_butterfly as block_butterfly
 from flysurgery.patterns.catalog import deformable as deformable
 from flysurgery.patterns.catalog import dense as dense
+from flysurgery.patterns.catalog import family_of as family_of
 from flysurgery.patterns.catalog import gonon as gonon
 from flysurgery.patterns.catalog import kaleidoscope as kaleidoscope
 from flysurgery.patterns.catalog import low_rank as low_rank

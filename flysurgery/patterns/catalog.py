@@ -105,6 +105,20 @@ def gonon(out_features: int, in_features: int) -> Architecture:
     return Architecture.of((1, n // 3, n // 3, 3), (6, n // 6, 2 * n // 3, 1))
 
 
+def family_of(architecture: Architecture) -> str:
+    """The family that an architecture belongs to: "monarch", "gonon" or "low rank"; "other" if it is of none of them."""
+    if len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
+        return "low rank"
+    for family in ("monarch", "gonon"):
+        try:
+            made = named(family, *architecture.shape, nblocks=architecture.patterns[0].d)
+        except PatternError:
+            continue
+        if made == architecture:
+            return family
+    return "other"
+
+
 def square_dyadic(n: int) -> Architecture:
     """The square dyadic butterfly, ``(2^(l-1), 2, 2, 2^(L-l))`` for l = 1 to L, of an n×n matrix with ``n = 2^L``, n >= 2.
 

@@ -17,6 +17,6 @@ from flysurgery.projection.permutation import choose_orders as choose_orders
 from flysurgery.projection.permutation import choose_orders_together as choose_orders_together
 from flysurgery.projection.project import project as project
 from flysurgery.projection.report import Projection as Projection
-from flysurgery.projection.side_by_side import Problem as Problem
+from flysurgery.projection.side_by_side import FitProblem as FitProblem
 from flysurgery.projection.side_by_side import fit_side_by_side as fit_side_by_side
 from flysurgery.projection.workers import workers as workers

@@ -1,4 +1,4 @@
-"""From a dense matrix to a product of factors that does nearly the same to the inputs that were seen."""
+"""From a dense matrix to a product of factors whose outputs are close on given inputs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CalibratedProjection:
 
     Attributes:
         projection: the factors, and their error as a matrix, which is larger than that of the plain projection.
-        shift: what to add to the bias so that the mean of the output stays, ``(W - K_1 K_2) E[x]``; shape (out_features,), float64, None
+        shift: added to the bias, it keeps the mean of the output: ``(W - K_1 K_2) E[x]``; shape (out_features,), float64, None
             where the metric has no mean.
         errors: relative errors ``sqrt(tr(D G Dᵀ) / tr(W G Wᵀ))`` at the start and after each sweep, never rising.
-        reason: why the factors are those of the plain projection all the same; None where they are not.
+        reason: why the factors are those of the plain projection; None where they are fitted.
     """
 
     projection: Projection
@@ -41,10 +41,10 @@ def project_calibrated(
     architecture: Architecture,
     metric: Metric,
 ) -> CalibratedProjection:
-    """Find factors of ``architecture`` whose product acts nearly as ``weight`` does on inputs of the given metric.
+    """Find factors of ``architecture`` whose product gives nearly the outputs of ``weight`` on inputs of the given metric.
 
-    Two factors, whatever their patterns, are fitted by ``block_cycling``. For any other number no method is known here, and
-    the plain projection is taken, with the reason. The work is done in float64 on the metric's device.
+    Two factors of any patterns are fitted by ``block_cycling``. For any other number there is no method here, so the result is
+    the plain projection, with the reason. The work is done in float64 on the metric's device.
 
     Raises:
         PatternError, ProjectionError: as ``project`` does.
@@ -63,7 +63,7 @@ def calibrated_projection(
     metric: Metric,
     fitted: Fitted | None,
 ) -> CalibratedProjection:
-    """What ``project_calibrated`` gives, of a product that was fitted to the weight already; None where there are not two factors."""
+    """The result of ``project_calibrated`` for a product that is already fitted to the weight; None unless there are two factors."""
     if fitted is None:
         projection, errors = project(weight, architecture), ()
         reason = f"calibration is for products of two factors, and {architecture} has {len(architecture)}"

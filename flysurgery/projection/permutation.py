@@ -14,7 +14,7 @@ from flysurgery.factors import factor_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import SWEEPS, Fitted
 from flysurgery.projection.grid import Grid
-from flysurgery.projection.side_by_side import Problem, fit_side_by_side
+from flysurgery.projection.side_by_side import FitProblem, fit_side_by_side
 from flysurgery.projection.two_factor import two_factor
 from flysurgery.projection.workers import workers
 
@@ -151,7 +151,7 @@ def _fits(sharings: Sequence[Sharing], orders: Sequence[_Order], sweeps: int, fi
         assert fitted is not None  # sides have two factors
         return finish(places[at][2], fitted)
 
-    problems = [Problem(side.matrix, side.architecture, side.gram) for _, _, side in places]
+    problems = [FitProblem(side.matrix, side.architecture, side.gram) for _, _, side in places]
     made = dict(fit_side_by_side(problems, finish_side, sweeps=sweeps))
     found: list[list[list[T]]] = [[[] for _ in sharing.features] for sharing in sharings]
     for at, (number, kind, _) in enumerate(places):

@@ -22,7 +22,7 @@ TOGETHER_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True)
-class Problem:
+class FitProblem:
     """One matrix, of any floating dtype and on any device, with the architecture that it gets and the metric of its inputs.
 
     ``gram`` has the shape (in_features, in_features), is positive definite and in float64, and lies where the work is done.
@@ -39,7 +39,7 @@ class Problem:
 
 
 def fit_side_by_side(
-    problems: Sequence[Problem],
+    problems: Sequence[FitProblem],
     finish: Callable[[int, Fitted | None], T],
     *,
     sweeps: int = SWEEPS,
@@ -61,7 +61,7 @@ def fit_side_by_side(
 
 
 @torch.no_grad()
-def _fitted(problems: Sequence[Problem], sweeps: int) -> Sequence[Fitted | None]:
+def _fitted(problems: Sequence[FitProblem], sweeps: int) -> Sequence[Fitted | None]:
     architecture = problems[0].architecture
     if len(architecture) != 2:
         return [None] * len(problems)
@@ -70,7 +70,7 @@ def _fitted(problems: Sequence[Problem], sweeps: int) -> Sequence[Fitted | None]
     return cycle_together([each.matrix for each in problems], architecture, [each.gram for each in problems], sweeps=sweeps)
 
 
-def _together(problems: Sequence[Problem]) -> list[list[int]]:
+def _together(problems: Sequence[FitProblem]) -> list[list[int]]:
     """The numbers of problems that are worked on together, the first ones first."""
     groups: list[list[int]] = []
     latest: dict[Hashable, tuple[list[int], int]] = {}

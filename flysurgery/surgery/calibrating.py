@@ -11,15 +11,15 @@ from torch import nn
 from flysurgery.calibration import Samples, collect
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.calibration_report import ReportCalibration
-from flysurgery.surgery.change import Trial
-from flysurgery.surgery.fitting import Inputs
+from flysurgery.surgery.fit_parts import Inputs
 from flysurgery.surgery.layer_plan import LayerPlan
+from flysurgery.surgery.permutable import shared_features
 from flysurgery.surgery.permutation_report import Permutation
 from flysurgery.surgery.permuting import Permuter
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.projecting import Progress, project_layers
 from flysurgery.surgery.report import Row
-from flysurgery.surgery.shared import shared_features
+from flysurgery.surgery.transaction import Trial
 
 
 def project_calibrated_layers(

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from flysurgery.errors import PlanError, ProjectionError, SurgeryError
+from flysurgery.surgery.attached_plan import refuse_converted
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.surgery.mark import refuse_converted
 from flysurgery.surgery.plan import Plan
 from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_plain_pointwise
 
@@ -26,6 +26,8 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
         PlanError: a name that the model lacks, a module that is no plain ``nn.Linear``, other sizes or names than the plan
             says, a weight that another module shares, or a parent without the attribute to switch.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"expected a plan and then a model, got {type(plan).__name__} and {type(model).__name__}")
     refuse_converted(model)
     if not plan.replaced:
         raise PlanError("the plan replaces nothing; make one that does")

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from flysurgery.errors import SurgeryError
 from flysurgery.factors import factors_to_dense
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
-from flysurgery.surgery.change import Change
-from flysurgery.surgery.mark import SWITCHES_BEFORE, converted_layers, refuse_optimized
+from flysurgery.surgery.attached_plan import SWITCHES_BEFORE, converted_layers, refuse_optimized
+from flysurgery.surgery.transaction import Change
 
 
 def densify(model: nn.Module) -> int:
-    """Replace every converted layer of ``model``, in place, by the ``nn.Linear`` (or 1x1 convolution) that its factors multiply out to.
+    """Replace every converted layer of ``model``, in place, by an ``nn.Linear`` (or 1x1 convolution) with the product of its factors.
 
-    Dtype, device, mode and ``requires_grad`` stay, a split layer becomes one matrix again, parents' switches are set back,
-    and the model carries no plan any more, so that it can be converted again. Products are summed in float64 and
+    Dtype, device, mode and ``requires_grad`` stay. A split layer becomes one matrix again, parents' switches are set back,
+    and the model no longer has a plan, so it can be converted again. Products are summed in float64 and
     rounded once to the factors' dtype. Returns the number of layers; a shared one counts once.
 
     Raises:

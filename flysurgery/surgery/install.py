@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from flysurgery.surgery.build import build, empty_weights
-from flysurgery.surgery.change import Change
 from flysurgery.surgery.check import check_plan
 from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.transaction import Change
 
 
 def install(plan: Plan, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from flysurgery.errors import DataError, PatternError
 from flysurgery.patterns import Architecture
 from flysurgery.surgery.candidates import named_candidates
 from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.surgery.timed import TimedChoice, TimedGroup
+from flysurgery.surgery.measured_choices import TimedChoice, TimedGroup
 
 COLUMNS = ("fqn", "architecture", "ms")
 Times: TypeAlias = dict[str, dict[Architecture | None, float]]

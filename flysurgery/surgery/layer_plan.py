@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from flysurgery.errors import PatternError, PlanError
-from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits
+from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,13 @@ class LayerPlan:
         for part in self.parts:
             names.setdefault("dense" if part.architecture is None else str(part.architecture), []).append(part.name or "")
         return "; ".join(f"{','.join(of)} {text}".strip() for text, of in names.items())
+
+    @property
+    def family(self) -> str | None:
+        """The family of the parts' architectures, or their families; None where the layer stays dense."""
+        if not self.is_replaced:
+            return None
+        return " and ".join(dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts))
 
 
 def _weights(part: Part, in_features: int) -> int:

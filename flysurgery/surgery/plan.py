@@ -71,7 +71,7 @@ class Plan:
         return tuple(layer for layer in self.layers if layer.is_replaced)
 
     def keeping(self, reasons: Mapping[str, Reason]) -> Plan:
-        """This plan with some of its replaced layers, by name, left dense for these reasons; switches that nothing needs then go too."""
+        """The plan with some of its replaced layers, by name, left dense for these reasons; switches that nothing needs then go too."""
         layers = tuple(
             replace(layer, status="keep", reason=reasons[layer.fqn], parts=()) if layer.fqn in reasons and layer.is_replaced else layer
             for layer in self.layers

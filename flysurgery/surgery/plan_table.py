@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
 from flysurgery.surgery.table import grouped, share, short_count, text_table
 
-REPLACED = ("replace", "layers", "role", "out x in", "weights", "after", "share", "architecture")
+REPLACED = ("replace", "layers", "role", "out x in", "weights", "after", "share", "family", "architecture")
 KEPT = ("keep dense", "layers", "role", "out x in", "reason")
 
 
@@ -33,7 +33,7 @@ def _replaced_table(layers: Sequence[LayerPlan]) -> str:
     for name, members in grouped(layers, lambda each: each.fqn, lambda each: (each.role, each.size, each.architecture)):
         first, before, after = members[0], sum(each.weights_before for each in members), sum(each.weights_after for each in members)
         counts = short_count(before), short_count(after), share(after, before)
-        rows.append((name, str(len(members)), first.role, first.size, *counts, first.architecture or ""))
+        rows.append((name, str(len(members)), first.role, first.size, *counts, first.family or "", first.architecture or ""))
     return text_table(REPLACED, rows, right=("layers", "weights", "after", "share"))
 
 

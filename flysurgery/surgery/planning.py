@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from flysurgery.errors import PatternError, PlanError, SelectionError
 from flysurgery.patterns import Architecture
+from flysurgery.surgery.attached_plan import refuse_converted
 from flysurgery.surgery.base import find_base
-from flysurgery.surgery.choose import DEFAULT_NBLOCKS, Rule, read_architectures
 from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
-from flysurgery.surgery.mark import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, Plan
+from flysurgery.surgery.rule import DEFAULT_NBLOCKS, Rule, read_architectures
 from flysurgery.walker import Target, example_input, select, walk
 
 DEFAULT_ROLES = ("ffn_in", "ffn_out", "qkv")
@@ -39,7 +39,7 @@ def plan(
     convs: bool = False,
     targets: Sequence[Target] | None = None,
 ) -> Plan:
-    """Plan which linear layers of ``model`` are replaced and by what. The model stays as it is, and may live on meta.
+    """Plan which linear layers of ``model`` are replaced and by what. The model stays as it is, and may be on the meta device.
 
     Layers are selected by role and by regular expressions over their names (``include``, ``exclude``). A fused projection is
     taken apart where the walk proves which rows are q, k and v, and then each part has its own architecture;
@@ -50,12 +50,12 @@ def plan(
         roles: "ffn" (both of its linears), "qkv", "attn_out", ...; each must occur. By default ffn and qkv, as far as they do.
         arch: family of architectures: "monarch" (with ``nblocks``), "gonon" or "lowrank" (with ``rank``).
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
-            gets the first that has its size. With ``include``, every included layer must have such a one.
-        base, base_args: how the dense model is built again when a checkpoint is loaded; timm models say it themselves.
+            gets the first that has its size. With ``include``, every included layer must have one.
+        base, base_args: how to build the dense model again when a checkpoint is loaded; timm models have this information.
         example: arguments of one forward; timm and vit-pytorch models need none.
-        blocks, min_size: only layers within the blocks of these numbers (``"0-5,8"``), or with both sides at least so long.
+        blocks, min_size: only layers in the blocks of these numbers (``"0-5,8"``), or with both sides of at least this size.
         convs: replace 1x1 convolutions of the selected roles as well, as linears of the channels.
-        targets: what ``walk(model, example)`` found, where that is at hand; it needs the example.
+        targets: the result of ``walk(model, example)``, if it is known already; needs the example.
 
     Takes seconds: the walk runs on shapes, not on numbers.
 
@@ -67,8 +67,8 @@ def plan(
         WalkError: the model's graph cannot be read.
     """
     rule = Rule(arch, nblocks, rank, read_architectures(patterns))
-    name, arguments = find_base(model, base, base_args)
     refuse_converted(model)
+    name, arguments = find_base(model, base, base_args)
     inputs = example_input(model) if example is None else example
     targets = walk(model, inputs) if targets is None else targets
     wanted = _default_roles(targets) if roles is None else roles

@@ -13,7 +13,7 @@ from flysurgery.errors import ProjectionError
 from flysurgery.projection import Projection, project, workers
 from flysurgery.surgery.build import Dense, build
 from flysurgery.surgery.calibration_report import RowCalibration
-from flysurgery.surgery.fitting import Inputs, fit_layers
+from flysurgery.surgery.fit_parts import Inputs, fit_layers
 from flysurgery.surgery.layer_plan import LayerPlan, Part
 from flysurgery.surgery.report import PartRow, Row, row_of
 

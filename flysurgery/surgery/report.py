@@ -10,10 +10,10 @@ from flysurgery.fidelity import Fidelity, Reconstruction
 from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibration, calibrated_table
 from flysurgery.surgery.fidelity_report import FIDELITY, block_errors, fidelity_rows, finite, reconstruction_sentence, verdict
 from flysurgery.surgery.layer_plan import LayerPlan, Reason
+from flysurgery.surgery.measured_choices import Measurement
 from flysurgery.surgery.permutation_report import Permutation, permutation_tables
 from flysurgery.surgery.plan_table import kept_table
 from flysurgery.surgery.table import grouped, share, short_count, text_table
-from flysurgery.surgery.timed import Measurement
 from flysurgery.surgery.tradeoff import Tradeoff
 
 REPLACED = (
@@ -27,6 +27,7 @@ REPLACED = (
     "relative error",
     "energy kept",
     "seconds",
+    "family",
     "architecture",
 )
 
@@ -54,6 +55,7 @@ class Row:
     status: str
     reason: Reason | None
     size: str
+    family: str | None
     architecture: str | None
     params_before: int
     params_after: int
@@ -164,6 +166,7 @@ def row_of(
         status=layer.status,
         reason=layer.reason,
         size=layer.size,
+        family=layer.family,
         architecture=layer.architecture,
         params_before=layer.params_before,
         params_after=layer.params_after,
@@ -195,6 +198,7 @@ def _replaced_table(rows: Sequence[Row]) -> str:
                 _span(errors),
                 _span(kept),
                 f"{sum(each.seconds or 0 for each in members):.2f}",
+                members[0].family or "",
                 members[0].architecture or "",
             )
         )

@@ -48,19 +48,47 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Search:
+    """A search for the share that meets a ``target``: each share tried, and the ``measure`` that the model then had."""
+
+    measure: str
+    target: float
+    trials: tuple[tuple[float, float], ...]
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{value:.4g} at {share:.1%}" for share, value in self.trials)
+        return f"search by {self.measure}, to meet {self.target:.6g}: {tried}"
+
+
+@dataclass(frozen=True)
 class Tradeoff:
     """The curve of the Lagrangian's solutions, and the chosen one.
 
     ``unit`` is what costs are counted in, "weights" or "ms". Errors are ``sqrt(sum w |y' - y|² / sum w |y|²)`` over the layers, with y a
     layer's output where there were calibration data and its weight where there were none; ``weighted`` says whether the w are
-    sensitivities of the model's output, else they are 1. ``samples`` is None where there were no data.
+    sensitivities of the model's output, else they are 1. ``samples`` is None where there were no data. ``goal`` says what was looked for,
+    ``families`` how many layers got what; ``alone`` has what the same goal gives with dense and one family alone, None where nothing of it
+    is cheap enough. ``search`` is None where the goal was a bound on the cost or on the predicted error.
     """
 
     unit: str
     weighted: bool
     chosen: Point
     curve: tuple[Point, ...]
-    samples: Split | None = None
+    samples: Split | None
+    goal: str
+    families: tuple[tuple[str, int], ...]
+    alone: tuple[tuple[str, Point | None], ...]
+    search: Search | None = None
+
+    @property
+    def sentence(self) -> str:
+        """How many layers got which family, and why."""
+        first, *rest = self.families
+        counts = ", ".join([f"{first[0]} for {first[1]} {'layers' if first[1] > 1 else 'layer'}", *(f"{each} for {n}" for each, n in rest)])
+        others = [f"{family} alone " + ("costs more" if point is None else f"has {_brief(point)}") for family, point in self.alone]
+        this = f"its predicted error is {_brief(self.chosen)} of the dense {self.unit}"
+        return "; ".join([f"chosen for {self.goal}: {counts}", this, *([", ".join(others)] if others else [])])
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; the multiplier of the cheapest solution has no bound and is null."""
@@ -70,8 +98,13 @@ class Tradeoff:
         header = ["lambda", self.unit, "share", "predicted error", *([] if self.samples is None else ["held-out error"]), ""]
         lines = [_line(point, "") for point in self.curve]
         lines.append(_line(self.chosen, "chosen"))
+        lines += [_line(point, f"{family} alone") for family, point in self.alone if point is not None]
         table = text_table(header, lines, right=header[:-1])
-        return table if self.samples is None else f"{table}\n\n{self.samples}"
+        return "\n\n".join([table, *(str(each) for each in (self.samples, self.search) if each is not None), self.sentence])
+
+
+def _brief(point: Point) -> str:
+    return f"{point.error:.4f} at {point.share:.1%}"
 
 
 def _line(point: Point, note: str) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flysurgery.checkpoint.hashes import sha256_of_each
 from flysurgery.checkpoint.header import canonical
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
@@ -29,6 +31,24 @@ def rewrite(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None
     tensors, metadata = read_weights(folder)
     change(tensors, metadata)
     save_file(tensors, folder / "model.safetensors", metadata)
+
+
+def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
+    """Make the header's list of tensors true of them and of the aliases."""
+    dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    listed = {name: [dtypes.get(tensors[name].dtype, "F8_E4M3"), sha256] for name, sha256 in sha256_of_each(tensors, tensors.__getitem__)}
+    metadata["tensors"] = canonical(listed)
+    metadata["tensors_sha256"] = hashlib.sha256((metadata["tensors"] + metadata.get("aliases", "")).encode()).hexdigest()
+
+
+def rewrite_listed(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None:
+    """``rewrite`` with a header whose hashes match."""
+    rewrite(folder, lambda tensors, metadata: (change(tensors, metadata), list_tensors(tensors, metadata)))
+
+
+def make_old(folder: Path) -> None:
+    """Leave out what the first versions did not write: the list of tensors, with their dtypes and hashes."""
+    rewrite(folder, lambda _, metadata: [metadata.pop(name) for name in ("tensors", "tensors_sha256")])
 
 
 def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -6,7 +6,10 @@ import errno
 import importlib
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from flysurgery.checkpoint import check_folder, load, save
-from flysurgery.checkpoint.folder import FILES
+from flysurgery.checkpoint.folder import FILES, new_folder
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Report
 from tests.checkpoint.conftest import install_random, small_model
@@ -34,7 +37,17 @@ def test_what_is_written(converted: Converted, saved: Path) -> None:
     modes = {stat.S_IMODE(path.stat().st_mode) for path in saved.iterdir()}
     assert len(modes) == 1, "safetensors alone would make its file private"
     tensors, metadata = read_weights(saved)
-    assert set(metadata) == {"format", "flysurgery.schema", "version", "base", "base_sha256", "plan", "plan_sha256"}
+    assert set(metadata) == {
+        "format",
+        "flysurgery.schema",
+        "version",
+        "base",
+        "base_sha256",
+        "plan",
+        "plan_sha256",
+        "tensors",
+        "tensors_sha256",
+    }
     assert metadata["format"] == "pt" and metadata["flysurgery.schema"] == "1"
     assert tensors.keys() == converted[0].state_dict().keys()
     assert tensors["blocks.0.attn.qkv.q.factors.0"].shape == (1, 8, 8, 4)
@@ -185,3 +198,58 @@ def test_check_folder_says_the_same_and_writes_nothing(folder: Path) -> None:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", [".", "", ".."])
+def test_the_folder_that_the_caller_is_in_stays(name: str, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "a" / "home"
+    home.mkdir(parents=True)
+    monkeypatch.chdir(home)
+    inside = Path().stat().st_ino
+    for force in (False, True):
+        with pytest.raises(CheckpointError, match="the folder that this runs in"):
+            save(converted[0], name, force=force)
+    assert home.stat().st_ino == inside and not any(home.iterdir())
+
+
+def test_of_two_that_write_one_folder_the_later_is_refused(folder: Path) -> None:
+    before = snapshot(folder)
+    other = folder.with_name("other")
+    with pytest.raises(CheckpointError, match="written by another process meanwhile"), new_folder(other, force=False) as fresh:
+        (fresh / "config.json").write_text("later")
+        folder.rename(other)
+    assert snapshot(other) == before and list(folder.parent.iterdir()) == [other]
+
+
+def test_an_empty_folder_gives_way(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    with new_folder(tmp_path / "new", force=False) as fresh:
+        (fresh / "file").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "file"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from flysurgery.checkpoint.folder import new_folder
+with new_folder(Path(sys.argv[1]), force=True) as fresh:
+    (fresh / "file").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locks on folders")
+def test_what_a_killed_process_left_goes_with_the_next_save_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    target = tmp_path / "model[1]"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(".new")
+    neighbour = tmp_path / ".model[1]x.00000000.new"
+    neighbour.mkdir()
+    with new_folder(target, force=False) as living:
+        with new_folder(target, force=False) as fresh:
+            (fresh / "file").write_text("whole")
+        assert not left.exists() and living.is_dir() and (target / "file").read_text() == "whole"
+        (target / "file").unlink()
+    assert sorted(tmp_path.iterdir()) == [neighbour, target]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from flysurgery.checkpoint import load, save
+from flysurgery.checkpoint.limits import Limits
 from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import unstored_buffers
 from flysurgery.errors import OptionError
@@ -191,7 +192,7 @@ def test_saving_and_loading_draw_no_random_numbers(name: str, tmp_path: Path) ->
 def test_parameters_wait_on_meta_inside_building_only(saved: Path) -> None:
     plan = plan_of(load(saved))
     assert plan is not None
-    shell = build_shell(plan)
+    shell = build_shell(plan, Limits.of_stored([(1 << 20,)], 100))
     assert all(parameter.is_meta for parameter in shell.parameters())
     assert not nn.Linear(2, 2).weight.is_meta
 

@@ -16,6 +16,7 @@ from flysurgery.checkpoint.folder import FILES
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Report
 from tests.checkpoint.conftest import images, install_random, outputs
+from tests.checkpoint.tamper import rewrite_config
 
 
 def create(folder: Path, **arguments: Any) -> nn.Module:
@@ -145,3 +146,76 @@ def test_vit_pytorch_keeps_head_and_size(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=fact):
             create(tmp_path / "model", **arguments)
+
+
+def set_config(**entries: Any) -> Any:
+    return lambda config: config.update(entries)
+
+
+def set_argument(**entries: Any) -> Any:
+    return lambda config: config["model_args"].update(entries)
+
+
+def set_data(**entries: Any) -> Any:
+    return lambda config: config["pretrained_cfg"].update(entries)
+
+
+FORGED = [
+    (set_argument(num_classes=3), "sets num_classes in model_args"),
+    (set_argument(num_classes="abc"), "sets num_classes in model_args"),
+    (set_argument(img_size=32), "sets img_size in model_args"),
+    (set_argument(features_only=True), "sets features_only in model_args"),
+    (set_argument(drop_path_rate=0.5), "sets drop_path_rate in model_args"),
+    (set_argument(base_args=[1]), "base_args differ"),
+    (set_argument(plan=None), "plan.*differ|is built from"),
+    (set_config(num_classes=3), "num_classes is 3, and the model of model.safetensors has 7"),
+    (set_config(num_classes="abc"), "num_classes"),
+    (set_config(num_features=3), "num_features is 3, and the model of model.safetensors has 32"),
+    (set_config(optimize="yes"), "'optimize' must be true or false"),
+    (set_data(num_classes="7"), "num_classes"),
+    (set_data(input_size=[3, "a", 4]), r"pretrained_cfg.input_size must be a list of three sizes"),
+    (set_data(input_size=5), r"pretrained_cfg.input_size must be a list of three sizes"),
+    (set_data(mean="red"), r"pretrained_cfg.mean must be a list of numbers"),
+    (set_data(std=[[1]]), r"pretrained_cfg.std must be a list of numbers"),
+    (set_data(crop_pct=-1), r"pretrained_cfg.crop_pct must be a positive number"),
+    (set_data(crop_pct={}), r"pretrained_cfg.crop_pct must be a positive number"),
+    (set_data(interpolation=3), r"pretrained_cfg.interpolation must be a text"),
+    (set_data(label_names=[1]), r"pretrained_cfg.label_names must be a text or a list of texts"),
+    (set_data(label_descriptions=[1]), r"pretrained_cfg.label_descriptions must be a map"),
+    (set_data(fixed_input_size="x"), r"pretrained_cfg.fixed_input_size must be true or false"),
+    (set_data(classifier=7), r"pretrained_cfg.classifier must be a text"),
+]
+
+
+@pytest.mark.parametrize(("forgery", "fact"), FORGED)
+def test_config_is_bound_to_the_header(forgery: Any, fact: str, folder: Path) -> None:
+    """What is loaded is what model.safetensors says, by both doors."""
+    rewrite_config(folder, forgery)
+    with pytest.raises(CheckpointError, match=fact) as caught:
+        create(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 400
+    with pytest.raises(CheckpointError):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ({"num_classes": "abc"}, "num_classes must be a whole number from 0"),
+        ({"num_classes": -1}, "num_classes must be a whole number from 0"),
+        ({"num_classes": 1 << 60}, "num_classes must be a whole number from 0"),
+        ({"img_size": "abc"}, "img_size must be a positive whole number or two"),
+        ({"img_size": (16, 16, 16)}, "img_size must be a positive whole number or two"),
+        ({"img_size": 0}, "img_size must be a positive whole number or two"),
+        ({"img_size": {}}, "img_size must be a positive whole number or two"),
+        ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
+        ({"features_only": True, "out_indices": "abc"}, "cannot be"),
+        ({"features_only": True, "output_fmt": "abc"}, "cannot be"),
+        ({"pretrained_cfg_overlay": {"mean": "red"}}, r"pretrained_cfg.mean must be a list of numbers"),
+    ],
+)
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_arguments_that_nothing_can_take(arguments: dict[str, Any], fact: str, pretrained: bool, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=fact) as caught:
+        create(saved, pretrained=pretrained, **arguments)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 400

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -18,10 +20,10 @@ SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
 VERBS = ("inspect", "convert", "evaluate", "densify", "doctor", "autotune", "bench")
 
 
-def test_help_names_every_verb() -> None:
-    done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(verb in done.stdout for verb in VERBS)
+def test_help_names_every_verb(run: Run) -> None:
+    outcome = run("--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert all(verb in outcome.out for verb in VERBS)
 
 
 @pytest.mark.parametrize(("verb", "word"), [((), "convert"), (("bench",), "multiply")])
@@ -96,3 +98,36 @@ def test_a_reader_that_goes_away_is_no_noise() -> None:
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_long_message_is_cut(run: Run) -> None:
+    error = run("inspect", "x" * 5000).err
+    assert len(error) <= len("flysurgery: \n") + 400 and error.endswith(" ...\n")
+
+
+SLOW = """
+import signal, sys, time, types
+sys.path.insert(0, {root!r})
+class Slow:
+    def find_spec(self, name, *rest):
+        if name == "flysurgery":
+            print("importing", flush=True)
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+sys.meta_path.insert(0, Slow())
+import flysurgery_command
+sys.exit(flysurgery_command.main())
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to one process")
+def test_an_interruption_during_the_import_ends_it_in_silence() -> None:
+    code = SLOW.format(root=str(Path(flysurgery.__file__).parents[1]))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == -signal.SIGINT
+        assert process.stderr.read() == ""

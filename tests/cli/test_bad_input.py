@@ -32,6 +32,8 @@ VIT_S = "vit_small_patch16_224"
         (("os:system", "--no-pretrained"), 1, ("vit_pytorch:CLASS", "os:system")),
         ((*TINY, "--model-args", "deppth=3", "--no-pretrained"), 1, ("deppth",)),
         ((*TINY, "--model-args", "depth"), 2, ("key=value", "'depth'")),
+        ((*TINY, "--model-args", '{"depth": ' + 700 * "[" + 700 * "]" + "}", "--no-pretrained"), 2, ("16 levels",)),
+        ((*TINY, "--model-args", '{"depth": ' + 99999 * "[" + 99999 * "]" + "}", "--no-pretrained"), 2, ("--model-args",)),
         ((*TINY, "--no-pretrained", "--include", "no_such_layer"), 2, ("no_such_layer", "blocks.0")),
         ((*TINY, "--no-pretrained", "--include", "(["), 2, ("regular expression", "([")),
         ((*TINY, "--no-pretrained", "--roles", "fnn"), 2, ("fnn", "ffn")),
@@ -180,3 +182,9 @@ def test_as_a_process_of_its_own(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("flysurgery: ") and done.stderr.count("\n") == 1, done.stderr
     assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("out", [".", "", ".."])
+def test_the_folder_that_the_command_runs_in_is_no_place_for_a_model(out: str, refused: Refused) -> None:
+    for more in ((), ("--force",)):
+        refused("convert", *TINY, "--no-pretrained", "--out", out, *more, words=("the folder that this runs in",))

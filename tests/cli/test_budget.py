@@ -73,6 +73,21 @@ def test_a_budget_with_calibration_says_what_it_chose_and_reported_by(run: Run, 
     assert "in a new order" in outcome.out or "in their own order" in outcome.out
 
 
+def test_a_fidelity_is_searched_for_and_the_report_has_it(run: Run, refused: Refused, tmp_path: Path) -> None:
+    data = ("--calibrate", "digits", "--samples", 30)
+    outcome = run("convert", *RANDOM, "--arch", "auto", "--fidelity", 0.95, *data, "--out", "o")
+    assert outcome.code == 0, outcome.err
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    assert min(report["fidelity"]["output_cosine"], report["fidelity"]["token_cosine"]) >= 0.95
+    assert report["tradeoff"]["search"]["target"] == 0.95
+    counts = dict(report["tradeoff"]["families"])
+    assert sum(counts.values()) == 6 and sum(row["status"] == "replace" for row in report["rows"]) == 6 - counts.get("dense", 0)
+    assert "search by the lowest cosine, to meet 0.95: " in outcome.out
+    assert "chosen for the fewest weights at which output and token cosine reach 0.95: " in outcome.out
+    far = ("convert", *RANDOM, "--fidelity", 0.999999999999, *data)
+    refused(*far, words=("no choice of architectures that was tried reaches a fidelity", "the closest"), code=2)
+
+
 def test_a_table_of_times_decides_in_milliseconds(run: Run, refused: Refused, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build_base(TINY_BASE, TINY_ARGUMENTS)
@@ -97,7 +112,11 @@ def test_a_table_of_times_decides_in_milliseconds(run: Run, refused: Refused, tm
     [
         (("--budget", 0.4, "--max-error", 0.1), "give one of them"),
         (("--latency", "t.csv"), "needs a budget"),
-        (("--plot", "p.png"), "--budget or --max-error"),
+        (("--plot", "p.png"), "--budget, --max-error or --fidelity"),
+        (("--fidelity", 0.9), "--fidelity needs data to calibrate with"),
+        (("--fidelity", 1.5, "--calibrate", "digits"), "above 0 and below 1"),
+        (("--fidelity", 0.9, "--budget", 0.4, "--calibrate", "digits"), "give one of them"),
+        (("--fidelity", 0.9, "--rank", 8, "--calibrate", "digits"), "--rank"),
         (("--budget", 0.4, "--nblocks", 8), "--nblocks"),
         (("--budget", 0.4, "--arch", "gonon"), "--arch"),
         (("--budget", 1.5), "at most 1"),

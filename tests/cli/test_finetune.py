@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,20 @@ def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, convert
     assert Path("o.training/log.csv").read_text().startswith("update,epoch,loss,")
     done = run("finetune", converted, *QUICK, "--out", "o", "--force").out.splitlines()
     assert done[0].split() == ["fine-tuning", "before", "after", "change"] and done[-1].startswith("saved in o, log in o.training")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"rows": 3}', '{"fidelity": {"samples": 1}}', 2000 * "["])
+def test_a_damaged_report_is_found_before_the_training(content: str, refused: Refused, converted: Path) -> None:
+    folder = Path(shutil.copytree(converted, "damaged"))
+    (folder / "report.json").write_text(content)
+    refused("finetune", folder, *QUICK, "--out", "o", words=("report.json",))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"), [("--augment", "bogus", "policy of augmentation"), ("--optimizer", "bogus", "no optimizer 'bogus'")]
+)
+def test_names_that_timm_does_not_know_leave_nothing_behind(option: str, value: str, word: str, refused: Refused, converted: Path) -> None:
+    refused("finetune", converted, *QUICK, option, value, "--out", "o", words=(word,), code=2)
 
 
 def test_sparse_to_dense_and_from_scratch(run: Run, converted: Path) -> None:

@@ -77,6 +77,19 @@ def test_a_budget_bounds_the_measured_milliseconds(run: Run, refused: Refused, f
     refused("convert", *MEASURE, "--budget", 0.4, words=("smallest reachable share", "0.5000"), code=2)
 
 
+def test_milliseconds_bound_the_whole_model_and_one_sentence_says_what_won(
+    run: Run, refused: Refused, fast_monarchs: None, tmp_path: Path
+) -> None:
+    outcome = run("convert", *MEASURE, "--ms", 0.95, "--out", "o")
+    assert outcome.code == 0, outcome.err
+    assert "search by milliseconds of the whole model, to meet 0.95: 0.9 at 50.0%" in outcome.out
+    assert "within 0.95 ms for the whole model: monarch for 1 layer, dense for 5; its predicted error is" in outcome.out
+    rows = json.loads((tmp_path / "o" / "report.json").read_text())["rows"]
+    assert [row["family"] for row in rows if row["status"] == "replace"] == ["monarch"]
+    refused("convert", *MEASURE, "--ms", 0.5, words=("at most 0.5 ms", "the fastest tried takes 0.9 ms"), code=2)
+    refused("convert", *MEASURE, "--ms", 1.5, words=("dense takes 1 ms, which is within 1.5 ms",))
+
+
 def test_where_nothing_is_faster_nothing_is_written(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.0, 1.0, *[1.5] * (len(ways) - 2)))
     refused("convert", *MEASURE, words=("nothing would be replaced", "comes nearest", "1.5 ms beside 1 ms"))
@@ -92,7 +105,10 @@ def test_auto_may_choose_by_a_budget_of_weights(run: Run) -> None:
     [
         ((*TINY, "--no-pretrained", "--measure"), ("--measure", "--arch auto")),
         ((*TINY, "--no-pretrained", "--measure", "--arch", "gonon"), ("--arch gonon", "--arch auto")),
-        (AUTO, ("--arch auto", "--measure, --budget or --max-error")),
+        (AUTO, ("--arch auto", "--measure, --budget, --max-error or --fidelity")),
+        ((*AUTO, "--ms", 2), ("--ms", "--measure")),
+        ((*MEASURE, "--ms", 0), ("positive number",)),
+        ((*MEASURE, "--ms", 2, "--budget", 0.5), ("budget and ms", "give one of them")),
         ((*AUTO, "--batch", 2), ("--batch", "--measure")),
         ((*MEASURE, "--nblocks", 8), ("--nblocks", "--measure")),
         ((*MEASURE, "--latency", "t.csv"), ("latency", "measuring")),

@@ -34,7 +34,7 @@ def test_slow_looks_leave_the_budget_to_the_updates(
 
     given: list[float] = []
 
-    def seven(stepper: object, batches: object, seconds: float) -> int:
+    def seven(stepper: object, batches: object, seconds: float, agreed: object) -> int:
         given.append(seconds)
         return 7
 

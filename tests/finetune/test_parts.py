@@ -16,7 +16,7 @@ from torch import nn
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError, TrainingError
 from flysurgery.finetune import Settings, held_out_data, training_data
-from flysurgery.finetune.batches import Place
+from flysurgery.finetune.batches import Process
 from flysurgery.finetune.devices import accelerator_for
 from flysurgery.finetune.groups import parameter_groups
 from flysurgery.finetune.losses import features_loss, logits_loss
@@ -24,7 +24,7 @@ from flysurgery.finetune.teacher import Teacher
 from tests.finetune.conftest import ARGUMENTS, BASE
 
 Make = Callable[[], nn.Module]
-HERE = Place(torch.device("cpu"), 0, 1)
+HERE = Process(torch.device("cpu"), 0, 1)
 
 
 def test_weights_are_not_sent_to_processes_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:

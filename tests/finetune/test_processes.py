@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +16,7 @@ from flysurgery.finetune import Settings, train, training_data
 from flysurgery.surgery import convert
 from tests.finetune.conftest import BASE
 from tests.finetune.test_unlabelled import HEADLESS, photographs
+from tests.support.processes import launch
 
 __all__ = ["photographs"]  # a fixture
 
@@ -54,12 +52,8 @@ leave_processes()
 
 def launched(folder: Path, program: str, *arguments: object) -> dict:
     """What two processes print."""
-    (folder / "program.py").write_text(program)
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(folder / "program.py")]
-    done = subprocess.run([*launch, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = launch(folder, program, *arguments)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -80,7 +74,7 @@ def test_two_processes_distil_without_labels_and_agree_on_the_budget_and_the_bes
     save_dense(model, tmp_path / "dense", BASE, HEADLESS, force=False)
     convert(model, base=BASE, base_args=HEADLESS)
     save(model, tmp_path / "model")
-    settings = json.dumps(asdict(Settings(minutes=0.1, batch_size=8, cpu=True)))
+    settings = json.dumps(asdict(Settings(minutes=0.05, batch_size=8, cpu=True)))
     first, again = (
         launched(tmp_path, UNLABELLED, tmp_path / "model", settings, photographs, tmp_path / "dense", tmp_path / "run", *more)
         for more in ((), ("resume",))

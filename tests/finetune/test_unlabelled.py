@@ -19,9 +19,9 @@ from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
 from flysurgery.fidelity import moments
+from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
-from flysurgery.finetune.batches import LoadedBatches, Place, ViewedBatches
-from flysurgery.finetune.copied import Copied
+from flysurgery.finetune.batches import LoadedBatches, Process, ViewedBatches
 from flysurgery.finetune.files import unlabelled_files
 from flysurgery.finetune.reading import read_pictures
 from flysurgery.surgery import convert
@@ -29,7 +29,7 @@ from tests.finetune.conftest import ARGUMENTS, BASE
 from tests.finetune.test_run import StoppedError, rows, states, stop_at
 
 Make = Callable[[], nn.Module]
-HERE = Place(torch.device("cpu"), 0, 1)
+HERE = Process(torch.device("cpu"), 0, 1)
 HEADLESS = ARGUMENTS | {"num_classes": 0}
 QUICK = Settings(epochs=8, batch_size=16, log_every=1, cpu=True, workers=0)
 
@@ -97,7 +97,7 @@ def test_views_are_the_same_when_an_epoch_is_begun_in_its_middle_and_others_in_a
     whole, rest = list(batches.epoch(1, 0)), list(batches.epoch(1, 2))
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole[2:], rest, strict=True)) and len(rest) == 2
     assert whole[0][0].shape == (8, 1, 8, 8) and not torch.equal(whole[0][0], next(batches.epoch(2, 0))[0])
-    shares = [data.open(Place(HERE.device, process, 2)) for process in (0, 1)]
+    shares = [data.open(Process(HERE.device, process, 2)) for process in (0, 1)]
     assert [len(share) for share in shares] == [2, 2]
     assert not torch.equal(*(next(share.epoch(0, 0))[0] for share in shares))
 
@@ -168,7 +168,7 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
 
 def test_a_budget_sets_the_number_of_updates(photographs: Path, features: tuple[nn.Module, nn.Module]) -> None:
     model = copy.deepcopy(features[1])
-    settings = replace(QUICK, epochs=None, minutes=0.15)
+    settings = replace(QUICK, epochs=None, minutes=0.05)
     outcome = train(model, training_data(photographs, model, settings, teacher=True), settings, teacher=features[0])
     assert outcome.updates > 1 and outcome.seconds < 20
     assert max(moments(outcome.updates, 10)) == outcome.updates and moments(1, 10) == {1} and len(moments(100, 10)) == 10

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 from flysurgery import ops
 from flysurgery.inference import clock
-from flysurgery.ops import Stage, Way, composed
+from flysurgery.ops import FeedForward, Operation, Stage, Way
 
-OPERATORS = ("attention", "ffn", "layer_norm", "norm_linear", "linear_residual", "patch_embedding")
 FFN_LAUNCHES = ("half of the block", "the other half")
 
 
-def way(name: str, *arguments: Any) -> Way:
-    """The way of an operator that is composed of PyTorch's."""
-    composes = Stage(FFN_LAUNCHES if name == "ffn" else (), lambda y, x, given: getattr(composed, name)(x, *given))
-    return Way((composes,), arguments[0], ops.Patches(*arguments[1:]) if name == "patch_embedding" else arguments[1:])
+def way(x: Tensor, operation: Operation) -> Way:
+    """The way of an operation by its definition."""
+    launches = FFN_LAUNCHES if isinstance(operation, FeedForward) else ()
+    return Way((Stage(launches, lambda y, x, given: given.plainly(x)),), x, operation)
 
 
 @pytest.fixture
@@ -28,19 +25,15 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels that are always there and faster; the names of those that were called, in order."""
     names: list[str] = []
 
-    def counted(name: str) -> Any:
-        def run(y: Tensor, x: Tensor, given: Any) -> Tensor:
-            names.append(name)
+    def counted(x: Tensor, operation: Operation) -> Way:
+        def run(y: Tensor, x: Tensor, given: Operation) -> Tensor:
+            names.append(str(given.form[0]))
             return y
 
-        def noting(*arguments: Any) -> Way:
-            found = way(name, *arguments)
-            return found._replace(stages=(Stage((), run), *found.stages))
+        found = way(x, operation)
+        return found._replace(stages=(Stage((), run), *found.stages))
 
-        return noting
-
-    for name in OPERATORS:
-        monkeypatch.setattr(ops, f"{name}_way", counted(name))
+    monkeypatch.setattr(ops, "way", counted)
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
     yield names
 
@@ -48,6 +41,5 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def compilable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``called``, without the list, which a compiled graph could not hold."""
-    for name in OPERATORS:
-        monkeypatch.setattr(ops, f"{name}_way", partial(way, name))
+    monkeypatch.setattr(ops, "way", way)
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))

@@ -11,8 +11,7 @@ from torch import nn
 
 import flysurgery
 from flysurgery import ops
-from flysurgery.inference.steps import FeedForward
-from flysurgery.ops import composed
+from flysurgery.inference.fused_modules import FeedForwardStep
 from tests.inference.models import SMALL, WHOLE, images, ready
 from tests.support.tolerance import assert_equal
 
@@ -20,27 +19,31 @@ from tests.support.tolerance import assert_equal
 def test_moments_of_rows_are_handed_to_the_norm_that_reads_them(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = torch.ones(3)
 
-    def leave(x: torch.Tensor, linear: ops.Linear, residual: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave(x: torch.Tensor, operation: ops.LinearResidual) -> tuple[torch.Tensor, torch.Tensor]:
         called.append("moments")
-        return composed.linear_residual(x, linear, residual, scale), moments
+        return operation.plainly(x), moments
 
-    def read(x: torch.Tensor, *given: Any) -> ops.Way:
-        def run(y: torch.Tensor, x: torch.Tensor, given: Any) -> torch.Tensor:
-            called.append("read" if given[7:] and given[7] is moments else "ffn")
-            return composed.ffn(x, *given[:7])
+    plain = ops.way
 
-        return ops.Way((ops.Stage((ops.MOMENTS, "the rest"), run),), x, given)
+    def read(x: torch.Tensor, operation: ops.Operation) -> ops.Way | str:
+        def run(y: torch.Tensor, x: torch.Tensor, given: ops.FeedForward) -> torch.Tensor:
+            called.append("read" if given.moments is moments else "ffn")
+            return given.plainly(x)
+
+        if not isinstance(operation, ops.FeedForward):
+            return plain(x, operation)
+        return ops.Way((ops.Stage((ops.MOMENTS, "the rest"), run),), x, operation)
 
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
     x = images(model)
     before = model(x)
     flysurgery.optimize(model)
-    monkeypatch.setattr(ops, "ffn_way", read)
+    monkeypatch.setattr(ops, "way", read)
     assert_equal(model(x), before)
     assert called == WHOLE  # no kernel leaves moments here
     called.clear()
     monkeypatch.setattr(ops, "leaves_moments", lambda *arguments: True)
-    monkeypatch.setattr(ops, "linear_residual_moments", leave)
+    monkeypatch.setattr(ops, "run_with_moments", leave)
     assert_equal(model(x), before)
     assert called == ["patch_embedding", *["norm_linear", "attention", "moments", "read"] * 2, "layer_norm"]
     called.clear()
@@ -58,7 +61,7 @@ def test_layers_of_factors_are_not_asked_for_moments(called: list[str], monkeypa
     x = images(model)
     before = model(x)
     flysurgery.optimize(model)
-    monkeypatch.setattr(FeedForward, "reads_moments", ask)
+    monkeypatch.setattr(FeedForwardStep, "reads_moments", ask)
     assert_equal(model(x), before)
     assert called == WHOLE
 

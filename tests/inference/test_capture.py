@@ -9,8 +9,8 @@ from torch import nn
 
 import flysurgery
 from flysurgery.errors import InferenceError
-from flysurgery.ops import derived as derivation
-from flysurgery.ops.derived import forget_derived
+from flysurgery.ops import weight_cache as derivation
+from flysurgery.ops.weight_cache import forget_derived
 from tests.inference.models import images, ready
 from tests.support.tolerance import assert_equal
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery.errors import InferenceError, OptionError, PlanError
 from flysurgery.inference import Setting, choose_measured, clock, measure_groups
+from flysurgery.inference.measuring import random_variant
 from flysurgery.layers import ButterflyLinear
-from flysurgery.ops import composed
+from flysurgery.ops import FeedForward
 from flysurgery.ops.parts import FusedFactors
 from flysurgery.patterns import Architecture, monarch
-from flysurgery.surgery import Plan
+from flysurgery.surgery import FidelityGoal, Plan
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
 
@@ -94,7 +95,7 @@ def test_groups_that_are_fused_are_timed_and_chosen_for_together(
     made, tradeoff, measurement = choose_measured(plan, dense, Setting(3, optimized=True))
     assert {part.architecture for layer in made.replaced for part in layer.parts} == MONARCH_4 and len(made.replaced) == 6
     assert measurement.chosen == ("monarch 4",) * 4 and measurement.dense_optimized_ms == 1.0 and measurement.batch == 3
-    assert tradeoff is not None and tradeoff.unit == "ms" and tradeoff.chosen.cost == pytest.approx(4 * 0.5)
+    assert tradeoff.unit == "ms" and tradeoff.chosen.cost == pytest.approx(4 * 0.5)
 
 
 def test_of_what_is_faster_the_most_accurate_is_chosen_and_the_model_stays(
@@ -126,9 +127,9 @@ def test_of_what_is_faster_the_most_accurate_is_chosen_and_the_model_stays(
 def test_a_budget_and_an_error_bound_the_measured_times(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch, by_architecture(dict.fromkeys(MONARCH_2, 0.9) | dict.fromkeys(MONARCH_4, 0.2)))
     _, tradeoff, _ = choose_measured(plan, dense, Setting(), budget=0.5)
-    assert tradeoff is not None and tradeoff.chosen.cost <= 0.5 * 6
+    assert tradeoff.chosen.cost <= 0.5 * 6
     made, tradeoff, _ = choose_measured(plan, dense, Setting(), max_error=0.99)
-    assert tradeoff is not None and tradeoff.chosen.cost == pytest.approx(6 * 0.2)
+    assert tradeoff.chosen.cost == pytest.approx(6 * 0.2)
     assert {layer.parts[0].architecture for layer in made.replaced} == MONARCH_4
     with pytest.raises(OptionError, match="smallest reachable share"):
         choose_measured(plan, dense, Setting(), budget=0.1)
@@ -146,7 +147,9 @@ def test_what_makes_the_whole_model_slower_goes_back_the_least_gain_first(
 
     timer = Clock(monkeypatch, price)
     made, tradeoff, measurement = choose_measured(plan, dense, Setting())
-    assert {layer.role for layer in made.replaced} == {"ffn_out"} and tradeoff is None
+    assert {layer.role for layer in made.replaced} == {"ffn_out"} and tradeoff.families == (("monarch", 2), ("dense", 4))
+    assert tradeoff.chosen.cost == pytest.approx(4 * 1.0 + 2 * 0.2) and tradeoff.alone == ()
+    assert "less what made the whole model slower: monarch for 2 layers, dense for 4" in tradeoff.sentence
     assert measurement.returned == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "mlp.fc1"))
     assert {layer.reason.code for layer in made.layers if layer.fqn in measurement.returned and layer.reason} == {"slower-model"}
     assert (measurement.dense_ms, measurement.converted_ms) == (10.0, 10.0)
@@ -155,6 +158,60 @@ def test_what_makes_the_whole_model_slower_goes_back_the_least_gain_first(
     timer.price = lambda owner, fused, found: price(owner, fused, found) if not hasattr(owner, "blocks") else 10.0 + len(found)
     with pytest.raises(PlanError, match="nothing would be replaced: with it the whole model takes 11 ms here, dense 10 ms, at 1 samples"):
         choose_measured(plan, dense, Setting())
+
+
+def by_size(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
+    """Layers take as long as they have weights, and models 2 ms more."""
+    weights = sum(each.numel() for name, each in owner.named_parameters() if "bias" not in name and "norm" not in name)
+    return weights / 1e4 + 2 * hasattr(owner, "blocks")
+
+
+def test_milliseconds_bound_the_whole_model(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Clock(monkeypatch, by_size)
+    dense_ms = by_size(dense, False, set())
+    bound = 0.6 * dense_ms
+    made, tradeoff, measurement = choose_measured(plan, dense, Setting(), ms=bound)
+    assert 0.57 * dense_ms < measurement.converted_ms <= bound and measurement.dense_ms == dense_ms
+    assert measurement.converted_ms == pytest.approx(by_size(random_variant(made, dense), False, set()))
+    assert tradeoff.search is not None and tradeoff.search.target == bound
+    values = [value for _, value in tradeoff.search.trials]
+    assert measurement.converted_ms == max(value for value in values if value <= bound) and len(values) <= 7
+    assert tradeoff.chosen.share == {value: share for share, value in tradeoff.search.trials}[measurement.converted_ms]
+    assert f"within {bound:g} ms for the whole model" in tradeoff.sentence
+    fastest = min(values)
+    with pytest.raises(
+        OptionError, match=rf"at most 0\.1 ms for the whole model here: the fastest tried takes {fastest:.4g} ms; ask for at"
+    ):
+        choose_measured(plan, dense, Setting(), ms=0.1)
+    exactly, _, _ = choose_measured(plan, dense, Setting(), ms=fastest)
+    assert by_size(random_variant(exactly, dense), False, set()) == pytest.approx(fastest)
+    with pytest.raises(PlanError, match=rf"nothing would be replaced: dense takes {dense_ms:.3g} ms, which is within 99 ms"):
+        choose_measured(plan, dense, Setting(), ms=99.0)
+    asked = len(timer.asked)
+    for ms, budget in ((0.0, None), (float("nan"), None), (1.0, 0.5)):
+        with pytest.raises(OptionError):
+            choose_measured(plan, dense, Setting(), ms=ms, budget=budget)
+    assert len(timer.asked) == asked
+
+
+def test_a_model_slower_than_dense_keeps_to_no_milliseconds(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
+        return 10.0 + len(found) if hasattr(owner, "blocks") else by_size(owner, fused, found)
+
+    Clock(monkeypatch, price)
+    with pytest.raises(OptionError, match=r"the fastest tried takes 1\d ms"):
+        choose_measured(plan, dense, Setting(), ms=9.9)
+
+
+def test_a_fidelity_is_reached_in_the_least_measured_time(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, by_size)
+    x = images(dense, 40)
+    made, tradeoff, measurement = choose_measured(plan, dense, Setting(), fidelity=FidelityGoal(0.97), calibrate=x)
+    report = flysurgery.apply(made, copy.deepcopy(dense), calibrate=x)
+    assert report.fidelity is not None and report.fidelity.lowest_cosine >= 0.97
+    assert tradeoff.unit == "ms" and tradeoff.search is not None
+    cheaper = [value for share, value in tradeoff.search.trials if share < tradeoff.chosen.share]
+    assert cheaper and max(cheaper) < 0.97 and measurement.converted_ms < measurement.dense_ms
 
 
 def test_where_nothing_is_faster_one_sentence_says_what_comes_nearest(
@@ -174,14 +231,15 @@ def test_noise_is_what_dense_timed_twice_differs_by(dense: nn.Module, plan: Plan
 def test_a_kernel_that_fails_takes_its_choice_away(
     called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plainly = composed.ffn
+    plainly = FeedForward.plainly
 
-    def ffn(x: Tensor, norm: Any, up: Any, *others: Any) -> Tensor:
+    def fail(block: FeedForward, x: Tensor) -> Tensor:
+        up = block.up
         if isinstance(up, FusedFactors) and up.factors[0].shape[0] == 1 and up.factors[0].shape[3] == 4:
             raise RuntimeError("the launch failed\nwith details")
-        return plainly(x, norm, up, *others)
+        return plainly(block, x)
 
-    monkeypatch.setattr(composed, "ffn", ffn)
+    monkeypatch.setattr(FeedForward, "plainly", fail)
     Clock(monkeypatch, lambda owner, fused, found: 1.0 if not found else 0.5 if fused else 0.9 if found & MONARCH_4 else 2.0)
     _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
     by_name = {choice.name: choice for choice in group.choices}
@@ -192,10 +250,10 @@ def test_a_kernel_that_fails_takes_its_choice_away(
 def test_a_fused_kernel_that_fails_leaves_dense_to_its_own_modules(
     called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ffn(*arguments: Any) -> Tensor:
+    def fail(block: FeedForward, x: Tensor) -> Tensor:
         raise RuntimeError("the launch failed")
 
-    monkeypatch.setattr(composed, "ffn", ffn)
+    monkeypatch.setattr(FeedForward, "plainly", fail)
     Clock(monkeypatch, by_architecture({}))
     _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
     assert not group.dense.fused and group.failed["dense"] == "the launch failed" and len(group.choices) == 11

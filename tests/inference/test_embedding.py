@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery import ops
 from flysurgery.inference import clock
-from flysurgery.inference.standing import StandIn
+from flysurgery.inference.standin import StandIn
 from flysurgery.ops import Way
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
@@ -28,15 +28,14 @@ ALONE, ALL = (False, 0), (True, 1)
 @pytest.fixture
 def given(called: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Given]]:
     """What the patches' kernel, which is always there and faster, was given in each call."""
-    seen, composed = list[Given](), ops.patch_embedding_way
+    seen, plain = list[Given](), ops.way
 
-    def noting(x: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None = None, prefix: list[Tensor] | None = None) -> Way:
-        way = composed(x, weight, bias, position, prefix or [])
-        assert isinstance(way, Way)
-        seen.append((position is not None, len(prefix or [])))
-        return way
+    def noting(x: Tensor, operation: ops.Operation) -> Way | str:
+        if isinstance(operation, ops.PatchEmbedding):
+            seen.append((operation.position is not None, len(operation.prefix)))
+        return plain(x, operation)
 
-    monkeypatch.setattr(ops, "patch_embedding_way", noting)
+    monkeypatch.setattr(ops, "way", noting)
     yield seen
 
 

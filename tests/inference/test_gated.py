@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import flysurgery
 from flysurgery.inference import clock, measure_groups
-from flysurgery.inference.look import look
+from flysurgery.inference.find_groups import find_groups
 from tests.inference.conftest import FFN_LAUNCHES
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
@@ -104,7 +104,7 @@ def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, conve
 )
 def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidden: Callable[..., Tensor], outputs: int, code: str) -> None:
     model, x = ready(Alone(Written(hidden, outputs)), convert=False), torch.randn(3, 5, WIDTH)
-    assert [reason.code for _, reason in look(model, x).reasons.values()] == [code]
+    assert [reason.code for _, reason in find_groups(model, x).reasons.values()] == [code]
     assert {row.group for row in flysurgery.optimize(model, x).fused} == {"norm"}
 
 
@@ -114,13 +114,13 @@ def test_what_others_use_is_left_with_the_reason() -> None:
             gate, value = halves(self.up, x)
             return self.down(functional.silu(gate) * value) + value[..., :1]
 
-    reasons = look(ready(Alone(Leaking(lambda: torch.zeros(()))), convert=False), torch.randn(3, 5, WIDTH)).reasons
+    reasons = find_groups(ready(Alone(Leaking(lambda: torch.zeros(()))), convert=False), torch.randn(3, 5, WIDTH)).reasons
     assert [reason.code for _, reason in reasons.values()] == ["shared"]
 
 
 def test_a_middle_part_is_no_half() -> None:
     model = ready(Alone(Written(split_at_a_third)), convert=False)
-    assert look(model, torch.randn(3, 5, WIDTH)).feed_forwards == {}
+    assert find_groups(model, torch.randn(3, 5, WIDTH)).feed_forwards == {}
 
 
 @pytest.mark.parametrize(("name", "layer"), [("eva02_base_patch14_224", "mlp.fc1_x"), ("vit_giant_patch14_dinov2", "mlp.act")])

@@ -15,9 +15,9 @@ from torch import nn
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
 from flysurgery.inference import clock
-from flysurgery.inference.patch_steps import EmbeddingStep, PatchesStep
-from flysurgery.inference.standing import StandIn
-from flysurgery.inference.steps import Attention, FeedForward, LayerNorm, LinearResidual, NormLinear
+from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LayerNormStep, LinearResidualStep, NormLinearStep
+from flysurgery.inference.fused_patches import EmbeddingStep, PatchesStep
+from flysurgery.inference.standin import StandIn
 from tests.inference.models import SMALL, WHOLE, images, ready
 from tests.support.tolerance import assert_equal
 
@@ -273,7 +273,15 @@ def test_times_are_those_of_the_given_batch(called: list[str], monkeypatch: pyte
 
 def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups gain a quarter of a millisecond to 4 by themselves; together they lose as long as more than two kinds are fused."""
-    gains = {LayerNorm: 0.25, Attention: 0.5, NormLinear: 1.0, LinearResidual: 2.0, PatchesStep: 3.0, EmbeddingStep: 3.5, FeedForward: 4.0}
+    gains = {
+        LayerNormStep: 0.25,
+        AttentionStep: 0.5,
+        NormLinearStep: 1.0,
+        LinearResidualStep: 2.0,
+        PatchesStep: 3.0,
+        EmbeddingStep: 3.5,
+        FeedForwardStep: 4.0,
+    }
     model = ready(timm.create_model("vit_tiny_patch16_224", **SMALL))
     x = images(model)
     before = model(x)

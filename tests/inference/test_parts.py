@@ -20,7 +20,7 @@ from flysurgery.bench.paper_vit import PaperBlock, PaperFeedForward, VitSizes, d
 from flysurgery.bench.units import Residual
 from flysurgery.errors import InferenceError, SurgeryError
 from flysurgery.inference import clock
-from flysurgery.inference.standing import StandIn
+from flysurgery.inference.standin import StandIn
 from tests.inference.models import SMALL, ready
 from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 import flysurgery
 from flysurgery.errors import InferenceError
-from flysurgery.inference import standing
-from flysurgery.inference.standing import Passed, StandIn
-from flysurgery.inference.steps import LayerNorm, LinearResidual
-from flysurgery.ops.derived import derived
+from flysurgery.inference import standin
+from flysurgery.inference.fused_modules import LayerNormStep, LinearResidualStep
+from flysurgery.inference.standin import Passed, StandIn
+from flysurgery.ops.weight_cache import derived
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
 
@@ -104,7 +104,7 @@ def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("compilable")
 def test_a_norm_by_itself_is_the_compilers() -> None:
-    step, x = LayerNorm(nn.LayerNorm(16), 1e-6), torch.randn(3, 16)
+    step, x = LayerNormStep(nn.LayerNorm(16), 1e-6), torch.randn(3, 16)
     assert not isinstance(step.way(x), str)
     refused = torch.compile(lambda: isinstance(step.way(x), str), fullgraph=True, backend="eager")
     assert refused() is True
@@ -240,7 +240,7 @@ def test_another_default_device_changes_nothing(called: list[str]) -> None:
 
 def test_a_view_leaves_its_original_alone() -> None:
     original = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3))
-    seen = standing.view(original, {"0.0": nn.Identity(), "1": nn.Identity()}, {("0", "note"): 5})
+    seen = standin.view(original, {"0.0": nn.Identity(), "1": nn.Identity()}, {("0", "note"): 5})
     x = torch.randn(2, 3)
     assert_equal(seen(x), x.relu())
     assert isinstance(original[0][0], nn.Linear)  # pyright: ignore[reportIndexIssue]
@@ -260,7 +260,7 @@ def test_modes_are_told_of_what_the_own_modules_do_alone() -> None:
             return func(*args, **(kwargs or {}))
 
     linear = nn.Linear(48, 48).requires_grad_(False)
-    step, x = LinearResidual(linear, None), torch.randn(5, 48)
+    step, x = LinearResidualStep(linear, None), torch.randn(5, 48)
     with Told() as mode:
         fused = step(x, x)
     assert mode.functions == 0

@@ -13,7 +13,7 @@ from torch import nn
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.layers import ButterflyLinear
-from flysurgery.ops.derived import _entries
+from flysurgery.ops.weight_cache import _entries
 from flysurgery.patterns import Architecture, named
 from tests.support.problems import ARCHITECTURES, make_input
 from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal

@@ -1,42 +1,45 @@
-"""The contract, kept by the chunked backend on the CPU, and what chunks bring with them."""
+"""What the chunked backend's chunks, scratch memory and operator bring with them."""
 
 from __future__ import annotations
 
 import csv
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from flysurgery.ops import BACKENDS, Problem, explain, ks_linear
 from flysurgery.ops.backends import chunked
 from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
 from flysurgery.patterns import Architecture, gonon
-from tests.ops.contract import BackendContract
 from tests.support.levels import check_layer
 from tests.support.problems import ARCHITECTURES, make_factors, make_input, make_vector
-from tests.support.tolerance import FP32, FP64, assert_bounded, assert_equal
+from tests.support.tolerance import FP32, FP64, MIN_OUTPUTS, assert_bounded, assert_equal
 
 
-class TestChunked(BackendContract):
-    backend = "chunked"
-    bias_apart = True  # where the left factor has a > 1
+def run(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    return ks_linear(x, factors, bias, backend="chunked")
 
-    @pytest.mark.parametrize("threads", [1, 16])  # batched products, and one after the other
-    @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-    def test_many_chunks(self, architecture: Architecture, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(chunked, "SCRATCH_BYTES", 1)  # then a chunk has its smallest number of rows, 64
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        check_layer(self.run, self.yardstick, architecture, 700, FP32, bias_apart=True)
 
-    def test_bound_weights_serve_many_calls(self) -> None:
-        architecture = ARCHITECTURES[0]
-        factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
-        bound = BACKENDS["chunked"].bind(factors, bias)
-        for rows in (3, 600, 3):
-            x = make_input(rows, architecture.in_features, FP32)
-            assert_equal(bound(x), ks_linear(x, factors, bias, backend="chunked"))
+@pytest.mark.parametrize("threads", [1, 16])  # batched products, and one after the other
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_many_chunks(architecture: Architecture, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 1)  # then a chunk has its smallest number of rows, 64
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows = max(150, 1 + MIN_OUTPUTS // architecture.out_features)
+    check_layer(run, BACKENDS["bmm"].linear, architecture, rows, FP32, bias_apart=True)
+
+
+def test_bound_weights_serve_many_calls() -> None:
+    architecture = ARCHITECTURES[0]
+    factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
+    bound = BACKENDS["chunked"].bind(factors, bias)
+    for rows in (3, 600, 3):
+        x = make_input(rows, architecture.in_features, FP32)
+        assert_equal(bound(x), run(x, factors, bias))
 
 
 def test_scratch_made_in_inference_mode_serves_outside_it() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.ops import BACKENDS, Backend, Problem, ks_linear
-from flysurgery.ops import decided as decisions
+from flysurgery.ops import BACKENDS, Backend, Problem, ks_linear, ways
 
 
 class Asked(Backend):
@@ -33,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     before, backend = dict(BACKENDS), Asked("asked")
     BACKENDS.clear()
     BACKENDS["asked"] = backend
-    monkeypatch.setattr(decisions, "_decided", {})
+    monkeypatch.setattr(ways, "_decided", {})
     yield backend
     BACKENDS.clear()
     BACKENDS.update(before)
@@ -89,7 +88,7 @@ def test_transforms_are_not_remembered(asked: Asked) -> None:
 
 
 def test_memory_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "_REMEMBERED", 3)
+    monkeypatch.setattr(ways, "_REMEMBERED", 3)
     for rows in range(1, 9):
         ks_linear(torch.ones(rows, 6), FACTORS)
-    assert len(decisions._decided) <= 3
+    assert len(ways._decided) <= 3

@@ -1,4 +1,4 @@
-"""Which way a feed-forward block goes: what ``ffn_launches`` tells is what ``ffn`` runs, whatever the kernels take."""
+"""Which way a feed-forward block goes: the launches that are told are those that run, whatever the kernels take."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ import torch
 from torch import Tensor, fx
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import Dense, FusedFactors, Gated, Norm, epilogue, feed_forward, few_rows, ffn, ffn_launches, ffn_reason, gated, normed
-from flysurgery.ops import decided as decisions
+from flysurgery.ops import (
+    Dense,
+    FeedForward,
+    FusedFactors,
+    Gated,
+    Norm,
+    feed_forward,
+    launches,
+    reason,
+    run,
+    way,
+    ways,
+)
 from flysurgery.ops.cuda import ffn as whole
 from flysurgery.patterns import Architecture, monarch
 from tests.support.tolerance import assert_equal
@@ -37,21 +48,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets kernels take everything of the kinds that are named, on any machine."""
 
     def take(*kinds: str) -> None:
-        monkeypatch.setattr(decisions, "_decided", {})
+        monkeypatch.setattr(ways, "_decided", {})
+        monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
         answers = {
-            "common_obstacle": lambda *_: None,
             "norm_reason": lambda *_: None,
             "epilogue_reason": lambda *_: None if "epilogue" in kinds else "no epilogue",
             "takes_few_rows": lambda x, group, norm=None, *_: "few rows" in kinds or (norm is None and "some rows" in kinds),
-            "_whole_obstacle": lambda *_: None if "whole" in kinds else "not whole",
+            "whole_reason": lambda *_: None if "whole" in kinds else "not whole",
             "takes_ffn": lambda *_: "by factors" in kinds,
             "in_one_launch": lambda *_: "norm" in kinds,
+            "epilogue_pays": lambda *_: "epilogue" in kinds,
+            "gated_reason": lambda *_: None,
+            "takes_gated_dense": lambda *_: False,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(feed_forward, name, answer)
-        monkeypatch.setattr(few_rows, "_has_fewest", lambda *_: "few rows" in kinds)
-        monkeypatch.setattr(gated, "_gated_obstacle", lambda *_: None)
-        monkeypatch.setattr(gated, "_dense_in_one_launch", lambda *_: False)
+        monkeypatch.setattr(launches, "_has_fewest", lambda *_: "few rows" in kinds)
 
     return take
 
@@ -66,12 +78,12 @@ def operators(*block: object) -> list[str]:
 
     torch.compiler.reset()
     with torch.no_grad():
-        torch.compile(lambda x: ffn(x, *block), backend=keep, fullgraph=True)(torch.zeros(3, WIDTH))  # type: ignore[arg-type]
+        torch.compile(lambda x: run(x, FeedForward(*block)), backend=keep, fullgraph=True)(torch.zeros(3, WIDTH))  # type: ignore[arg-type]
     return seen
 
 
 @pytest.mark.parametrize(
-    ("takes", "block", "launches", "runs"),
+    ("takes", "block", "told", "runs"),
     [
         (("few rows", "whole"), ("factors", True), ("norm, up and activation", f"inner norm, {LAST}"), ["few_rows", "few_rows"]),
         (
@@ -98,38 +110,37 @@ def operators(*block: object) -> list[str]:
     ids=["few rows", "some rows", "whole", "norm and layer", "layer by layer", "gated"],
 )
 def test_what_is_told_is_what_runs(
-    kernels: Callable[..., None], takes: tuple[str, ...], block: tuple[str, bool], launches: tuple[str, ...], runs: list[str]
+    kernels: Callable[..., None], takes: tuple[str, ...], block: tuple[str, bool], told: tuple[str, ...], runs: list[str]
 ) -> None:
     kernels(*takes)
-    assert ffn_launches(torch.zeros(3, WIDTH), *operands(*block)) == launches  # type: ignore[arg-type]
+    assert way(torch.zeros(3, WIDTH), FeedForward(*operands(*block))).launches() == told  # type: ignore[arg-type]
     assert operators(*operands(*block)) == runs
 
 
 def test_by_factors_has_a_launch_for_each(kernels: Callable[..., None]) -> None:
     kernels("by factors", "epilogue")
     block = operands("factors", False)
-    assert len(ffn_launches(torch.zeros(3, WIDTH), *block)) == 5  # type: ignore[arg-type]
+    assert len(way(torch.zeros(3, WIDTH), FeedForward(*block)).launches()) == 5  # type: ignore[arg-type]
     assert operators(*block) == ["wide_ffn"]
 
 
 def test_what_no_kernel_takes_says_why(kernels: Callable[..., None]) -> None:
     kernels()
     x, block = torch.zeros(3, WIDTH), operands("factors", False)
-    assert ffn_reason(x, *block) == "not whole; no epilogue"  # type: ignore[arg-type]
-    assert ffn_launches(x, *block) == ()  # type: ignore[arg-type]
+    assert reason(x, FeedForward(*block)) == "not whole; no epilogue"  # type: ignore[arg-type]
     with pytest.raises(BackendError, match="not whole; no epilogue"):
-        ffn(x, *block)  # type: ignore[arg-type]
+        run(x, FeedForward(*block))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["factors", "dense", "gated"])
 def test_a_compiler_may_not_know_the_sizes_of_weights(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """As of tensors that are no parameters; kernels are chosen by constants."""
-    monkeypatch.setattr(feed_forward, "common_obstacle", lambda *_: None)
-    for module in (epilogue, gated, normed, whole):
-        monkeypatch.setattr(module, "device_obstacle", lambda *_: "no device")
+    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(launches, "device_obstacle", lambda *_: "no device")
+    monkeypatch.setattr(whole, "hopper_obstacle", lambda *_: "no device")
     block = operands(kind, True)
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: x if ffn_reason(x, *block) is None else -x, fullgraph=True, dynamic=True, backend="eager")  # type: ignore[arg-type]
+    compiled = torch.compile(lambda x: x if reason(x, FeedForward(*block)) is None else -x, fullgraph=True, dynamic=True, backend="eager")  # type: ignore[arg-type]
     for rows in (3, 5):
         assert_equal(compiled(torch.ones(rows, WIDTH)), -torch.ones(rows, WIDTH))
 
@@ -137,10 +148,10 @@ def test_a_compiler_may_not_know_the_sizes_of_weights(monkeypatch: pytest.Monkey
 def test_operands_that_look_the_same_are_decided_on_once(kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("whole")
     decisions_made: list[Tensor] = []
-    monkeypatch.setattr(feed_forward, "common_obstacle", lambda x, tensors: decisions_made.append(x))
+    monkeypatch.setattr(ways, "_obstacle", lambda x, tensors: decisions_made.append(x))
     x = torch.zeros(3, WIDTH)
     for _ in range(3):
-        assert ffn_reason(x.clone(), *operands("factors", False)) is None  # type: ignore[arg-type]
+        assert reason(x.clone(), FeedForward(*operands("factors", False))) is None  # type: ignore[arg-type]
     assert len(decisions_made) == 1
     norm, up, down, *others, _ = operands("factors", False)
     wider = FusedFactors(tuple(factor.double() for factor in down.factors), None)  # type: ignore[attr-defined]
@@ -157,7 +168,7 @@ def test_operands_that_look_the_same_are_decided_on_once(kernels: Callable[..., 
     ):
         before = len(decisions_made)
         for _ in range(2):
-            ffn_reason(*changed)  # type: ignore[arg-type]
+            reason(changed[0], FeedForward(*changed[1:]))  # type: ignore[arg-type]
         assert len(decisions_made) == before + 1
 
 
@@ -166,7 +177,7 @@ def test_what_is_remembered_holds_no_tensors(kernels: Callable[..., None]) -> No
     block = operands("gated", True)
     x = torch.zeros(3, WIDTH)
     references = [weakref.ref(tensor) for tensor in (x, block[4], *block[2].tensors)]  # type: ignore[attr-defined]
-    assert ffn_reason(x, *block) is None  # type: ignore[arg-type]
+    assert reason(x, FeedForward(*block)) is None  # type: ignore[arg-type]
     del block, x
     gc.collect()
     assert all(reference() is None for reference in references)

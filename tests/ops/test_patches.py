@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import composed, patch_embedding, patch_embedding_reason, patches
-from flysurgery.ops import decided as decisions
+from flysurgery.ops import PatchEmbedding, patches, reason, run, ways
 from tests.support.tolerance import assert_equal
 
 FEATURES, TOKENS, COUNT = 6, 2, 12
@@ -25,8 +24,8 @@ PREFIX = [integers(1, 1, FEATURES), integers(1, FEATURES)]
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tensors of any device through, to PyTorch's product."""
-    monkeypatch.setattr(decisions, "_decided", {})
-    monkeypatch.setattr(patches, "common_obstacle", lambda *_: None)
+    monkeypatch.setattr(ways, "_decided", {})
+    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
     monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: "no kernel")
 
 
@@ -52,8 +51,8 @@ def by_hand(position: Tensor | None, prefix: list[Tensor]) -> Tensor:
 def test_position_and_tokens(prefix: list[Tensor], rows: int) -> None:
     position = integers(1, rows, FEATURES) if rows else None
     expected = by_hand(position, prefix)
-    assert_equal(composed.patch_embedding(IMAGES, WEIGHT, BIAS, position, prefix), expected)
-    assert_equal(patch_embedding(IMAGES, WEIGHT, BIAS, position, prefix), expected)
+    assert_equal(PatchEmbedding(WEIGHT, BIAS, position, prefix).plainly(IMAGES), expected)
+    assert_equal(run(IMAGES, PatchEmbedding(WEIGHT, BIAS, position, prefix)), expected)
 
 
 @pytest.mark.usefixtures("taken")
@@ -70,14 +69,14 @@ def test_position_and_tokens(prefix: list[Tensor], rows: int) -> None:
 )
 def test_rows_of_no_token_are_refused(position: Tensor | None, prefix: list[Tensor], words: str) -> None:
     with pytest.raises(BackendError, match=words):
-        patch_embedding(IMAGES, WEIGHT, BIAS, position, prefix)
+        run(IMAGES, PatchEmbedding(WEIGHT, BIAS, position, prefix))
 
 
 @pytest.mark.usefixtures("taken")
 def test_images_that_are_no_whole_patches_are_refused() -> None:
-    assert "images of 10x16 are not cut into patches of 4x4" in str(patch_embedding_reason(IMAGES[:, :, :10], WEIGHT, BIAS))
-    assert "images of 0x16 are not cut" in str(patch_embedding_reason(IMAGES[:, :, :0], WEIGHT, BIAS))
+    assert "images of 10x16 are not cut into patches of 4x4" in str(reason(IMAGES[:, :, :10], PatchEmbedding(WEIGHT, BIAS)))
+    assert "images of 0x16 are not cut" in str(reason(IMAGES[:, :, :0], PatchEmbedding(WEIGHT, BIAS)))
 
 
 def test_it_needs_a_gpu() -> None:
-    assert "CUDA" in str(patch_embedding_reason(IMAGES, WEIGHT, BIAS))
+    assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))

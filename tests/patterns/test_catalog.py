@@ -12,6 +12,7 @@ from flysurgery.patterns import (
     block_butterfly,
     deformable,
     dense,
+    family_of,
     gonon,
     kaleidoscope,
     low_rank,
@@ -22,6 +23,25 @@ from flysurgery.patterns import (
 from tests.patterns.brute_force import path_counts
 
 SIZES = st.integers(1, 60)
+
+
+@given(SIZES, SIZES, st.integers(2, 6))
+def test_the_family_of_an_architecture_is_the_one_that_made_it(x: int, y: int, p: int) -> None:
+    m, n = x * p, y * p
+    assert family_of(monarch(m, n, p)) == "monarch"
+    assert family_of(low_rank(m, n)) == "low rank"
+    for size in ((24 * p, 24 * p), (96 * p, 24 * p), (24 * p, 96 * p)):
+        assert family_of(gonon(*size)) == "gonon"
+
+
+def test_architectures_of_no_family_are_other_ones() -> None:
+    for architecture in (
+        dense(6, 10),
+        square_dyadic(8),
+        Architecture.of((1, 4, 2, 2), (2, 2, 6, 1)),
+        Architecture.of((2, 4, 3, 1), (2, 3, 4, 1)),
+    ):
+        assert family_of(architecture) == "other"
 
 
 def test_dense_and_low_rank_are_the_rows_of_the_table() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch, square_dyadic
-from flysurgery.projection import Fitted, Problem, fit_side_by_side, side_by_side
+from flysurgery.projection import FitProblem, Fitted, fit_side_by_side, side_by_side
 from flysurgery.projection.block_cycling import cycle_together
 from tests.projection.oracle import random_matrix
 from tests.projection.test_block_cycling import random_gram
@@ -14,12 +14,12 @@ from tests.projection.test_block_cycling import random_gram
 N = 16
 
 
-def problems(*architectures: Architecture) -> list[Problem]:
+def problems(*architectures: Architecture) -> list[FitProblem]:
     found = [
-        Problem(random_matrix(each, seed).float(), each, random_gram(each.in_features, seed)) for seed, each in enumerate(architectures)
+        FitProblem(random_matrix(each, seed).float(), each, random_gram(each.in_features, seed)) for seed, each in enumerate(architectures)
     ]
     first = found[0]
-    return [*found, Problem(first.weight, low_rank(N, N, 2), first.gram), Problem(first.weight, low_rank(N, N, 5), first.gram)]
+    return [*found, FitProblem(first.weight, low_rank(N, N, 2), first.gram), FitProblem(first.weight, low_rank(N, N, 5), first.gram)]
 
 
 def keep(number: int, fitted: Fitted | None) -> tuple[int, Fitted | None]:
@@ -42,7 +42,7 @@ def test_every_problem_is_fitted_as_it_is_alone(together: int, monkeypatch: pyte
 
 
 def test_other_than_two_factors_are_not_fitted() -> None:
-    given = [Problem(torch.ones(N, N), square_dyadic(N), torch.eye(N).double())]
+    given = [FitProblem(torch.ones(N, N), square_dyadic(N), torch.eye(N).double())]
     assert list(fit_side_by_side(given, keep)) == [(0, (0, None))]
 
 

@@ -23,14 +23,17 @@ RunRecipe = Callable[..., list[dict[str, str]]]
 
 @pytest.fixture
 def run_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunRecipe:
-    """Run a recipe with ``--quick --device cpu`` and further arguments, and give the rows that it wrote."""
+    """Run a recipe with ``--quick --device cpu`` and further arguments, and give the rows that it wrote.
+
+    The name of one with several tables has that of the table behind it.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(RECIPES))
     out = tmp_path / "rows.csv"
 
     def run(name: str, *arguments: str) -> list[dict[str, str]]:
-        monkeypatch.setattr(sys, "argv", [name, "--quick", "--device", "cpu", "--out", str(out), *arguments])
-        runpy.run_path(str(RECIPES / name), run_name="__main__")
+        monkeypatch.setattr(sys, "argv", [*name.split(), "--quick", "--device", "cpu", "--out", str(out), *arguments])
+        runpy.run_path(str(RECIPES / sys.argv[0]), run_name="__main__")
         with out.open(newline="") as file:
             return list(csv.DictReader(file))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -15,20 +16,48 @@ import torch
 from flysurgery.bench.rows import read_table
 from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
 
-SHARED = {"recipe", "vit_tables", "accuracy_cases", "single_factor_cases", "survey_cases"} | {
-    *("photograph_packages", "photograph_rule", "photograph_crops", "focus_model", "sight", "weight_ways", "weight_rows")
+SHARED = {"recipe", "tables", "kernel_ablation", "kernel_cases", "kernel_operations", "vit_models", "accuracy_cases", "survey_cases"} | {
+    *("photograph_packages", "photograph_rule", "photograph_crops", "focus_model", "sight", "weight_ways", "weight_rows", "weight_rivals"),
+    *("gate_cases", "loader_cases", "index"),
 }
-"""Modules that recipes import, and nobody runs."""
+"""Modules that recipes import, and the one that lists the recipes."""
 
 NAMES = sorted(path.name for path in RECIPES.glob("*.py") if path.stem not in SHARED)
 
-ANYWHERE = {"calibration_cost", "digits_accuracy", "photographs", "survey_models", "train_digits_vit", "fractal_accuracy"} | {
-    *("cpu_tables", "patterns_table", "rivals", "vit_s16_table3", "vit_s16_table6", "vit_table5")
+TABLES = {
+    "kernels.py": (
+        "attention",
+        "norm_linear",
+        "fused_linear",
+        "factor_grad",
+        "fused_ffn",
+        "few_rows",
+        "gated_ffn",
+        "wide",
+        "fused_ablation",
+    ),
+    "factors.py": ("patterns", "energy", "rivals"),
+    "vits.py": ("table3", "table6", "cpu", "table5", "optimized", "training"),
 }
+"""The tables of the recipes that make several."""
+
+COMMANDS = [command for name in NAMES for command in ([f"{name} {table}" for table in TABLES[name]] if name in TABLES else [name])]
+"""All recipes, those of several tables once for each."""
+
+ANYWHERE = {
+    "calibration_cost",
+    "digits_accuracy",
+    "photographs",
+    "survey_models",
+    "train_digits_vit",
+    "fractal_accuracy",
+    "fuzz_loader",
+    "stream_order",
+} | {*("vits.py cpu", "factors.py patterns", "factors.py rivals", "vits.py table3", "vits.py table6", "vits.py table5")}
 """Those that run without CUDA."""
 
-CHECKS = {"check_single_factor", "sanitize_kernels"}
-"""Those that hold kernels against something and time nothing: a CPU has nothing for them."""
+CHECKS = {"sanitize_kernels"}
+"""Those that time nothing: a CPU has nothing for them."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,23 +70,36 @@ def _threads() -> Iterator[None]:
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    runpy.run_path(str(RECIPES / name), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", [*name.split(), *arguments])
+    runpy.run_path(str(RECIPES / sys.argv[0]), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *COMMANDS])
 def test_help_says_how_it_is_called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         run(monkeypatch, name, "--help")
     text = capsys.readouterr().out
-    assert f"recipes/{name}" in text, "its description holds the command"
-    assert "--quick" in text
-    page = (RECIPES / "README.md").read_text()
-    assert f"`{name}`" in page, "the index names it"
+    program, *table = name.split()
+    assert f"recipes/{program}" in text, "its description holds the command"
+    assert (program in TABLES and not table) or "--quick" in text
+    assert not table or f"\n    {table[0]} " in text, "its description names the table"
+    assert f"\n| `{program}` |" in (RECIPES / "README.md").read_text(), "the index names it"
+
+
+def test_the_index_is_what_the_docstrings_say() -> None:
+    page = runpy.run_path(str(RECIPES / "index.py"))["page"]()
+    assert (RECIPES / "README.md").read_text(encoding="utf-8") == page, "python recipes/index.py writes it"
+
+
+def test_a_page_links_to_every_table_of_rows() -> None:
+    pages = [RECIPES / "README.md", *(RECIPES.parent / "docs").glob("*.md")]
+    linked = {name for page in pages for name in re.findall(r"results/([\w.]+)\)", page.read_text(encoding="utf-8"))}
+    tables = [path.name for path in (RECIPES / "results").iterdir() if path.suffix in (".csv", ".txt")]
+    assert [name for name in sorted(tables) if name not in linked] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
-@pytest.mark.parametrize("name", [name for name in NAMES if Path(name).stem not in ANYWHERE])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.removesuffix(".py") not in ANYWHERE])
 def test_without_a_gpu_it_says_so_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
@@ -76,17 +118,17 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        ("vit_s16_table3.py", "--batches", "8,0"),
-        ("vit_s16_table3.py", "--batches", "x"),
-        ("vit_s16_table6.py", "--threads", "0"),
-        ("vit_s16_table6.py", "--seconds", "-1"),
-        ("patterns_table.py", "--rows", "-3"),
-        ("patterns_table.py", "--minutes", "nan"),
-        ("patterns_table.py", "--largest", "0"),
-        ("rivals.py", "--width", "1.5"),
-        ("cpu_tables.py", "--batch", "0"),
-        ("vit_table5.py", "--batch", "-1"),
-        ("energy.py", "--windows", "0"),
+        ("vits.py table3", "--batches", "8,0"),
+        ("vits.py table3", "--batches", "x"),
+        ("vits.py table6", "--threads", "0"),
+        ("vits.py table6", "--seconds", "-1"),
+        ("factors.py patterns", "--rows", "-3"),
+        ("factors.py patterns", "--minutes", "nan"),
+        ("factors.py patterns", "--largest", "0"),
+        ("factors.py rivals", "--width", "1.5"),
+        ("vits.py cpu", "--batches", "0"),
+        ("vits.py table5", "--batch", "-1"),
+        ("factors.py energy", "--windows", "0"),
     ],
 )
 def test_numbers_that_are_none_are_refused(
@@ -101,11 +143,11 @@ def test_numbers_that_are_none_are_refused(
 
 def test_rows_that_cannot_be_kept_are_not_measured(run_recipe: RunRecipe, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--out takes a file"):
-        run_recipe("rivals.py", "--out", str(tmp_path))
+        run_recipe("factors.py rivals", "--out", str(tmp_path))
     other = tmp_path / "other.csv"
     other.write_text("fruit,price\napple,1\n")
     with pytest.raises(SystemExit, match="no table of measurements"):
-        run_recipe("patterns_table.py", "--out", str(other))
+        run_recipe("factors.py patterns", "--out", str(other))
     assert other.read_text() == "fruit,price\napple,1\n"
 
 
@@ -136,7 +178,7 @@ def test_no_recipe_writes_over_another_table(
         ("survey_models.py", ("vit_pytorch", "--only", "resnet"), "--only resnet matches no model of vit_pytorch"),
         ("train_digits_vit.py", (), "--out takes a folder"),
         ("finetune_on_two_gpus.py", ("--quick", "--device", "cpu", "--arch", "butterfly"), "arch must be one of"),
-        ("rivals.py", ("--quick", "--device", "cpu", "--rows", str(10**13)), "does not fit into this machine's memory"),
+        ("factors.py rivals", ("--quick", "--device", "cpu", "--rows", str(10**13)), "does not fit into this machine's memory"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(
@@ -161,14 +203,14 @@ def test_a_survey_adds_to_no_other_table(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_where_there_was_no_time_nothing_is_drawn(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileNotFoundError):
-        run_recipe("patterns_table.py", "--minutes", "1e-9", "--plot", str(tmp_path / "boxes.png"))
+        run_recipe("factors.py patterns", "--minutes", "1e-9", "--plot", str(tmp_path / "boxes.png"))
     assert "measurements are left for the next run" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_graphs_there_is_nothing_to_measure(run_recipe: RunRecipe) -> None:
     with pytest.raises(SystemExit, match="nothing to measure by launches graph"):
-        run_recipe("vit_s16_table6.py", *TINY_VIT, "--launches", "graph")
+        run_recipe("vits.py table6", *TINY_VIT, "--launches", "graph")
 
 
 def test_calibration_has_its_cost_and_goes_on(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

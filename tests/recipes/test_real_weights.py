@@ -46,7 +46,7 @@ def small_weights(folder: Path) -> Path:
 
 def test_rows_of_a_small_model(run_recipe: RunRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--photographs", str(photographs(tmp_path / "p", 8)), "--weights", str(small_weights(tmp_path / "w")), "--judging", "3")
-    given += ("--minutes", "0.05")
+    given += ("--minutes", "0.05", "--ways", "monarch 4 plain,monarch 4 calibrated,monarch 4 reconstructed")
     dense, plain, calibrated, reconstructed = first = run_recipe("real_weights.py", *given)
     names = ["dense", *(f"monarch 4 {step}" for step in ("plain", "calibrated", "reconstructed"))]
     assert [row["way"] for row in first] == names and reconstructed["minutes"] == "0.05"
@@ -164,18 +164,30 @@ def test_measures_of_known_answers() -> None:
 
 
 def test_ways_are_told_by_name_family_and_step() -> None:
-    from weight_ways import LONG, MIXED, WAYS, plan_of, ways_of
+    from weight_ways import MIDDLE_DENSE, MIXED, WAYS, plan_of, ways_of
 
     names = [way.name for way in WAYS]
     assert len(set(names)) == len(names) and names[0] == "dense"
+    assert names[-3:] == ["dense compiled", "int8", "2:4"], "a rival that breaks the process breaks no other way"
+    assert [way.name for way in ways_of("2:4,rank 64")] == ["dense", "rank 64 plain", "rank 64 reconstructed", "2:4"]
+    assert [way.name for way in ways_of(None, quick=True)] == [
+        "dense",
+        *(f"monarch 4 {step}" for step in ("plain", "calibrated", "reconstructed")),
+        "int8",
+        "2:4",
+    ]
     assert {way.step for way in ways_of(None)} == {"", "plain", "calibrated", "permuted", "reconstructed", "permuted + reconstructed"}
     assert [way.name for way in ways_of("monarch 4 plain,gonon reconstructed")] == ["dense", "monarch 4 plain", "gonon reconstructed"]
     assert [way.name for way in ways_of("rank 96")] == [
         "dense",
-        *(f"rank 96 {step}" for step in ("plain", "calibrated", "reconstructed", LONG)),
+        *(f"rank 96 {step}" for step in ("plain", "calibrated", "reconstructed")),
     ]
-    assert {way.minutes(2.0) for way in ways_of("reconstructed")} == {None, 2.0} and ways_of(LONG)[1].minutes(2.0) == 3
+    assert {way.minutes(2.0) for way in ways_of("reconstructed")} == {None, 2.0}
     assert not any(way.fitting.get("permute") for way in WAYS if way.family == "rank 96")
+    (middle,) = (way for way in WAYS if way.name == f"{MIDDLE_DENSE} plain")
+    with torch.device("meta"):
+        plan = plan_of(middle, timm.create_model("vit_small_patch16_224", depth=9))
+    assert {layer.fqn.split(".")[1] for layer in plan.replaced} == {"0", "1", "2", "3", "4", "8"}
     (mixed,) = (way for way in WAYS if way.name == f"{MIXED} plain")
     with torch.device("meta"):
         plan = plan_of(mixed, timm.create_model("vit_small_patch16_224", depth=1))

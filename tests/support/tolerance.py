@@ -61,7 +61,7 @@ FP16 = Arithmetic("float16", torch.float16, 0.0, 2.0**-23, 2.0**-11, 2.0**-24, 1
 BF16 = Arithmetic("bfloat16", torch.bfloat16, 0.0, 2.0**-23, 2.0**-8, 0.0, 1.25, 1.7e-3, 8)
 
 OF_DTYPE = {mode.dtype: mode for mode in (FP64, FP32, FP16, BF16)}
-MODES = {"fp16": FP16, "bf16": BF16, "tf32": TF32, "fp32": FP32_BY_FP16_PAIRS}
+ARITHMETICS = {"fp16": FP16, "bf16": BF16, "tf32": TF32, "fp32": FP32_BY_FP16_PAIRS}
 """How our kernels compute in each mode that they are asked for by name."""
 
 

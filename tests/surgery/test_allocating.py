@@ -15,8 +15,8 @@ from flysurgery.calibration import collect, samples_of, sensitivities
 from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture, low_rank, monarch
-from flysurgery.projection import metric_of, output_error, project_calibrated
-from flysurgery.surgery import Plan, Split, allocate, apply, candidates, convert, plan
+from flysurgery.projection import metric_of, output_error, project, project_calibrated
+from flysurgery.surgery import Plan, Split, Tradeoff, allocate, apply, candidates, convert, plan
 
 
 def weights(made: Plan, among: Plan) -> tuple[int, int]:
@@ -76,6 +76,48 @@ def test_max_error_is_kept_and_the_curve_falls(vit: nn.Module, vit_plan: Plan) -
     assert all(a.share < b.share and a.error > b.error for a, b in zip(tradeoff.curve, tradeoff.curve[1:], strict=False))
     assert (tradeoff.curve[-1].share, tradeoff.curve[-1].error) == (1, 0)
     assert "chosen" in str(tradeoff)
+
+
+@torch.no_grad()
+def test_each_family_wins_where_the_weights_are_of_it_and_one_sentence_says_so(vit: nn.Module) -> None:
+    only = plan(vit, "lowrank", include="mlp")
+    for layer in only.replaced:
+        made = low_rank(256, 64, 16) if layer.role == "ffn_in" else monarch(64, 256, 4)
+        weight = vit.get_parameter(f"{layer.fqn}.weight")
+        weight.copy_(factors_to_dense(project(weight.double(), made).factors))
+    made, tradeoff = allocate(only, vit, budget=0.3125)
+    assert {(layer.role, layer.family) for layer in made.replaced} == {("ffn_in", "low rank"), ("ffn_out", "monarch")}
+    assert dict(tradeoff.families) == {"low rank": 2, "monarch": 2}
+    assert tradeoff.chosen.error < 1e-6
+    alone = dict(tradeoff.alone)
+    monarchs, ranks = alone["monarch"], alone["low rank"]
+    assert monarchs is not None and ranks is not None and "gonon" not in alone
+    assert max(monarchs.share, ranks.share) <= 0.3125 and min(monarchs.error, ranks.error) > 0.1
+    assert tradeoff.sentence == (
+        f"chosen for the least predicted error within 0.3125 of the dense weights: {_counts(tradeoff)}; "
+        f"its predicted error is 0.0000 at 31.2% of the dense weights; "
+        f"monarch alone has {monarchs.error:.4f} at {monarchs.share:.1%}, low rank alone has {ranks.error:.4f} at {ranks.share:.1%}"
+    )
+    assert str(tradeoff).endswith(tradeoff.sentence)
+    assert "low rank  (1,256,16,1),(1,16,64,1)" in str(made)
+
+
+def _counts(tradeoff: Tradeoff) -> str:
+    (first, _), (second, _) = tradeoff.families
+    return f"{first} for 2 layers, {second} for 2"
+
+
+def test_a_family_that_costs_more_than_the_budget_is_said_to(vit: nn.Module, tmp_path: Path) -> None:
+    only = plan(vit, "lowrank", include="mlp.fc2")
+    rows = [
+        f'{each.fqn},"{architecture}",{ms}'
+        for each in only.replaced
+        for architecture, ms in (("dense", 4), (monarch(64, 256, 4), 3), (low_rank(64, 256, 16), 1))
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["fqn,architecture,ms", *rows]))
+    _, tradeoff = allocate(only, vit, budget=0.5, latency=tmp_path / "t.csv")
+    assert dict(tradeoff.alone)["monarch"] is None
+    assert "; monarch alone costs more, low rank alone has" in tradeoff.sentence
 
 
 def test_layers_that_stay_dense_say_so_and_the_plan_is_data(vit: nn.Module, vit_plan: Plan) -> None:

@@ -26,7 +26,7 @@ def images(count: int) -> Tensor:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=5).eval()
+    return timm.create_model("vit_tiny_patch16_224", embed_dim=96, num_heads=3, depth=2, img_size=32, num_classes=5).eval()
 
 
 def test_without_data_nothing_is_known() -> None:

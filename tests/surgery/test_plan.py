@@ -179,7 +179,7 @@ def test_table_shows_groups_totals_and_reasons() -> None:
     assert "plan for a_model: 2 of 3 linear layers to replace" in text
     assert "weights in them: 5.12 k -> 2.3 k (45.0%)" in text  # 96*32 + 64*32 and 1536 + 768
     up = next(line for line in text.splitlines() if line.startswith("block.up"))
-    assert up.split() == ["block.up", "1", "ffn_in", "64x32", "2.05", "k", "768", "37.5%", str(UP)]
+    assert up.split() == ["block.up", "1", "ffn_in", "64x32", "2.05", "k", "768", "37.5%", "other", str(UP)]
     assert "not-selected: not selected" in text
 
 

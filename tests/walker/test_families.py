@@ -36,7 +36,7 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "hieradet_small": ({"stages": (1, 1, 1, 1), "embed_dim": 24, "global_att_blocks": ()}, ((4, 4, 4, 4, 1), {"no-role": 3})),
     # Local blocks with q, k and v, global ones with k and v alone.
     "gcvit_xxtiny": ({}, ((12, 12, 12, 12, 1), {})),
-    "jx_nest_tiny": ({}, ((12, 12, 12, 12, 1), {})),
+    "nest_tiny_jx": ({}, ((12, 12, 12, 12, 1), {})),
     # Four convolutional blocks with an MLP, three with attention across channels and an MLP.
     "edgenext_xx_small": ({"depths": (1, 2, 2, 2)}, ((3, 3, 7, 7, 1), {})),
     # Each depth is a block of windows and one of channels.
@@ -82,7 +82,7 @@ VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
     # A linear for the class token between the two stages.
     "pit:PiT": (SIZES | {"image_size": 64, "depth": (1, 1)}, ((2, 2, 2, 2, 1), {"patch-embedding": 1, "pool": 1})),
     # Blocks and grids, and two linears of squeeze and excitation a stage.
-    "max_vit:MaxViT": (STAGES | {"dim": 32, "dim_conv_stem": 32}, ((8, 8, 8, 8, 1), {"pool": 8})),
+    "max_vit:MaxViT": ({"num_classes": 10, "depth": (1, 1), "dim": 32, "dim_conv_stem": 32}, ((4, 4, 4, 4, 1), {"pool": 4})),
     "mobile_vit:MobileViT": (MOBILE | {"depths": (1, 1, 1)}, ((3, 3, 3, 3, 1), {})),
     "regionvit:RegionViT": (STAGES | {"dim": (16, 32, 32, 64)}, ((4, 4, 4, 4, 1), {})),
     # A linear with one row gives the weights by which the tokens are pooled.

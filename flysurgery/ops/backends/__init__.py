@@ -1,1 +1,1 @@
-"""One way to multiply a file."""
+"""The backends that run PyTorch's operators, one in each file."""

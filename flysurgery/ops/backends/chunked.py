@@ -13,8 +13,8 @@ from flysurgery.factors import architecture_of, to_blocks
 from flysurgery.ops.backend import Backend
 from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
-from flysurgery.ops.derived import derived
 from flysurgery.ops.problem import Problem, is_exporting, is_tracing
+from flysurgery.ops.weight_cache import derived
 from flysurgery.patterns import Pattern
 
 FEW_ROWS, FEW_ROWS_OF_HALVES = 512, 1024
@@ -24,7 +24,7 @@ The second is for bfloat16, chosen by trials of which no rows are kept.
 """
 
 MOST_IDLE = 1.25
-"""Thread time that a batched product may take, busy or idle, over what its arithmetic needs."""
+"""The largest accepted ratio of a batched product's thread time, busy or idle, to the time that its arithmetic needs."""
 
 
 class ChunkedBackend(Backend):
@@ -33,12 +33,12 @@ class ChunkedBackend(Backend):
     Stored as ``(features, rows)``, the residue class j of a factor is a matrix of unit stride whose leading dimension is d
     times larger: BLAS reads it in place, and the permutation between two factors costs nothing. Intermediates stay
     in the cache, and only the result is allocated at full size. The bias is one more term of the last product: a row of
-    ones below the intermediate. A compiled graph calls it as one operator: left to itself, the compiler would fuse an
-    activation into the permutation between two layers, and lose the vector units.
+    ones below the intermediate. A compiled graph calls it as one operator: otherwise the compiler fuses an
+    activation into the permutation between two layers, and no longer uses vector instructions.
 
-    In 16 bits bmm's products are the faster ones, but with many outputs their permutation outside the cache takes longest: in bfloat16
-    layers that widen are faster in chunks, by 2.0 and 2.4 (3152 rows, Xeon with AMX; ``recipes/results/cpu_multiply.csv``). In float16
-    that was not measured there.
+    In 16 bits bmm's products are faster, but with many outputs their permutation outside the cache takes longest. In bfloat16
+    layers with more outputs than inputs are faster in chunks, by 2.0 and 2.4 (3152 rows, Xeon with AMX;
+    ``recipes/results/cpu_multiply.csv``). In float16 that was not measured there.
     """
 
     name = "chunked"
@@ -79,7 +79,7 @@ def _few_rows(dtype: torch.dtype) -> int:
 
 
 def _compiled(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """What a compiled graph calls, where the number of rows is known only now."""
+    """The operator that a compiled graph calls; the number of rows is known only at the call."""
     backend = BmmBackend() if x.shape[0] < _few_rows(x.dtype) else ChunkedBackend()
     return backend.linear(x, factors, bias)
 
@@ -132,7 +132,7 @@ def _multiply(
 
 
 def _chunk_rows(rows: int, row_bytes: int) -> int:
-    """As many rows as fit into the scratch memory, the same in each chunk, and not so few that BLAS has nothing to do."""
+    """The rows of a chunk: as many as fit into the scratch memory, equal chunks, and enough rows to keep BLAS busy."""
     chunks = ceil(rows / max(64, SCRATCH_BYTES // row_bytes))
     return ceil(rows / chunks) if chunks else 1
 

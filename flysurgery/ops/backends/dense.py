@@ -14,7 +14,7 @@ from flysurgery.ops.problem import Problem
 
 
 class DenseBackend(Backend):
-    """``F.linear`` with the densified product. Unbound, it densifies at every call, which costs more than it saves."""
+    """``F.linear`` with the densified product. Without ``bind`` it densifies at every call, which costs more than it saves."""
 
     name = "dense"
 

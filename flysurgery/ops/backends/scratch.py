@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SCRATCH_BYTES = 8 << 20
-"""What each thread keeps: rows enough to keep BLAS busy, few enough for the cache."""
+"""The memory that each thread keeps: enough rows to keep BLAS busy, few enough for the cache."""
 
 
 class _Kept(threading.local):
@@ -21,7 +21,7 @@ _kept = _Kept()
 def scratch_memory(size: int, dtype: torch.dtype) -> Tensor:  # shape: (size,)
     """Give memory with arbitrary content, which holds until this thread asks again.
 
-    Memory of this size that is given back at the end of a call goes back to the system, and new pages cost as much
+    The allocator returns memory of this size to the system at the end of a call, and new pages cost as much
     as a small product. Larger requests than ``SCRATCH_BYTES`` are not kept.
     """
     nbytes = size * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What PyTorch's sparse layouts can do on a device: shared by the two backends that use them."""
+"""What PyTorch's sparse layouts can compute on a device, for the two backends that use them."""
 
 from __future__ import annotations
 

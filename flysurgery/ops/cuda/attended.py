@@ -1,27 +1,26 @@
-"""What the attention kernels share: one launch on the device of q, k and v, which it reads where they lie."""
+"""The launch that the attention kernels share. It reads q, k and v where they lie in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits
+from flysurgery.ops.cuda.replay.recording import fresh
 from flysurgery.ops.cuda.tensor_map import head_boxes
 
 
 class AttentionLaunch(NamedTuple):
-    """A kernel, and by how many blocks and threads and with how much dynamic shared memory of a block it is launched."""
+    """A kernel, with the number of blocks and threads of its launch and the dynamic shared memory of a block."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    more: tuple[int, ...] = ()  # what the kernel must know beside the sizes of q and k
-    early: bool = False  # whether it may begin while the kernel before still runs, for which it waits by itself
+    more: tuple[int, ...] = ()  # what the kernel needs besides the sizes of q and k
+    early: bool = False  # whether it may begin while the kernel before still runs; it waits for that kernel by itself
     boxes: int = 0  # rows of boxes, where the kernel takes maps of q, k, v and y; else it takes their addresses and strides
 
 
@@ -32,14 +31,11 @@ def attended(
     scale: float,
     launch_for: Callable[[Tensor, Tensor], AttentionLaunch],  # takes q and k
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
-    """``softmax(scale * q @ k.mT) @ v`` on the current stream; nothing is launched where there are no queries.
+    """``softmax(scale * q @ k.mT) @ v`` on the current stream. Without queries nothing is launched.
 
-    Any strides whose features are adjacent and whose rows begin at multiples of 16 bytes; others are copied.
+    Features must be adjacent, and rows must begin at multiples of 16 bytes; inputs that lie differently are copied.
     """
     device_index = q.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return attended(q, k, v, scale, launch_for)
     y = tokens_before_heads(q)
     if y.numel() == 0:
         return y

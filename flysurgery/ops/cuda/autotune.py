@@ -20,15 +20,15 @@ from flysurgery.ops.cuda.fused import FusedLinear
 from flysurgery.ops.cuda.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
 from flysurgery.ops.cuda.gradients import forget_chains
 from flysurgery.ops.cuda.kernel import device_arch, may_begin_early
-from flysurgery.ops.cuda.met import recording
 from flysurgery.ops.cuda.modes import dtype_of
-from flysurgery.ops.cuda.multiply import forget_products
 from flysurgery.ops.cuda.norm_linear import NORM_LINEAR, forget_norm_linears
-from flysurgery.ops.cuda.notes import forget_notes
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.product import FUSED
+from flysurgery.ops.cuda.replay.recording import forget_recordings
+from flysurgery.ops.cuda.run_product import forget_products
 from flysurgery.ops.cuda.table import TunedCase, TunedEntry, save_entries
-from flysurgery.ops.cuda.trained import forget_trained
+from flysurgery.ops.cuda.train_forward import forget_trained
+from flysurgery.ops.cuda.tuning_record import recording
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
@@ -39,7 +39,7 @@ FUSED_KINDS: dict[str, dict[str, bool]] = {
     GATED_LINEAR: {"gated": True},
     NORM_GATED_LINEAR: {"norm": True, "gated": True},
 }
-"""What the fused kernel does under each name, beside the product."""
+"""What the fused kernel computes under each name, besides the product."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def autotune(
     """Run ``compute`` once, and time every candidate of each kernel that it launches through the CUDA backend.
 
     ``autotune(lambda: model(x))``; a training step tunes the backward pass as well. The fastest configurations go into
-    the user's table and are used from the next call on, for these numbers of rows and, where there is nothing nearer,
-    for others. Takes about a second a candidate the first time, most of it compilation. Results do not change.
+    the user's table and are used from the next call on, for these numbers of rows, and for other numbers where nothing nearer was tuned.
+    Takes about a second for each candidate the first time, mostly for compilation. Results do not change.
 
     Each candidate runs in a CUDA graph on rotating inputs that together exceed the L2 cache. One that does not compile or
     launch is left out; an error on the device itself, after which nothing else could run, is raised.
@@ -89,7 +89,7 @@ def autotune(
     forget_gated_linears()
     forget_chains()
     forget_trained()
-    forget_notes()
+    forget_recordings()
     return found
 
 
@@ -100,7 +100,7 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
     for config in configs:
         try:
             with warnings.catch_warnings():
-                # Products that wait for each other are slower with other numbers of rows even if not with these.
+                # Products that wait for each other are slower with other numbers of rows, even where they are not with these.
                 warnings.filterwarnings("error", SERIALIZED_WARNING, RuntimeWarning)
                 times.append((_median_us(case, config, device_index), config))
         except (BackendError, RuntimeWarning, torch.OutOfMemoryError) as error:

@@ -8,16 +8,16 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-import flysurgery.ops.cuda.trained_operator  # noqa: F401 - registers it, and the others
+import flysurgery.ops.cuda.train_operator  # noqa: F401 - registers it, and the others
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
 from flysurgery.ops.cuda.autograd import EagerLinear
-from flysurgery.ops.cuda.batched import BatchedConfig
 from flysurgery.ops.cuda.configured import factor_config
 from flysurgery.ops.cuda.device import device_obstacle
 from flysurgery.ops.cuda.modes import HALVES, mode_of
-from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
-from flysurgery.ops.cuda.trained import TrainedCall
+from flysurgery.ops.cuda.run_product import run_product
+from flysurgery.ops.cuda.single_by_bmm import BatchedConfig
+from flysurgery.ops.cuda.train_forward import TrainedCall
 from flysurgery.ops.problem import Problem, foreign_obstacle, problem_of
 from flysurgery.patterns import Architecture
 
@@ -26,7 +26,7 @@ class CudaBackend(Backend):
     """CUDA kernels compiled for the device at hand: one launch for two factors, or factor by factor for others.
 
     ``exact`` multiplies float32 in float32 on the ordinary cores, several times slower than the tensor cores at the same
-    grade of error; it has to be asked for by name.
+    grade of error. It runs only when it is named.
     """
 
     rounds = True
@@ -42,7 +42,7 @@ class CudaBackend(Backend):
         return "backend 'cuda' reaches the same grade of error on tensor cores" if self.exact else None
 
     def remark(self, problem: Problem) -> str | None:
-        """How a problem that can run is run, where that is not by one kernel of our own."""
+        """A remark on how a problem is run, where that is not by one kernel of this package."""
         mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact), torch.cuda.current_device()
         fused = None if mode is None else fused_obstacle(problem.architecture, mode, 1, shared_limit_of(device_index))
         if mode is None or fused is None:
@@ -101,7 +101,7 @@ def _with_gradients(call: TrainedCall, x: Tensor, factors: Operands, biases: Ope
 
 
 def _without_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    return multiply(x.to(dtype), factors, biases, linears, mode)
+    return run_product(x.to(dtype), factors, biases, linears, mode)
 
 
 @torch.compiler.assume_constant_result  # depends on the machine and the arguments alone

@@ -1,4 +1,4 @@
-"""A product with one factor whose inputs and outputs lie in an order of choice, with its epilogue in one launch (sm_90a, halves)."""
+"""A product with one factor and its epilogue in one launch; inputs and outputs lie in any given order (sm_90a, halves)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, float_bits, load_kernel, may_begin_early
+from flysurgery.ops.cuda.device import hopper_obstacle
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
 from flysurgery.ops.cuda.layer_norm import row_moments
-from flysurgery.ops.cuda.notes import fresh, rely_on
+from flysurgery.ops.cuda.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.ops.cuda.replay.recording import fresh, rely_on
 from flysurgery.ops.cuda.tensor_map import swizzled_boxes
-from flysurgery.ops.derived import derived
-from flysurgery.ops.parts import Norm
+from flysurgery.ops.weight_cache import derived
 from flysurgery.patterns import Pattern
 
+NormParts = tuple[Tensor | None, Tensor | None, float]
+"""A layer norm's weight and bias, shapes: (in_features,), and epsilon."""
 ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
-_MODES = {torch.float16: 0, torch.bfloat16: 1}
 _PIECE, _STAGE, _UNIT = 8, 64, 64
 _SLOT_BYTES = _UNIT * 2 * _STAGE
 _WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
 _FEWEST_SLOTS, _MAX_SLOTS = 3, 6
 _MAX_REGISTERS = 255
 _LEAST_AHEAD = 512
-"""Columns that rows of all slots are multiplied by: with 288 and less x came later by the copy engine, with 512 and more sooner."""
+"""Columns that the rows of all slots are multiplied by. The copy engine was slower for x with 288 and fewer, faster with 512 and more."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class BlockTiling:
     Attributes:
         factor: the pattern that is multiplied by.
         inputs, outputs: the feature that stands at each place of x and y.
-        classes: residues whose outputs take turns in y; 1 where those of a tile follow each other.
+        classes: residues whose outputs alternate in y; 1 where those of a tile follow each other.
         columns: outputs of a class in a tile.
         warpgroups: of a block, 64 rows each.
-        slots: stages of x, of 64 columns, in shared memory, a warpgroup.
+        slots: stages of x, of 64 columns each, that a warpgroup has in shared memory.
     """
 
     factor: Pattern
@@ -89,7 +90,7 @@ class BlockTiling:
 
     @cached_property
     def boxes(self) -> bool:
-        """Whether the copy engine brings x: where the columns of a stage lie side by side, and products with all slots take long enough."""
+        """Whether the copy engine loads x: where a stage's columns lie side by side, and products with all slots take long enough."""
         stages = self.pieces.reshape(-1, 8)
         beside = bool((np.diff(stages) == 1).all() and (stages >= 0).all())
         return beside and self.classes == 1 and self.slots * self.columns >= _LEAST_AHEAD
@@ -105,7 +106,7 @@ class BlockTiling:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, estimated: sums, and what stands beside them, such as vectors that are turned."""
+        """Registers of a thread, estimated: sums, and others such as vectors that are turned."""
         held = 2 * self.run * self.classes
         return self.classes * self.columns // 2 + 50 + 4 * self.classes + (held if held > _PIECE else 0)
 
@@ -168,7 +169,7 @@ def block_tiling(
     """The tiling of a product, or why there is none: the widest tile beside which three warpgroups keep three stages each.
 
     Two warpgroups where their tile is twice as wide, so that x is read half as often; one where there is no room for more.
-    Outputs of a dense block must stand side by side, or, those of ``classes`` blocks, in turns.
+    Outputs of a dense block must stand side by side, or alternate with those of the other ``classes``.
     """
     places, results = tuple(map(int, inputs)), tuple(map(int, outputs))
     if len(places) % _PIECE:
@@ -179,7 +180,7 @@ def block_tiling(
 
 
 def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
-    """The widest tile of so many warpgroups, with as many slots as fit."""
+    """The widest tile for this many warpgroups, with as many slots as fit."""
     for columns in _WIDTHS:
         tile = replace(tile, columns=columns)
         if tile.factor.b % columns or columns % (8 * tile.run) or tile.registers > min(65536 // (128 * tile.warpgroups), _MAX_REGISTERS):
@@ -191,16 +192,12 @@ def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
 
 
 def blocks_obstacle(dtype: torch.dtype, activation: str, device_index: int) -> str | None:
-    """Why the kernel runs on no tiling at all; None where it runs on some."""
-    if dtype not in _MODES:
+    """Why the kernel has no tiling; None where it has one."""
+    if dtype not in HALF_MODES:
         return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
     if activation not in ACTIVATIONS:
         return f"the kernel of dense blocks has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    obstacle = device_obstacle(device_index)
-    if obstacle is None and device_arch(device_index) != "sm_90a":
-        capability = torch.cuda.get_device_capability(device_index)
-        return f"the kernel of dense blocks needs a GPU of compute capability 9.0, this one has {capability}"
-    return obstacle
+    return hopper_obstacle("the kernel of dense blocks", device_index)
 
 
 def pack_blocks(
@@ -208,20 +205,21 @@ def pack_blocks(
     factor: Tensor,  # shape: (a, b, c, d)
     bias: Tensor | None,  # shape: (out_features,)
     scale: Tensor | None,  # shape: (out_features,)
-    norm: Norm | None,
+    norm: NormParts | None,
     dtype: torch.dtype,
     times: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
-    """The weights as the kernel reads them, what is added to the sums, what these are multiplied by, and the sums of each output's weights.
+    """The weights as the kernel reads them; the summands and factors of its sums; and the sum of each output's weights.
 
-    Weight and bias of a norm go into the weights and into what is added, as does what everything is to be multiplied by: ``times``.
+    The norm's weight and bias, and the factor ``times`` of everything, are multiplied into the weights and summands.
     """
     factor, (a, _, c, d) = factor.detach().double() * times, factor.shape
     shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double() * times
-    if norm is not None and norm.bias is not None:
-        shift = shift + ks_einsum(norm.bias.detach().double()[None], factor)[0]
-    if norm is not None and norm.weight is not None:
-        factor = factor * norm.weight.detach().view(a, 1, c, d)
+    weight, offset, _ = norm or (None, None, 0.0)
+    if offset is not None:
+        shift = shift + ks_einsum(offset.detach().double()[None], factor)[0]
+    if weight is not None:
+        factor = factor * weight.detach().view(a, 1, c, d)
     scales = torch.ones_like(shift) if scale is None else scale.detach().double()
     flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
     image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)].to(dtype)  # -1 takes the zero at the end
@@ -251,21 +249,22 @@ class BlockLinear:
         scale: Tensor | None = None,  # shape: (out_features,)
         residual: Tensor | None = None,  # shape: (rows, outputs)
         *,
-        norm: Norm | None = None,
+        norm: NormParts | None = None,
         moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
         dim: int = 0,
         backwards: bool = False,
     ) -> Tensor:  # shape: (rows, outputs)
         """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
 
-        A norm takes a launch of its own for the moments of the rows, as ``row_moments`` has them, where they are not given, for each of
-        a row's parts of equal size. ``backwards``: from the last rows to the first.
+        ``moments`` are those of ``row_moments``, for each part of equal size of a row. A norm without them needs one more launch, which
+        computes them. ``backwards``: from the last rows to the first.
         """
         tile, rows = self.tile, x.shape[0]
         y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
         if rows == 0:
             return y
-        sources = (*factors, *biases, *(() if scale is None else (scale,)), *(() if norm is None else norm.tensors))
+        weight, offset, eps = norm or (None, None, 0.0)
+        sources = (*factors, *biases, *[part for part in (scale, weight, offset) if part is not None])
         changed = False
 
         def make() -> tuple[Tensor, ...]:
@@ -275,7 +274,7 @@ class BlockLinear:
             factor = torch.cat([part.detach() for part in factors], dim)
             return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
 
-        present = None if norm is None else (norm.weight is None, norm.bias is None)
+        present = None if norm is None else (weight is None, offset is None)
         image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make, inference=True)
         if norm is not None and moments is None:
             moments = row_moments(x)
@@ -301,15 +300,17 @@ class BlockLinear:
                 rows,
                 *strides,
                 int(backwards),
-                0 if norm is None else float_bits(norm.eps),
+                0 if norm is None else float_bits(eps),
             ),
-            early=not changed and may_begin_early(self.device_index),  # the weights were there before the kernel queued last
+            early=not changed and may_begin_early(self.device_index),  # the weights were packed before the last queued kernel
         )
         return y
 
     def _kernel(self, norm: int, residual: bool, scaled: bool) -> Kernel:
         key = (norm, residual, scaled)
         if key not in self._kernels:
-            defines = self.tile.defines(_MODES[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled)
+            defines = self.tile.defines(
+                DTYPE_NUMBERS[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled
+            )
             self._kernels[key] = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
         return self._kernels[key]

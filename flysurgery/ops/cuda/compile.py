@@ -22,11 +22,11 @@ _KEY_SCHEMA = 2
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's machine code and what ptxas says that it uses.
+    """A kernel's machine code and its use of resources, as ptxas reports it.
 
-    ``spill_bytes`` adds stores and loads, a thread. ``shared_bytes`` is the static part. ``serialized`` holds the
-    compiler's remarks that wgmma instructions wait for each other: such a kernel is right but slow. Where NVRTC has the
-    code from a cache of its own, which cannot be turned off in all versions, ptxas says nothing and the numbers are 0.
+    ``spill_bytes`` is the sum of stores and loads of a thread. ``shared_bytes`` is the static part. ``serialized`` holds the
+    compiler's remarks that wgmma instructions wait for each other: such a kernel is right but slow. When NVRTC takes the
+    code from its own cache, which some versions cannot turn off, ptxas reports nothing and the numbers are 0.
     """
 
     cubin: bytes
@@ -86,7 +86,7 @@ def compile_cubin(source: str, defines: Mapping[str, int | str], *, arch: str, n
 
 
 def _without_cache(core: Any) -> dict[str, bool]:
-    """The option that keeps NVRTC 13 from its own cache, whose hits come without ptxas's report."""
+    """The option that turns off the cache of NVRTC 13, whose hits have no report of ptxas."""
     known = any(field.name == "no_cache" for field in fields(core.ProgramOptions))
     return {"no_cache": True} if known and nvrtc_version() >= (13, 0) else {}
 

@@ -1,14 +1,14 @@
-"""The kernels of single factors, in their autotuned configurations, else the first ones."""
+"""The kernels of single factors, in their autotuned configurations, or in the first ones where nothing was tuned."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from flysurgery.ops.cuda.batched import BatchedConfig, BatchedFactor, batched_configs, batched_pays
 from flysurgery.ops.cuda.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
 from flysurgery.ops.cuda.kernel import device_arch
 from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.cuda.single import SingleFactor, candidates
+from flysurgery.ops.cuda.single_by_bmm import BatchedConfig, BatchedFactor, batched_configs, batched_pays
 from flysurgery.ops.cuda.single_tiling import SingleConfig
 from flysurgery.ops.cuda.table import matching, rows_bucket, tuned_config
 from flysurgery.patterns import Architecture, Pattern
@@ -20,7 +20,7 @@ FactorProduct = SingleFactor | BatchedFactor
 
 
 def factor_configs(pattern: Pattern, mode: str, rows: int, shared_limit: int) -> tuple[FactorConfig, ...]:
-    """Ways to multiply so many rows by one factor, the one to take without a timing first, then the best of the other kind."""
+    """Ways to multiply this many rows by one factor: first the default without a timing, then the best of the other kind."""
     singles, batched = candidates(pattern, mode, shared_limit), batched_configs(mode)
     if batched_pays(pattern, mode, rows_bucket(rows)):
         return (*batched, *singles)
@@ -28,7 +28,7 @@ def factor_configs(pattern: Pattern, mode: str, rows: int, shared_limit: int) ->
 
 
 def factor_config(pattern: Pattern, mode: str, device_index: int, rows: int) -> FactorConfig | None:
-    """The autotuned way for so many rows, else the first; None where there is none."""
+    """The autotuned way for this many rows, otherwise the first; None where there is none."""
     fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
     configs = factor_configs(pattern, mode, rows, shared_limit_of(device_index))
     return matching(fields, lambda: configs) or next(iter(configs), None)

@@ -1,4 +1,4 @@
-"""Compiled kernels by content: from the user's cache folder where they are, from NVRTC otherwise."""
+"""Compiled kernels by content: from the user's cache folder, or from NVRTC if they are not there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flysurgery.ops.cuda.compile import compile_cubin, cubin_key
 from flysurgery.ops.cuda.folder import cache_folder, warn_unwritable
 
 SERIALIZED_WARNING = "this NVRTC makes kernel"
-"""How the warning begins that wgmma instructions wait for each other; such a kernel is right, and is never chosen by autotuning."""
+"""The beginning of the warning that wgmma instructions wait for each other. Such a kernel is right; autotuning never chooses it."""
 _SLOW_SECONDS = 2.0
 _MAX_BYTES = 256 << 20
 
@@ -27,7 +27,7 @@ def find_cubin(source: str, defines: Mapping[str, int | str], *, arch: str, name
     """Machine code of one kernel, compiled at most once a machine, NVRTC version and source text.
 
     Files are written under another name and renamed, so processes that compile the same kernel at once do not disturb
-    each other. A folder that cannot be read or written costs one warning and a compilation a process. A compilation
+    each other. If the folder cannot be read or written, there is one warning, and each process compiles for itself. A compilation
     that takes over two seconds says so on stderr. ``refresh`` compiles even where a file is there.
 
     Raises:

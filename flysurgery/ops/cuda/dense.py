@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,12 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, device_arch, load_kernel
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_stream, device_arch, load_kernel
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.registered import Operator, rows_like
+from flysurgery.ops.cuda.replay.recording import fresh
 from flysurgery.ops.cuda.tensor_map import plain_boxes, swizzled_boxes
-from flysurgery.ops.derived import derived
+from flysurgery.ops.weight_cache import derived, derived_for_launch
 
 _NARROW = 64
 _WEIGHT_EXPONENT = 11
@@ -25,7 +25,7 @@ _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
 def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int, gated: bool = False) -> str | None:
-    """Why the kernel cannot run a dense layer, or a gate and a value of so many outputs together; None where it can."""
+    """Why the kernel cannot run a dense layer, or a gate and a value with this many outputs together; None where it can."""
     if activation not in ACTIVATIONS:
         return f"the dense kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     tile = _tiling(in_features, out_features, mode, device_index, gated)
@@ -33,9 +33,9 @@ def dense_obstacle(in_features: int, out_features: int, mode: str, activation: s
 
 
 def dense_advice(in_features: int, out_features: int, mode: str, device_index: int, gated: bool = False) -> str | None:
-    """Why PyTorch's product is known to be faster, with launches of their own for what follows it; None where it is not.
+    """Why PyTorch's product, followed by separate launches for the epilogue, is faster; None where it is not.
 
-    The narrower the tiles, the more often x is read from the L2 cache. Float32 by pairs is faster in any case.
+    With narrower tiles x is read more often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
     """
     tile = _tiling(in_features, out_features, mode, device_index, gated)
     if mode == "fp32" or isinstance(tile, str) or tile.columns > _NARROW:
@@ -60,9 +60,6 @@ def run_dense(
         BackendError: there is no tiling, as ``dense_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_dense(x, weight, bias, activation, residual, scale, mode)
     x, residual = readable(x), None if residual is None else readable(residual)
     streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
     if streamed is not None:
@@ -73,7 +70,7 @@ def run_dense(
     tile, kernel, sizes = launcher(x.shape[1], weight.shape[0], mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
     sources = tuple([part for part in (weight, bias, scale) if part is not None])
     token = ("dense linear", tile, bias is None, scale is None)
-    (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, scale))
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, x.shape[0], *strides, 0, early=early)
     return y
@@ -87,15 +84,12 @@ def run_dense_moments(
     scale: Tensor | None,  # shape: (out_features,)
     mode: str,
 ) -> tuple[Tensor, Tensor]:  # shapes: (rows, out_features), (rows, parts, 2) float32
-    """``residual + scale * (x @ weight.T + bias)``, and mean and squared deviations of each of some parts of equal size of its rows.
+    """``residual + scale * (x @ weight.T + bias)``, and the mean and squared deviations of parts of equal size of its rows.
 
     Raises:
         BackendError: weights do not stream here, as ``streamed_for`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_dense_moments(x, weight, bias, residual, scale, mode)
     streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
     if streamed is None:
         raise BackendError(f"moments are left behind where weights stream, which they do not for {x.shape[0]} rows in mode '{mode}'")
@@ -119,9 +113,6 @@ def run_dense_gated(
         BackendError: as ``run_dense``.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_dense_gated(x, weights, biases, gate, activation, mode)
     x = readable(x)
     rows, in_features = x.shape
     outputs = sum(weight.shape[0] for weight in weights)
@@ -149,7 +140,7 @@ def run_dense_gated(
 
 
 def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
-    """Outputs of the gate and of the value in turn, half a block's columns each."""
+    """Alternates outputs of the gate and of the value, half a block's columns each."""
     halves = torch.cat([part.detach() for part in parts]).unflatten(0, (2, -1, tile.columns // 2))
     return torch.stack((halves[gate], halves[1 - gate]), dim=1).flatten(0, 2)
 
@@ -158,7 +149,7 @@ def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
 def launcher(
     in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: Patch, rows: int, device_index: int
 ) -> tuple[DenseTiling, Kernel, Sizes]:
-    """The tiling for so many rows, its kernel, and by how many blocks and threads and with how much shared memory this is launched.
+    """The tiling for this many rows, its kernel, and the launch: blocks, threads and shared memory.
 
     Raises:
         BackendError: there is no tiling, or the kernel does not compile.
@@ -184,7 +175,7 @@ def _launch_streamed(
     y = fresh((rows, weight.shape[0]), x.dtype, x.device)
     sources = tuple([part for part in (weight, bias, scale) if part is not None])
     token = ("dense linear", tile, bias is None, scale is None)
-    (image, columns), early = kept(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, scale))
     _streamed_kernel(tile, activation, residual is not None, moments is not None, device_index).launch(
         (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
         (32 * tile.warps, 1, 1),
@@ -210,7 +201,7 @@ def pack_dense(
     bias: Tensor | None,  # shape: (out_features,)
     scale: Tensor | None,  # shape: (out_features,)
 ) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (2, out_features) float32
-    """The weights as the kernel reads them, and what the sums are multiplied by and what is added."""
+    """The weights as the kernel reads them, and the factors and summands of the sums."""
     wide = weight.detach().flatten(1).float()
     factor = wide.new_ones(tile.out_features) if scale is None else scale.detach().float()
     shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float() * factor
@@ -236,7 +227,7 @@ def _tiling(in_features: int, out_features: int, mode: str, device_index: int, g
 
 @lru_cache(maxsize=1024)
 def streamed_for(rows: int, in_features: int, out_features: int, mode: str, device_index: int) -> StreamTiling | None:
-    """The tiling of weights that stream, where there is one, and enough rows to give all multiprocessors a tile."""
+    """The tiling of streaming weights; None where there is none, or too few rows to give every multiprocessor a tile."""
     tile = _tiling(in_features, out_features, mode, device_index, False)
     streamed = None if isinstance(tile, str) else stream_tiling(tile, shared_limit_of(device_index))
     return None if streamed is None or streamed.tiles(rows) < multiprocessors_of(device_index) else streamed
@@ -253,28 +244,16 @@ def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: Patch, de
     return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)
 
 
-def _fake_dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, scale: Tensor | None, mode: str
-) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-def _fake_dense_moments(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None, mode: str
-) -> tuple[Tensor, Tensor]:
-    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, x.device.index)
+def _fake_dense_moments(x: Tensor, given: Any) -> tuple[Tensor, Tensor]:
+    streamed = streamed_for(x.shape[0], x.shape[1], given.weight.shape[0], given.mode, x.device.index)
     parts = 1 if streamed is None else streamed.column_tiles
-    return x.new_empty((x.shape[0], weight.shape[0])), x.new_empty((x.shape[0], parts, 2), dtype=torch.float32)
-
-
-def _fake_dense_gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], gate: int, activation: str, mode: str) -> Tensor:
-    return x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights) // 2))
+    return rows_like(x, given.weight.shape[0]), x.new_empty((x.shape[0], parts, 2), dtype=torch.float32)
 
 
 dense_linear_operator = Operator(
     "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
     run_dense,
-    _fake_dense,
+    lambda x, given: rows_like(x, given.weight.shape[0]),
 )
 dense_moments_operator = Operator(
     "dense_moments(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? scale, str mode) -> (Tensor, Tensor)",
@@ -284,5 +263,5 @@ dense_moments_operator = Operator(
 dense_gated_operator = Operator(
     "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",
     run_dense_gated,
-    _fake_dense_gated,
+    lambda x, given: rows_like(x, sum(weight.shape[0] for weight in given.weights) // 2),
 )

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.dense import dense_obstacle, launcher, pack_dense
 from flysurgery.ops.cuda.dense_tiling import BATCH_BYTES, Patch
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import current_device, current_stream
+from flysurgery.ops.cuda.kernel import current_stream
 from flysurgery.ops.cuda.modes import dtype_of
-from flysurgery.ops.cuda.notes import fresh
 from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.replay.recording import fresh
+from flysurgery.ops.weight_cache import derived_for_launch
 
 
 def patches_obstacle(high: int, wide: int, channels: int, features: int, mode: str, device_index: int) -> str | None:
-    """Why the kernel cannot read patches of so many pixels where they lie; None where it can."""
+    """Why the kernel cannot read patches of this many pixels where they lie; None where it can."""
     line = wide * dtype_of(mode).itemsize
     if line % 16 or BATCH_BYTES % line or high * line % BATCH_BYTES:
         return f"the dense kernel reads patches whose lines are 16, 32, 64 or 128 bytes, got {high}x{wide} pixels in mode '{mode}'"
@@ -34,16 +35,13 @@ def run_patches(
 ) -> Tensor:  # shape: (images, tokens + patches, features)
     """The convolution of patches that do not overlap, which are read where they lie, in one launch on the current stream.
 
-    The position is added to the float32 sums; the tokens of ``prefix``, with theirs where it has one, are written before each image's
-    patches.
+    The position is added to the float32 sums. The tokens of ``prefix``, with their position if there is one, are written before each
+    image's patches.
 
     Raises:
         BackendError: there is no tiling, as ``patches_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
     device_index = images.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_patches(images, weight, bias, position, prefix, mode)
     (count, channels, height, width), (features, _, high, wide) = images.shape, weight.shape
     images = images if images.is_contiguous() and images.data_ptr() % 16 == 0 else images.clone(memory_format=torch.contiguous_format)
     patches, patch = (height // high) * (width // wide), Patch(high, wide, sum(tokens.shape[-2] for tokens in prefix))
@@ -58,7 +56,7 @@ def run_patches(
         return *pack_dense(tile, weight, bias, None), *([torch.cat(added)] if added else [])
 
     sources = (weight, *[part for part in (bias, position, *prefix) if part is not None])
-    (image, columns, *added), early = kept(("dense patches", tile, patches, bias is None, position is None), sources, make)
+    (image, columns, *added), early = derived_for_launch(("dense patches", tile, patches, bias is None, position is None), sources, make)
     strides = width * images.element_size(), features * images.element_size(), height
     kernel.launch(*sizes, current_stream(device_index), images, image, columns, added[0] if added else None, y, rows, *strides, early=early)
     return y
@@ -74,12 +72,10 @@ def rows_of_image(position: Tensor | None, prefix: Sequence[Tensor], patches: in
     return (before + rows[:covered] if before is not None and covered else before), rows[covered:]
 
 
-def _fake_patches(
-    images: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None, prefix: Sequence[Tensor], mode: str
-) -> Tensor:
-    count, _, height, width = images.shape
-    tokens = sum(each.shape[-2] for each in prefix) + (height // weight.shape[2]) * (width // weight.shape[3])
-    return images.new_empty((count, tokens, weight.shape[0]))
+def _fake_patches(images: Tensor, given: Any) -> Tensor:
+    (count, _, height, width), (features, _, high, wide) = images.shape, given.weight.shape
+    tokens = sum(each.shape[-2] for each in given.prefix) + (height // high) * (width // wide)
+    return images.new_empty((count, tokens, features))
 
 
 dense_patches_operator = Operator(

@@ -1,4 +1,4 @@
-"""How the dense kernels divide a layer among blocks: weights that stay in shared memory, or that stream through it."""
+"""How the dense kernels divide a layer among blocks: the weights stay in shared memory, or stream through it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS
-from flysurgery.ops.cuda.modes import dtype_of
+from flysurgery.ops.cuda.modes import MODE_NUMBERS, TENSOR_CORE_MODES, dtype_of
 
-MODES = ("fp16", "bf16", "tf32", "fp32")
 BATCH_BYTES = 128
 _WIDEST = 128
 _UNIT = 64
@@ -79,7 +78,7 @@ class DenseTiling:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, estimated: sums, and what stands beside them."""
+        """Registers of a thread, estimated: sums, and all others."""
         return self.columns // 2 * (2 if self.element_bytes == 4 else 1) + 40
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
@@ -92,7 +91,7 @@ class DenseTiling:
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
-            "MODE": MODES.index(self.mode),
+            "MODE": MODE_NUMBERS[self.mode],
             "WGMMA": int(self.wgmma),
             "ACTIVATION": ACTIVATIONS.index(activation),
             "GATED": int(self.gated),
@@ -111,8 +110,8 @@ def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: i
 
     Fewer warps or batches only where not even the narrowest tile leaves room for them.
     """
-    if mode not in MODES:
-        return f"the dense kernel has no mode '{mode}', only {', '.join(MODES)}"
+    if mode not in TENSOR_CORE_MODES:
+        return f"the dense kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
     tile = DenseTiling(in_features, out_features, mode, 0, 0, 0, wgmma)
     unit = 8 * tile.run * (2 if gated else 1)
     if in_features % tile.batch or out_features % unit:
@@ -164,7 +163,7 @@ class StreamTiling(DenseTiling):
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
-            "MODE": MODES.index(self.mode),
+            "MODE": MODE_NUMBERS[self.mode],
             "ACTIVATION": ACTIVATIONS.index(activation),
             "RESIDUAL": int(residual),
             "MOMENTS": int(moments),
@@ -174,7 +173,7 @@ class StreamTiling(DenseTiling):
 
 
 def stream_tiling(resident: DenseTiling, shared_limit: int) -> StreamTiling | None:
-    """The tiling for many rows, where weights that stay leave only tiles for which x is read too often; None where it is not needed.
+    """The tiling of streaming weights for many rows; None where weights can stay in shared memory with tiles that are wide enough.
 
     The widest tile beside which four stages fit, or three.
     """

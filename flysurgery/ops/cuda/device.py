@@ -25,6 +25,17 @@ def device_obstacle(device_index: int | None = None) -> str | None:
     return _device_obstacle(torch.cuda.current_device() if device_index is None else device_index)
 
 
+def hopper_obstacle(kernel: str, device_index: int) -> str | None:
+    """Why a kernel that needs wgmma, named by ``kernel``, cannot run on a CUDA device; None when it can."""
+    obstacle = device_obstacle(device_index)
+    if obstacle is not None:
+        return obstacle
+    major, minor = torch.cuda.get_device_capability(device_index)
+    if (major, minor) == (9, 0):
+        return None
+    return f"{kernel} needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+
+
 @functools.cache
 def _device_obstacle(device_index: int) -> str | None:
     major, minor = torch.cuda.get_device_capability(device_index)
@@ -43,7 +54,7 @@ def _device_obstacle(device_index: int) -> str | None:
 
 
 def cuda_facts() -> list[tuple[str, str, str | None]]:
-    """What ``flysurgery doctor`` says about the CUDA backend: ``(what, what was found, obstacle or None)`` a row."""
+    """What ``flysurgery doctor`` says about the CUDA backend: rows of ``(what, what was found, obstacle or None)``."""
     return [_compiler_fact(), *_device_facts(), _folder_fact()]
 
 

@@ -1,4 +1,4 @@
-"""The gradients of the mode ``exact`` in float64, by PyTorch: it has no kernel for those of the factors."""
+"""The gradients of the mode ``exact`` in float64, by PyTorch: there is no kernel for its factors' gradients."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class GradLaunch(NamedTuple):
     of_factors: int  # elements of the former
 
 
-class Part(NamedTuple):
+class GradientSplits(NamedTuple):
     """Where the splits of one gradient lie in a workspace, in elements."""
 
     first: int
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     size: int
 
 
-def sum_of_splits(parts: Sequence[Part], device_index: int) -> Prepared:
+def sum_of_splits(parts: Sequence[GradientSplits], device_index: int) -> Prepared:
     """The launch that adds the splits of several gradients; takes the addresses of the workspace and of each gradient."""
     vector = 1 if any(number % 4 for part in parts for number in (part.first, part.step, part.size)) else 4
     defines = {"PARTS": len(parts), "VECTOR": vector}
@@ -87,7 +87,7 @@ class FactorGrad:
 
     @property
     def sums_dy(self) -> bool:
-        """Whether ``prepared`` can give the gradient of a bias as well: halves meet ones without rounding."""
+        """Whether ``prepared`` can also give the gradient of a bias: products of halves with ones are exact."""
         return self.tile.element_bytes == 2
 
     def run(
@@ -106,14 +106,14 @@ class FactorGrad:
         found.product(stream, x.data_ptr(), dy.data_ptr(), workspace.data_ptr(), 0)
         key = found.splits, device_index
         if key not in self._totals:
-            self._totals[key] = sum_of_splits([Part(0, found.splits, found.step, out.numel())], device_index)
+            self._totals[key] = sum_of_splits([GradientSplits(0, found.splits, found.step, out.numel())], device_index)
         self._totals[key](stream, workspace.data_ptr(), out.data_ptr())
         return out
 
     def prepared(self, x: Rows, dy: Rows, linears: int, with_bias: bool, device_index: int) -> GradLaunch:
-        """The launch for linears that share x, or have it side by side, with gradients of biases for modes that can; a row at least.
+        """The launch for linears that share x, or whose inputs lie side by side; with biases' gradients in modes that can. Needs a row.
 
-        Of each split those of the factors, each (a, b, c, d), come one after the other, and behind them those of the biases.
+        For each split the gradients of the factors, each (a, b, c, d), follow each other, and those of the biases follow them.
         """
         key = (x, dy, linears, with_bias, device_index)
         found = self._launches.get(key)

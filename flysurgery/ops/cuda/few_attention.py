@@ -10,19 +10,19 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
 from flysurgery.ops.cuda.kernel import Kernel, load_kernel
+from flysurgery.ops.cuda.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.ops.cuda.registered import Operator
 
-_MODES = {torch.float16: 0, torch.bfloat16: 1}
 _MOST_BLOCKS = 396
-"""Three for each multiprocessor of an H200, which then run at once; more are left to PyTorch's kernels, whose blocks are larger."""
+"""Three blocks for each multiprocessor of an H200, which all run at once. PyTorch's kernels, with larger blocks, take more."""
 _STEPS = 2  # of 16 keys, of a warp
 _MOST_WARPS = 8
 _TILE = 16  # queries of a block
 
 
 def few_attention_obstacle(heads: int, queries: int, keys: int, head: int, dtype: torch.dtype) -> str | None:
-    """Why the kernel does not take so many heads, of all images together, and queries and keys of one; None where it does."""
-    if dtype not in _MODES:
+    """Why the kernel does not take this many heads, of all images, with this many queries and keys each; None where it does."""
+    if dtype not in HALF_MODES:
         return f"the attention kernel for few queries takes float16 and bfloat16, not {dtype}"
     if head not in (32, 64):
         return f"the attention kernel for few queries takes heads of 32 or 64 features, got {head}"
@@ -63,14 +63,10 @@ def _launch(q: Tensor, k: Tensor) -> AttentionLaunch:
 
 @lru_cache(maxsize=64)
 def _kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
-    defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": _MODES[dtype]}
+    defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": DTYPE_NUMBERS[dtype]}
     return load_kernel("few_attention.cu", defines, name="few_attention", device_index=device_index)
 
 
-def _fake_few_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return tokens_before_heads(q)
-
-
 few_attention_operator = Operator(
-    "few_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", run_few_attention, _fake_few_attention
+    "few_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", run_few_attention, lambda q, given: tokens_before_heads(q)
 )

@@ -1,4 +1,4 @@
-"""Linears of few rows, with the norm before them and an epilogue behind, in one launch, and their registered operator."""
+"""Linears on few rows, with a norm before and an epilogue behind them, in one launch; and their registered operator."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_device, current_stream, float_bits, load_kernel
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.registered import Operator, rows_like
+from flysurgery.ops.cuda.replay.recording import fresh
+from flysurgery.ops.weight_cache import derived_for_launch
 
-_MODES = {torch.float16: 0, torch.bfloat16: 1}
 _CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes
 _MOST_WARPS = 12
 _CHUNKS_OF_WARP = (2, 4)
-"""At least, so that sums of few warps meet, and at most, so that they fit in registers."""
+"""The least and the most chunks of a warp: fewer would give too many sums to add, more would not fit in registers."""
 _ROW_TILES, _COLUMNS = (1, 2, 3), (32, 48, 64, 96, 128)
 _REGISTERS_BESIDE, _REGISTERS_OF_NORM = 12, 16
 _REGISTERS, _REGISTERS_OF_THREAD, _MOST_RESIDENT = 65536, 224, 2
@@ -61,7 +61,7 @@ class FewRowsTiling:
 
     @property
     def resident(self) -> int:
-        """Blocks that the registers of a multiprocessor last for, up to ``_MOST_RESIDENT``."""
+        """Blocks for which the registers of a multiprocessor suffice, up to ``_MOST_RESIDENT``."""
         rounded = -(-self.registers // 8) * 8
         return min(_REGISTERS // (32 * self.split * rounded), _MOST_RESIDENT) if rounded <= _REGISTERS_OF_THREAD else 0
 
@@ -78,7 +78,7 @@ class FewRowsTiling:
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
-            "MODE": _MODES[dtype],
+            "MODE": DTYPE_NUMBERS[dtype],
             "NORM": int(self.norm),
             "ACTIVATION": ACTIVATIONS.index(activation),
             "RESIDUAL": int(residual),
@@ -90,7 +90,7 @@ class FewRowsTiling:
 
 
 def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_limit: int) -> list[FewRowsTiling]:
-    """What fits a layer, the smallest blocks first; nothing where its sizes are no multiples of any."""
+    """The tilings that fit a layer, the smallest blocks first; none where its sizes are multiples of no tile."""
     chunks, rest = divmod(in_features, _CHUNK)
     least, most = _CHUNKS_OF_WARP
     splits = [split for split in range(_MOST_WARPS, 0, -1) if chunks % split == 0 and least <= chunks // split <= most and not rest]
@@ -103,11 +103,11 @@ def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_lim
 
 @lru_cache(maxsize=1024)
 def most_rows(in_features: int, out_features: int, norm: bool, activation: str, dtype: torch.dtype, device_index: int) -> int:
-    """The most rows for which the kernel takes a layer: their blocks all run at once. 0 where it does not take it at all.
+    """The most rows for which the kernel takes a layer: all their blocks run at once. 0 where it does not take the layer.
 
-    More rows are for kernels that read each weight once for many of them.
+    For more rows, kernels that read each weight once for many rows are faster.
     """
-    if dtype not in _MODES or activation not in ACTIVATIONS:
+    if dtype not in HALF_MODES or activation not in ACTIVATIONS:
         return 0
     tiles = few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index))
     return max((tile.most_rows(multiprocessors_of(device_index)) for tile in tiles), default=0)
@@ -117,7 +117,7 @@ def most_rows(in_features: int, out_features: int, norm: bool, activation: str, 
 def _launcher(
     in_features: int, out_features: int, norm: bool, rows: int, dtype: torch.dtype, activation: str, residual: bool, device_index: int
 ) -> tuple[Kernel, Sizes]:
-    """The kernel for so many rows, and by how many blocks and threads and with how much shared memory it is launched."""
+    """The kernel for this many rows, and its launch: blocks, threads and shared memory."""
     tile = _tiling(in_features, out_features, norm, rows, device_index)
     return _kernel(tile, dtype, activation, residual, device_index), (tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes)
 
@@ -148,16 +148,13 @@ def run_few_rows(
 ) -> Tensor:  # shape: (rows, sum of all out_features)
     """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
-    Without a norm where ``eps`` is None. Factors are multiplied out when they are packed, in float64, and rounded once, into the
-    memory of a dense layer: for few rows the arithmetic that they save takes no time. Parameters may be wider than x.
+    Without a norm where ``eps`` is None. Factors are multiplied out in float64 when they are packed, and rounded once; the result
+    takes the memory of a dense layer. For few rows the arithmetic that factors save takes no time. Parameters may be wider than x.
 
     Raises:
         BackendError: there are more than ``most_rows``, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_few_rows(x, norm_weight, norm_bias, eps, weights, lengths, biases, activation, residual, scale)
     (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
     y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
@@ -171,7 +168,7 @@ def run_few_rows(
         return vectors if as_it_lies else (*vectors, pack_weights(weights, lengths).to(x.dtype))
 
     token = ("few rows", x.dtype, as_it_lies, tuple(lengths), tuple([part is not None for part in parts]))
-    (norm, columns, *packed), early = kept(token, sources, make)
+    (norm, columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     kernel, launched = _launcher(in_features, sum(sizes), eps is not None, rows, x.dtype, activation, residual is not None, device_index)
@@ -195,7 +192,7 @@ def _linears(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[tuple[Te
 
 
 def sizes_of(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[int]:
-    """Outputs of each linear, which its first weight tells."""
+    """The number of outputs of each linear, from the shape of its first weight."""
     sizes, place = [], 0
     for length in lengths:
         shape = weights[place].shape
@@ -236,24 +233,9 @@ def _kernel(tile: FewRowsTiling, dtype: torch.dtype, activation: str, residual: 
     return load_kernel("few_rows.cu", tile.defines(dtype, activation, residual), name="few_rows", device_index=device_index)
 
 
-def _fake_few_rows(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    weights: Sequence[Tensor],
-    lengths: Sequence[int],
-    biases: Sequence[Tensor | None],
-    activation: str,
-    residual: Tensor | None,
-    scale: Tensor | None,
-) -> Tensor:
-    return x.new_empty((x.shape[0], sum(sizes_of(weights, lengths))))
-
-
 few_rows_operator = Operator(
     "few_rows(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] weights, int[] lengths, Tensor?[] biases, "
     "str activation, Tensor? residual, Tensor? scale) -> Tensor",
     run_few_rows,
-    _fake_few_rows,
+    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
 )

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.cuda.device import device_obstacle
+from flysurgery.factors import architecture_of
+from flysurgery.ops.cuda.device import hopper_obstacle
 from flysurgery.ops.cuda.ffn_float_image import pack_float_ffn
 from flysurgery.ops.cuda.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.ops.cuda.ffn_image import pack_ffn
 from flysurgery.ops.cuda.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
-from flysurgery.ops.cuda.ffn_warp_tiling import warp_ffn_tiling
 from flysurgery.ops.cuda.fused import readable
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, device_arch, float_bits, load_kernel
-from flysurgery.ops.cuda.modes import HALVES, present_mode
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.ops.cuda.modes import HALVES, MODE_NUMBERS, TENSOR_CORE_MODES, present_mode
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.tiling import MODES
+from flysurgery.ops.cuda.registered import Operator, rows_like
+from flysurgery.ops.cuda.replay.recording import fresh
+from flysurgery.ops.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 
 
@@ -29,36 +29,31 @@ def ffn_obstacle(
     up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, device_index: int
 ) -> str | None:
     """Why the fused kernel cannot run a block on a device in a mode of ``mode_of``; None when it can."""
-    limit, wgmma = shared_limit_of(device_index), _has_wgmma(device_index)
-    return device_obstacle(device_index) or size_obstacle(up, down, mode, norm, activation, residual, limit, wgmma=wgmma)
-
-
-def _has_wgmma(device_index: int) -> bool:
-    return device_arch(device_index) == "sm_90a"
+    obstacle = hopper_obstacle("the fused FFN", device_index)
+    return obstacle or size_obstacle(up, down, mode, norm, activation, residual, shared_limit_of(device_index))
 
 
 @lru_cache(maxsize=1024)
 def size_obstacle(
-    up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, shared_limit: int, *, wgmma: bool
+    up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, shared_limit: int
 ) -> str | None:
-    """Why the kernel of devices with wgmma, or without, has no tiling for a block; None when it has one."""
-    if mode not in MODES:
+    """Why the kernel has no tiling for a block; None when it has one."""
+    if mode not in TENSOR_CORE_MODES:
         return "the fused FFN takes float16, bfloat16 and float32"
-    if mode not in HALVES and not (wgmma and norm):
-        return "the fused FFN takes float32 behind a norm, which bounds the rows, on devices of compute capability 9.0"
+    if mode not in HALVES and not norm:
+        return "the fused FFN takes float32 behind a norm, which bounds the rows"
     if activation not in ACTIVATIONS:
         return f"the fused FFN has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     if residual and up.in_features != down.out_features:
         return f"a residual needs as many outputs as inputs, got {down.out_features} and {up.in_features}"
-    tile = _tile(up, down, mode, shared_limit, scaled=True, wgmma=wgmma)
+    tile = _tile(up, down, mode, shared_limit, scaled=True)
     return tile if isinstance(tile, str) else None
 
 
-def _tile(up: Architecture, down: Architecture, mode: str, shared_limit: int, *, scaled: bool, wgmma: bool) -> FfnTiling | str:
+def _tile(up: Architecture, down: Architecture, mode: str, shared_limit: int, *, scaled: bool) -> FfnTiling | str:
     if mode not in HALVES:
         return float_ffn_tiling(up, down, mode, shared_limit, scaled=scaled)
-    find = ffn_tiling if wgmma else warp_ffn_tiling
-    return find(up, down, shared_limit, scaled=scaled)
+    return ffn_tiling(up, down, shared_limit, scaled=scaled)
 
 
 class FusedFfn:
@@ -68,19 +63,19 @@ class FusedFfn:
         self.tile, self.device_index = tile, device_index
         defines = {
             **tile.defines(),
-            "MODE": MODES.index(mode),
+            "MODE": MODE_NUMBERS[mode],
             "ACTIVATION": ACTIVATIONS[activation],
             "NORM": int(norm),
             "RESIDUAL": int(residual),
         }
         self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
         self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
-        self._shared_bytes = tile.shared_bytes  # which takes longer to find than a block to run
+        self._shared_bytes = tile.shared_bytes  # computing it takes longer than running a block
 
     def run(
         self, x: Tensor, image: Tensor, eps: float, early: bool = False
     ) -> Tensor:  # shapes: (rows, in_features), (bytes,) -> (rows, out_features)
-        """Launch on the current stream. ``early``: the image was there before the kernel queued last, and is read while it still runs."""
+        """Launch on the current stream. ``early``: the image was packed before the last queued kernel, and is read while that one runs."""
         rows = x.shape[0]
         units = -(-rows // self.tile.unit_rows)
         written = units * self.tile.unit_rows if self.tile.whole_units else rows
@@ -107,12 +102,10 @@ def _fused_ffn(
     scaled: bool,
     residual: bool,
     device_index: int,
-    wgmma: bool | None,
 ) -> FusedFfn:
-    up, down, limit = Architecture.of(*up_shapes), Architecture.of(*down_shapes), shared_limit_of(device_index)
-    wgmma = _has_wgmma(device_index) if wgmma is None else wgmma
-    obstacle = device_obstacle(device_index) or size_obstacle(up, down, mode, norm, activation, residual, limit, wgmma=wgmma)
-    tile = _tile(up, down, mode, limit, scaled=scaled, wgmma=wgmma)
+    up, down = Architecture.of(*up_shapes), Architecture.of(*down_shapes)
+    obstacle = ffn_obstacle(up, down, mode, norm, activation, residual, device_index)
+    tile = _tile(up, down, mode, shared_limit_of(device_index), scaled=scaled)
     if obstacle is not None or isinstance(tile, str):
         raise BackendError(obstacle or str(tile))
     return FusedFfn(tile, mode, activation, norm, residual, device_index)
@@ -120,8 +113,9 @@ def _fused_ffn(
 
 def run_ffn(
     x: Tensor,  # shape: (rows, in_features)
-    norm: Sequence[Tensor | None] | None,  # weight and bias; None for no norm
-    eps: float,
+    norm_weight: Tensor | None,  # shape: (in_features,)
+    norm_bias: Tensor | None,  # shape: (in_features,)
+    eps: float | None,  # of the norm; None where there is none
     up: Sequence[Tensor],
     up_bias: Tensor | None,
     down: Sequence[Tensor],
@@ -129,32 +123,37 @@ def run_ffn(
     activation: str,
     scale: Tensor | None,
     residual: bool,
-    wgmma: bool | None = None,
 ) -> Tensor:  # shape: (rows, out_features)
     """Find the kernel and the packed weights, and run them on the current stream.
-
-    ``wgmma`` chooses between the kernels; None takes the one for this device.
 
     Raises:
         BackendError: the kernel cannot run this; ``ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_ffn(x, norm, eps, up, up_bias, down, down_bias, activation, scale, residual, wgmma)
     shapes = tuple([factor.shape for factor in up]), tuple([factor.shape for factor in down])
     mode = present_mode(x.dtype)
-    kernel = _fused_ffn(*shapes, mode or "", activation, norm is not None, scale is not None, residual, device_index, wgmma)
-    parts = (*up, *down, up_bias, down_bias, *(norm or (None, None)), scale)
+    kernel = _fused_ffn(*shapes, mode or "", activation, eps is not None, scale is not None, residual, device_index)
+    parts = (*up, *down, up_bias, down_bias, norm_weight, norm_bias, scale)
     sources = tuple([part for part in parts if part is not None])
 
     def make() -> tuple[Tensor, ...]:
-        factors = (up[1], up[0], down[1], down[0])
-        pair = (None, None) if norm is None else (norm[0], norm[1])
+        factors, norm = (up[1], up[0], down[1], down[0]), (norm_weight, norm_bias)
         if isinstance(kernel.tile, FloatFfnTiling):
-            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale),)
-        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), pair, scale, x.dtype),)
+            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), norm, scale),)
+        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), norm, scale, x.dtype),)
 
     present = tuple([part is not None for part in parts])
-    (image,), early = kept(("ffn", kernel, x.dtype, present), sources, make)
-    return kernel.run(readable(x), image, eps, early=early)
+    (image,), early = derived_for_launch(("ffn", kernel, x.dtype, present), sources, make)
+    return kernel.run(readable(x), image, eps or 0.0, early=early)
+
+
+def ffn_operator_of(schema: str, run: Callable[..., Tensor]) -> Operator[Tensor]:
+    """The operator of a feed-forward block; ``schema`` is its name and, with ``{}`` in the place of those of ``ffn``, its operands."""
+    operands = (
+        "Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
+        "str activation, Tensor? scale, bool residual"
+    )
+    return Operator(schema.format(operands), run, lambda x, given: rows_like(x, architecture_of(given.down).out_features))
+
+
+ffn_operator = ffn_operator_of("ffn({}) -> Tensor", run_ffn)

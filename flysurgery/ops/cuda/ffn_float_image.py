@@ -22,7 +22,7 @@ def pack_float_ffn(
 ) -> Tensor:  # shape: (bytes,), uint8
     """Build the image of one block by torch operations only, on the factors' device.
 
-    The norm's weight is multiplied into the first factor and its bias sent through the first two, in float64.
+    The norm's weight is multiplied into the first factor and its bias is multiplied by the first two, in float64.
     """
     first, second, third, last = (factor.detach().double() for factor in factors)
     weight, shift = (None if part is None else part.detach().double() for part in norm)
@@ -57,10 +57,10 @@ def pack_float_ffn(
 
 
 def _largest(first: Tensor, second: Tensor, third: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What no output of the first factor, no hidden unit and no output of the third factor exceeds in magnitude.
+    """Bounds of the magnitudes of the first factor's outputs, the hidden units and the third factor's outputs.
 
-    A normalized row is no longer than the root of its size, so a sum of it is at most that times the length of its weights. An
-    activation gives no more than it takes.
+    The length of a normalized row is at most the root of its size. So a weighted sum of the row is at most that times the length of the
+    weights. An activation does not increase magnitudes.
     """
     a, _, c, d = first.shape
     rows = ks_einsum(torch.eye(a * c * d, device=first.device, dtype=first.dtype), first)
@@ -75,6 +75,6 @@ def _exponent(values: Tensor) -> Tensor:
 
 
 def _images(values: Tensor, images: int) -> Tensor:  # shapes: (panels, elements) -> (panels, bytes)
-    """High halves and, of pairs, low ones behind them."""
+    """The high halves; for pairs, followed by the low halves."""
     high = values.half()
     return torch.cat([high, (values - high.float()).half()][:images], dim=1).view(torch.uint8)

@@ -8,30 +8,32 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, log2
 
-from flysurgery.ops.cuda.ffn_ring_tiling import RingFfnTiling, fastest, filled
-from flysurgery.ops.cuda.ffn_tiling import Factors, cut, factors_of, tiles_of
+from flysurgery.ops.cuda.ffn_tiling import Factors, FfnTiling, braces, cut, factors_of, tiles_of
 from flysurgery.ops.cuda.tiling import registers_allowed
 from flysurgery.patterns import Architecture
 
 HEADER_BYTES = 128
 BOUND_EXPONENT = 15
-"""Operands are at most this power of two, half of the largest in fp16's range."""
+"""Operands are at most this power of two, which is half of the largest power of two in fp16's range."""
 
 _PANEL_BYTES = 9500  # of high or of low halves
 _WIDTHS = (64, 48, 32, 24, 16)  # columns of a product
 _MOST_OUTPUTS = 96  # of all classes, whose sums a warpgroup holds together
 _REGISTERS_BESIDE_TILES = 48
 _PRODUCER_REGISTERS = 24
+_MOST_SLOTS = 16
 
 
 @dataclass(frozen=True)
-class FloatFfnTiling(RingFfnTiling):
+class FloatFfnTiling(FfnTiling):
     """Sizes of ``kernels/ffn_floats.cu`` for one pair of architectures and one mode; four warps own 64 rows, four others bring weights.
 
     Attributes:
+        warps: warps a block that multiply.
         mode: ``"fp32"`` or ``"tf32"``.
     """
 
+    warps: int
     mode: str
 
     @property
@@ -43,8 +45,12 @@ class FloatFfnTiling(RingFfnTiling):
         return 32 * self.warps + 128
 
     @property
+    def whole_units(self) -> bool:
+        return False
+
+    @property
     def most_registers(self) -> int:
-        """Registers a thread that multiplies, when those that bring weights have left theirs."""
+        """Registers of a multiplying thread, after the threads that load weights have given up theirs."""
         groups = self.warps // 4
         return (registers_allowed(self.warps + 4) * (groups + 1) - _PRODUCER_REGISTERS) // groups // 8 * 8
 
@@ -99,8 +105,13 @@ class FloatFfnTiling(RingFfnTiling):
 
     @property
     def held_bytes(self) -> int:
-        """What each warpgroup holds of u or v."""
+        """The part of u or v that each warpgroup holds."""
         return self.warps // 4 * self.held_tiles * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the ring and what lies beside it."""
+        return self.slots * self.slot_bytes + self.held_bytes
 
     @property
     def registers(self) -> int:
@@ -113,12 +124,16 @@ class FloatFfnTiling(RingFfnTiling):
 
     @property
     def normalized_exponent(self) -> int:
-        """By this power of two normalized rows are multiplied, which are no longer than the root of their size."""
+        """The power of two that normalized rows are multiplied by. Their length is at most the root of their size."""
         return BOUND_EXPONENT - ceil(log2(self.factors[0].in_features) / 2)
 
     def defines(self) -> dict[str, int | str]:
+        middle, last = ([[list(pair) for pair in steps] for steps in each] for each in (self.middle_steps, self.last_steps))
         return {
-            **super().defines(),
+            **self.sizes(),
+            "WARPS": self.warps,
+            "U_TILES": braces(middle),
+            "V_TILES": braces(last),
             "MT": 1,
             "WGMMA": 1,
             "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
@@ -137,7 +152,8 @@ def float_ffn_tiling(up: Architecture, down: Architecture, mode: str, shared_lim
     third, last = factors[2:]
     if third.a * tiles_of(third) * 8 > last.out_features:
         return f"the {third.out_features} values between factors {third} and {last} do not fit in tiles in the rows of the result"
-    found = fastest(_fitting(factors, mode, shared_limit, scaled))
+    fitting = _fitting(factors, mode, shared_limit, scaled)
+    found = max(fitting, key=lambda tile: (tile.warps, tile.hidden, tile.columns), default=None)
     return found or f"no tile of {up} with {down} in {mode} fits in the registers and {shared_limit} bytes of shared memory"
 
 
@@ -148,6 +164,7 @@ def _fitting(factors: Factors, mode: str, shared_limit: int, scaled: bool) -> It
     hidden_units = (n for n in _WIDTHS if third.c // second.d % n == 0 and n % 16 == 0)
     columns = [n for n in _WIDTHS if last.b % n == 0 and n % (8 * base.run) == 0 and n * last.d <= _MOST_OUTPUTS]
     for hidden, wide, warps in product(hidden_units, columns, (8,) if base.images == 2 else (12, 8)):
-        tile = filled(cut(replace(base, hidden=hidden, columns=wide, warps=warps), _PANEL_BYTES * base.images), shared_limit)
-        if tile is not None:
-            yield tile
+        tile = cut(replace(base, hidden=hidden, columns=wide, warps=warps), _PANEL_BYTES * base.images)
+        slots = min((shared_limit - tile.held_bytes) // tile.slot_bytes, sum(tile.panel_counts), _MOST_SLOTS)
+        if tile.registers <= tile.most_registers and slots >= tile.least_slots:
+            yield replace(tile, slots=slots)

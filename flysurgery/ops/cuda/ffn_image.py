@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.ops.cuda.ffn_tiling import FfnTiling, block_order, tiles_of
+from flysurgery.ops.cuda.ffn_tiling import HIDDEN_UNIT, OUT_UNIT, FfnTiling, block_order, tiles_of
 from flysurgery.patterns import Pattern
 
 
@@ -119,10 +119,10 @@ def pack_ffn(
 ) -> Tensor:  # shape: (bytes,), uint8
     """Build the image of one block by torch operations only, on the factors' device.
 
-    The norm's weight is multiplied into the first factor and its bias sent through the first two, in float32. Hidden
-    weights and biases, and biases and scale of the outputs are in the units of the tiling. The scale stays apart, in float32.
+    The norm's weight is multiplied into the first factor and its bias sent through the first two, in float32. Biases of the hidden
+    units are divided by ``HIDDEN_UNIT``, biases of the outputs by ``OUT_UNIT``, and the scale is multiplied by it. The scale stays
+    apart, in float32.
     """
-    weight_unit, hidden_unit, out_unit = tile.units
     first, second, third, last = (factor.detach().float() for factor in factors)
     device = first.device
     weight, shift = (None if part is None else part.detach().float() for part in norm)
@@ -133,15 +133,16 @@ def pack_ffn(
         first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
     out_bias = torch.zeros(tile.factors[3].out_features, device=device) if biases[1] is None else biases[1].detach().float()
     indices, (hidden_columns, out_columns) = panel_indices(tile)
-    weights = [take(value, index).to(half) for value, index in zip((first, second / weight_unit, third, last), indices, strict=True)]
-    middle = take(hidden_bias / hidden_unit, hidden_columns)
-    ends = [take(out_bias / out_unit, out_columns)]
+    weights = [take(value, index).to(half) for value, index in zip((first, second, third, last), indices, strict=True)]
+    middle = take(hidden_bias / HIDDEN_UNIT, hidden_columns)
+    ends = [take(out_bias / OUT_UNIT, out_columns)]
     if scale is not None:
-        ends.append(take(scale.detach().float() * out_unit, out_columns))
+        ends.append(take(scale.detach().float() * OUT_UNIT, out_columns))
     return _sequence(tile, weights, middle, torch.cat(ends, dim=1))
 
 
 def take(values: Tensor, index: np.ndarray) -> Tensor:
+    """Values at indices into all of them, in the shape of the indices; zero where an index is -1."""
     flat = torch.cat([values.reshape(-1), values.new_zeros(1)])
     return flat[torch.from_numpy(index).to(values.device, torch.int64)]  # -1 takes the zero at the end
 
@@ -149,20 +150,17 @@ def take(values: Tensor, index: np.ndarray) -> Tensor:
 def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tensor) -> Tensor:
     """Panels of all factors in the order of use, each padded to the stride.
 
-    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one, where they are apart.
+    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one.
     """
     first, second, third, last = (value.view(torch.uint8) for value in weights)
-    if tile.joined:
-        middle_panels = padded(torch.cat([second, middle.view(torch.uint8), third], dim=1), tile.stride)
-    else:
-        up = with_floats(tile, second, middle)
-        middle_panels = in_turns(up, padded(third, tile.stride).view(len(up), -1, tile.stride))
-    panels = [padded(first, tile.stride), middle_panels, with_floats(tile, last, ends).flatten(0, 1)]
+    up = with_floats(tile, second, middle)
+    down = padded(third, tile.stride).view(len(up), -1, tile.stride)
+    panels = [padded(first, tile.stride), in_turns(up, down), with_floats(tile, last, ends).flatten(0, 1)]
     return torch.cat([value.flatten() for value in panels])
 
 
 def in_turns(up: Tensor, down: Tensor) -> Tensor:  # shapes: (pieces, panels of a piece, stride), the same of other panels
-    """The first piece's panels of one product, and then those of each next piece in it before those of the present one in the other."""
+    """First the first piece's panels of ``up``; then, in turns, the next piece's panels of ``up`` and the present piece's of ``down``."""
     return torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
 
 
@@ -174,4 +172,5 @@ def with_floats(tile: FfnTiling, weights: Tensor, floats: Tensor) -> Tensor:  # 
 
 
 def padded(panels: Tensor, stride: int) -> Tensor:
+    """Panels with zeros behind them up to a stride, on the last dimension."""
     return torch.nn.functional.pad(panels, (0, stride - panels.shape[-1]))

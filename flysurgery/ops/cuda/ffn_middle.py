@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.block_linear import ACTIVATIONS, BlockTiling, pack_blocks
-from flysurgery.ops.cuda.kept import kept
 from flysurgery.ops.cuda.kernel import current_stream, load_kernel
-from flysurgery.ops.cuda.notes import fresh, rely_on
+from flysurgery.ops.cuda.modes import DTYPE_NUMBERS
 from flysurgery.ops.cuda.obstacles import multiprocessors_of
+from flysurgery.ops.cuda.replay.recording import fresh, rely_on
 from flysurgery.ops.cuda.tensor_map import swizzled_boxes
+from flysurgery.ops.weight_cache import derived_for_launch
 from flysurgery.patterns import Pattern
 
 WARPGROUPS, ROWS_OF_WARPGROUP = 3, 64
 _COLUMNS, _STAGE = 128, 64
 _PANEL_BYTES = _STAGE * _COLUMNS * 2
 _MAX_SLOTS, _FEWEST_SLOTS = 6, 4
-_MODES = {torch.float16: 0, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MiddleTiling:
 
     Attributes:
         up, down: the factors' products, in tiles of 128 outputs: pieces of hidden units in the order of use, blocks of the result.
-        classes: of the factor ``up``, which take turns in shared memory.
+        classes: of the factor ``up``; one after the other is in shared memory.
         slots: panels of weights in shared memory.
     """
 
@@ -78,7 +78,7 @@ class MiddleTiling:
 def middle_tiling(
     second: Pattern, third: Pattern, middle: Sequence[int] | np.ndarray, narrow: Sequence[int] | np.ndarray, shared_limit: int
 ) -> MiddleTiling | str:
-    """The tiling of two factors whose inputs and outputs lie in an order of choice, or why there is none."""
+    """The tiling of two factors whose inputs and outputs lie in any given order, or why there is none."""
     share = third.c // second.d
     if second.a != 1 or third.d != 1 or third.b != _COLUMNS or third.c % second.d or share % _COLUMNS or second.c % _STAGE:
         return f"no kernel multiplies by {second} and {third} in one launch: it takes whole stages of {_STAGE} inputs, blocks of {_COLUMNS}"
@@ -108,7 +108,7 @@ def pack_middle(
 
 
 def fills_rounds(rows: int, places: int) -> bool:
-    """Whether nine in ten of a round's warpgroups have rows, over all rounds that so many take: few rows take as long as many.
+    """Whether nine of ten warpgroups have rows, over all rounds for this many rows. A round takes as long for few rows as for many.
 
     On an H200 two factors of width 768 took 131 us in one launch and 145 in two for 25344 rows, 97 and 97 for 16896, 190 and 150 for 26000.
     """
@@ -123,7 +123,7 @@ class FfnMiddle:
         self.tile, self.dtype, self.device_index = tile, dtype, device_index
         self._multiprocessors = multiprocessors_of(device_index)
         self._places = torch.from_numpy(tile.places).to(torch.device("cuda", device_index))
-        defines = tile.defines(_MODES[dtype], ACTIVATIONS[activation])
+        defines = tile.defines(DTYPE_NUMBERS[dtype], ACTIVATIONS[activation])
         self._kernel = load_kernel("ffn_middle.cu", defines, name="ffn_middle", device_index=device_index)
 
     def multiply(
@@ -142,7 +142,7 @@ class FfnMiddle:
         sources = (second, third) if bias is None else (second, third, bias)
         rely_on([self._places])
         token = ("ffn middle", self, bias is None)
-        (image, biases), early = kept(token, sources, lambda: pack_middle(tile, second, bias, third, self.dtype))
+        (image, biases), early = derived_for_launch(token, sources, lambda: pack_middle(tile, second, bias, third, self.dtype))
         self._kernel.launch(
             (min(units, self._multiprocessors), 1, 1),
             (128 * (WARPGROUPS + 1), 1, 1),

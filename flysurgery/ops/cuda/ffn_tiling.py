@@ -13,7 +13,9 @@ ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "silu": 3}
 WARPGROUPS = 3
 ROWS_OF_WARPGROUP = 64
 HIDDEN_UNIT = 3.046875
-"""What the kernel with wgmma measures hidden units in, so that their activation takes one instruction less; its half is a bfloat16."""
+"""What the kernel for halves measures hidden units in, so that their activation takes one instruction less; its half is a bfloat16."""
+OUT_UNIT = HIDDEN_UNIT / 2
+"""What it measures activated units and outputs in."""
 _PANEL_BYTES = 9 * 1024
 _ENOUGH_SLOTS = 8  # from here on whole turns of the ring are worth more than further slots
 _MAX_SLOTS = 12
@@ -64,16 +66,6 @@ class FfnTiling:
     def whole_units(self) -> bool:
         """Whether rows of y past the last are written: a unit's rows of y hold what waits for its last factor."""
         return True
-
-    @property
-    def units(self) -> tuple[float, float, float]:
-        """What the second factor's weights, the hidden units and the outputs are divided by; the kernel divides u by the rest."""
-        return 1.0, HIDDEN_UNIT, HIDDEN_UNIT / 2
-
-    @property
-    def joined(self) -> bool:
-        """Whether a panel of the middle holds the weights of a piece in both factors."""
-        return False
 
     @property
     def vector(self) -> int:
@@ -297,4 +289,5 @@ def _descriptor(first: int, second: int) -> int:
 
 
 def braces(value: list) -> str:
+    """Nested lists of integers as the initializer of an array in C."""
     return "{" + ",".join(braces(item) if isinstance(item, list) else str(item) for item in value) + "}"

@@ -13,7 +13,7 @@ from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.fused_configs import configs, every_config, fits
 from flysurgery.ops.cuda.image import pack, panel_indices
 from flysurgery.ops.cuda.kernel import Prepared, Rows, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.replay.recording import fresh
 from flysurgery.ops.cuda.tiling import FusedConfig, tiling
 from flysurgery.patterns import Architecture
 
@@ -49,9 +49,9 @@ class FusedLinear:
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
         linears: how many linears of this architecture read the same x; their outputs lie side by side.
         config: one of ``candidates``; None takes the first.
-        norm: whether a layer norm of the rows of x, to mean 0 and variance 1, stands before the layer; the sum of each output's
+        norm: whether a layer norm of the rows of x, to mean 0 and variance 1, stands before the layer. The sum of each output's
             weights then lies behind the bias.
-        gated: whether the outputs are a gate and then a value, as many of each, and it gives ``activation(gate) * value``.
+        gated: whether the outputs are a gate and then a value, of equal size. The result is then ``activation(gate) * value``.
         device_index: CUDA device.
 
     Raises:
@@ -106,7 +106,7 @@ class FusedLinear:
         gated: bool = False,
         device_index: int,
     ) -> FusedConfig | None:
-        """The configuration that a table's entry describes; None where today's kernel or this device does not offer it."""
+        """The configuration that a table's entry describes; None where this version of the kernel or this device does not have it."""
         try:
             config = FusedConfig(**fields)
         except TypeError:
@@ -138,11 +138,11 @@ class FusedLinear:
         scaled: bool = False,
         early: bool = False,
     ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
-        """Launch on the current stream. What the kernel cannot read in place is copied first. ``eps`` is the norm's.
+        """Launch on the current stream. Tensors that the kernel cannot read in place are copied first. ``eps`` is the norm's.
 
-        ``early``: image and bias were there before the kernel queued last, and are read while it still runs.
+        ``early``: image and bias were packed before the last queued kernel, and are read while that kernel still runs.
 
-        It reads vectors of 16 bytes, in rows that one stride leads through.
+        The kernel reads vectors of 16 bytes, in rows with one stride.
         """
         x, rows, stride = _in_vectors(x)
         y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
@@ -158,7 +158,7 @@ class FusedLinear:
         return y
 
     def prepared(self, x: Rows) -> Prepared:
-        """The launch without an epilogue for an x that lies so, at multiples of 16 bytes; it takes x, image, bias, no residual, and y."""
+        """The launch without an epilogue for x of this layout, at multiples of 16 bytes; it takes x, image, bias, no residual, and y."""
         key = (x.rows, x.stride * x.dtype.itemsize, "none", False, None, 0.0, False)
         return self._launches.get(key) or self._prepare(*key)
 
@@ -179,7 +179,7 @@ class FusedLinear:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its features are not adjacent, or its rows not at multiples of 16 bytes by one stride."""
+    """The tensor, or a copy where its features are not adjacent, or its rows do not have one stride of a multiple of 16 bytes."""
     return _in_vectors(tensor)[0]
 
 

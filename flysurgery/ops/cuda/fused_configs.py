@@ -1,4 +1,4 @@
-"""Which configurations of the fused kernel fit a tiling, and in what order they are worth a try. Integers only."""
+"""Which configurations of the fused kernel fit a tiling, and in which order to try them. Integers only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def configs(tile: Tiling, shared_limit: int, *, wgmma: bool) -> list[FusedConfig
 
 
 def every_config(tile: Tiling, shared_limit: int, *, wgmma: bool) -> Iterator[FusedConfig]:
-    """All configurations worth a thought: for a block that multiplies all linears, and for blocks of one each."""
+    """All configurations to consider: for a block that multiplies all linears, and for blocks that multiply one each."""
     yield from _configs_of(tile, shared_limit, wgmma=wgmma)
     if tile.linears > 1:
         yield from _configs_of(replace(tile, linears=1, blocks=tile.linears), shared_limit, wgmma=wgmma)
@@ -85,13 +85,13 @@ def fits(tile: Tiling, config: FusedConfig, shared_limit: int, *, wgmma: bool) -
 
 
 def _cost(tile: Tiling, config: FusedConfig) -> float:
-    """Relative cost where nothing was measured: a sum of penalties, fitted to timings on an H200 at 25088 rows."""
+    """The relative cost of a configuration without a measurement: a sum of penalties, fitted to times on an H200 at 25088 rows."""
     warps = config.warps * config.row_tiles
     in_flight = config.warps * (config.stages - 1) * config.batch * config.row_tiles * 256 * tile.first.d * tile.element_bytes
     spare = registers_allowed(config.warps) - tile.registers(config)
     return sum(
         (
-            5.2 / config.panel_columns,  # narrow products leave the tensor cores waiting
+            5.2 / config.panel_columns,  # tensor cores wait between narrow products
             0.0 if config.wgmma else 0.25,
             0.95 if warps < 8 else 0.18 if warps < 12 else 0.0 if warps == 12 else 0.13,
             (0.0, 0.3, 0.01, 0.1)[config.u_shared],

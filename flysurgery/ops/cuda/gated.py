@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, load_kernel
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, load_kernel
+from flysurgery.ops.cuda.modes import DTYPE_NUMBERS
 from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.replay.recording import fresh
 
-_MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _THREADS = 256
 _VECTOR_BYTES = 16
 
 
 def gated_obstacle(features: int, dtype: torch.dtype, activation: str) -> str | None:
-    """Why the kernel does not take rows of so many features; None where it does."""
-    if dtype not in _MODES:
+    """Why the kernel does not take rows of this many features; None where it does."""
+    if dtype not in DTYPE_NUMBERS:
         return f"the gate's kernel takes float16, bfloat16 and float32, not {dtype}"
     if activation not in ACTIVATIONS:
         return f"the gate's kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
@@ -35,9 +35,6 @@ def run_gated(
 ) -> Tensor:  # shape: (rows, features)
     """``activation(gate) * value``, in float32, rounded once; on the current stream. Both are read once."""
     device_index = gate.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_gated(gate, value, activation)
     y = fresh(gate.shape, gate.dtype, gate.device)
     if y.numel() == 0:
         return y
@@ -55,12 +52,10 @@ def run_gated(
 
 @lru_cache(maxsize=256)
 def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
-    defines = {"COLUMNS": features, "MODE": _MODES[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
+    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
     return load_kernel("gated.cu", defines, name="gated", device_index=device_index)
 
 
-def _fake_gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-gated_operator = Operator("gated(Tensor gate, Tensor value, str activation) -> Tensor", run_gated, _fake_gated)
+gated_operator = Operator(
+    "gated(Tensor gate, Tensor value, str activation) -> Tensor", run_gated, lambda gate, given: gate.new_empty(gate.shape)
+)

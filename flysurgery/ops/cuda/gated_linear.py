@@ -1,4 +1,4 @@
-"""A gate and a value, the halves of one layer's outputs, multiplied in the layer's launch, behind a norm or not; with the operator."""
+"""A layer whose outputs are a gate and a value, multiplied in the layer's launch, with or without a norm; and its operator."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.fused import ACTIVATIONS, FusedLinear, fused_reason
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import current_device
-from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.norm_linear import fold, with_sums
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.registered import Operator, rows_like
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
+from flysurgery.ops.cuda.tuning_record import meet
+from flysurgery.ops.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 
 GATED_LINEAR, NORM_GATED_LINEAR = "gated_linear", "norm_gated_linear"
@@ -24,14 +24,14 @@ GATED_LINEAR, NORM_GATED_LINEAR = "gated_linear", "norm_gated_linear"
 
 @lru_cache(maxsize=4096)
 def gated_linear_obstacle(architecture: Architecture, mode: str, activation: str, norm: bool, device_index: int) -> str | None:
-    """Why no launch computes a layer whose outputs are a gate and a value, and their product; None where one does."""
+    """Why no single launch computes a layer of gate and value and their product; None where one does."""
     if activation not in ACTIVATIONS:
         return f"the fused kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     return fused_reason(architecture, mode, 1, shared_limit_of(device_index), norm=norm, gated=True)
 
 
 class GatedLinear:
-    """The kernel of a gate and a value, as autotuning meets it."""
+    """The kernel of a gate and a value, as autotuning sees it."""
 
     def __init__(self, architecture: Architecture, mode: str, norm: bool, device_index: int, rows: int) -> None:
         self.architecture, self.mode, self.norm, self.device_index = architecture, mode, norm, device_index
@@ -45,7 +45,7 @@ class GatedLinear:
         return NORM_GATED_LINEAR if self.norm else GATED_LINEAR
 
     def cases(self, rows: int) -> list[TunedCase]:
-        """What to autotune for calls of so many rows."""
+        """The cases to autotune for calls with this many rows."""
         return [TunedCase(torch.cuda.get_device_name(self.device_index), self.name, self.architecture, self.mode, 1, rows)]
 
 
@@ -55,7 +55,7 @@ def _gated_linear(shapes: tuple[torch.Size, ...], mode: str, norm: bool, device_
 
 
 def forget_gated_linears() -> None:
-    """Choose kernels anew at the next call, after the table of configurations has changed."""
+    """Let the next call choose kernels again, after the table of configurations has changed."""
     _gated_linear.cache_clear()
 
 
@@ -79,9 +79,6 @@ def run_gated_linear(
         BackendError: no kernel runs these factors; ``gated_linear_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_gated_linear(x, weight, bias, eps, factors, offset, gate, activation, mode)
     found = _gated_linear(tuple(factor.shape for factor in factors), mode, eps is not None, device_index, rows_bucket(x.shape[0]))
     meet(found, x)
     left, right = factors
@@ -96,28 +93,13 @@ def run_gated_linear(
         return (image,) if columns is None else (image, columns.to(dtype_of(mode)))
 
     sources = (left, right, *(part for part in (offset, weight, bias) if part is not None))
-    packed, early = kept((found, gate, offset is None, weight is None, bias is None), sources, make)
+    packed, early = derived_for_launch((found, gate, offset is None, weight is None, bias is None), sources, make)
     return found.kernel.run(x, packed[0], packed[1] if len(packed) > 1 else None, None, activation, eps or 0.0, early=early)
-
-
-def _fake_gated_linear(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    factors: Sequence[Tensor],
-    offset: Tensor | None,
-    gate: int,
-    activation: str,
-    mode: str,
-) -> Tensor:
-    a, b, _, d = factors[0].shape
-    return x.new_empty((x.shape[0], a * b * d // 2))
 
 
 gated_linear_operator = Operator(
     "gated_linear(Tensor x, Tensor? weight, Tensor? bias, float? eps, Tensor[] factors, Tensor? offset, int gate, str activation, "
     "str mode) -> Tensor",
     run_gated_linear,
-    _fake_gated_linear,
+    lambda x, given: rows_like(x, architecture_of(given.factors).out_features // 2),
 )

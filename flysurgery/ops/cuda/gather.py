@@ -1,4 +1,4 @@
-"""Packing by a table: half-precision images in one launch, for weights that change at every step."""
+"""Packs half-precision images in one launch, by a table, for weights that change at every step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def can_gather(sources: Sequence[Tensor], mode: str) -> bool:
 
 
 def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tensor, ...]:  # shapes: (count,), int32, one an image
-    """Learn where ``pack`` puts each weight: for each 16-bit element of an image its place among the sources, or -1.
+    """Find where ``pack`` puts each weight: for each 16-bit element of an image its index among the sources, or -1.
 
-    Half-precision images only move and round their weights. So sources are packed that hold the digits of their own
-    places, and the places are read off the images. Places count through all sources, one after the other.
+    Half-precision images only move and round their weights. So this function packs sources whose values are the digits of their own
+    indices, and reads the indices from the images. Indices count through all sources in order.
     """
     sizes = [source.numel() for source in sources]
     places = torch.arange(sum(sizes), device=sources[0].device)
@@ -52,12 +52,12 @@ def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tenso
 
 
 def aligned(elements: int) -> int:
-    """So many elements and those that fill them up to where the next image may begin."""
+    """The number of elements with the padding up to the next possible beginning of an image."""
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 class Gather:
-    """The learnt table: all images of one list of sources by one launch."""
+    """The table in use: packs all images of one list of sources by one launch."""
 
     def __init__(self, tables: Sequence[Tensor], sources: Sequence[Tensor], mode: str) -> None:
         filled = [torch.nn.functional.pad(table, (0, aligned(len(table)) - len(table)), value=-1) for table in tables]
@@ -71,7 +71,7 @@ class Gather:
         self.offsets = [2 * before for before in accumulate(self.sizes[:-1], initial=0)]
 
     def __call__(self, sources: Sequence[Tensor]) -> Tensor:
-        """The images one after the other, each filled up to where the next one begins, on the current stream."""
+        """The images in order, each padded up to the beginning of the next one; on the current stream."""
         images = torch.empty_like(self._table, dtype=self._dtype)
         launch = self.prepared(sources[0].dtype)
         launch(current_stream(self._device_index), *map(Tensor.data_ptr, sources), self.table_at, images.data_ptr())
@@ -89,7 +89,7 @@ class Gather:
 
 
 class Packer:
-    """Packs weights by ``plainly``, torch operations; halves of one dtype by one launch, once it is learnt where each weight goes.
+    """Packs weights by ``plainly``, torch operations; halves of one dtype by one launch, once the place of each weight is known.
 
     Args:
         plainly: gives images, tensors of one dimension; for half-precision modes it only moves and rounds.
@@ -106,9 +106,9 @@ class Packer:
         return self.plainly(sources) if gather is None else torch.split_with_sizes(gather(sources), gather.sizes)
 
     def gather_for(self, sources: tuple[Tensor, ...]) -> Gather | None:
-        """What packs these sources by a table; None where nothing does."""
+        """The object that packs these sources by a table; None where there is none."""
         if not can_gather(sources, self.mode):
             return None
-        if self.gather is None and not torch.cuda.is_current_stream_capturing():  # what a graph makes is only there once it replays
+        if self.gather is None and not torch.cuda.is_current_stream_capturing():  # a graph computes values only when it replays
             self.gather = Gather(make_tables(self.plainly, sources, self.mode), sources, self.mode)
         return self.gather

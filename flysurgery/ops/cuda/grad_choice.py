@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from flysurgery.ops.cuda.grad_tiling import MODES, GradConfig, GradTiling
+from flysurgery.ops.cuda.grad_tiling import GradConfig, GradTiling
+from flysurgery.ops.cuda.modes import TENSOR_CORE_MODES
 from flysurgery.ops.cuda.search import most_promising
 from flysurgery.patterns import Pattern
 
@@ -87,7 +88,7 @@ def _cost(tile: GradTiling) -> float:
     shared = (reads * config.block_residues + features) * config.chunk * width / 128
     warps = config.threads / 32
     copies = 6 * features * config.chunk * width / (16 * config.threads) + 40
-    rate = min(0.8, 0.18 * warps * config.min_blocks / 4)  # instructions a clock of a scheduler: few warps leave latency open
+    rate = min(0.8, 0.18 * warps * config.min_blocks / 4)  # instructions a clock of a scheduler: few warps do not hide latency
     issue = (_step_instructions(tile) * config.chunk / (16 if width == 2 else 8) + copies) * warps / 4 / rate
     parts = (arithmetic, l2, shared, issue)
     waves = ceil(tile.groups * splits / (132 * config.min_blocks)) * config.min_blocks
@@ -96,7 +97,7 @@ def _cost(tile: GradTiling) -> float:
 
 
 def _step_instructions(tile: GradTiling) -> float:
-    """Instructions of a warp for the rows of one product: reads, what takes residues apart or splits floats, products."""
+    """Instructions of a warp for the rows of one product: reads, separation of residues or splitting of floats, products."""
     config, width = tile.config, tile.element_bytes
     tiles = (2 * config.output_tiles + config.input_tiles) * config.residues  # of eight features
     products = config.output_tiles * config.input_tiles * config.residues
@@ -113,8 +114,8 @@ def _step_instructions(tile: GradTiling) -> float:
 
 def grad_reason(pattern: Pattern, mode: str, shared_limit: int) -> str | None:
     """Why the factor-gradient kernel cannot run a pattern, or None where it can. Modes: ``fp16``, ``bf16``, ``tf32``, ``fp32``."""
-    if mode not in MODES:
-        return f"the factor-gradient kernel has no mode '{mode}', only {', '.join(MODES)}"
+    if mode not in TENSOR_CORE_MODES:
+        return f"the factor-gradient kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
     if not grad_configs(pattern, mode, shared_limit):
         return f"no tile of the gradient of pattern {pattern} in mode {mode} fits in {shared_limit} bytes of shared memory"
     return None

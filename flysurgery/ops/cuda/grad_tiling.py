@@ -9,7 +9,6 @@ from flysurgery.ops.cuda.pattern_macros import pattern_macros
 from flysurgery.ops.cuda.single_banks import best_pitch, feature_reads
 from flysurgery.patterns import Pattern
 
-MODES = ("fp16", "bf16", "tf32", "fp32")
 _PARTIAL_BYTES = 32 << 20
 _REGISTERS_BESIDE_TILES = {"fp16": 64, "bf16": 64, "tf32": 64, "fp32": 92}
 
@@ -156,7 +155,7 @@ class GradTiling:
 
 
 def splits_of(chunks: int, groups: int, slots: int, nnz: int) -> tuple[int, int]:
-    """How many splits of so many chunks of rows to launch, and the chunks of each.
+    """How many splits to launch for a number of chunks of rows, and the chunks of each.
 
     Args:
         groups: blocks a split.

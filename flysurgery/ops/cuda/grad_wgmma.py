@@ -1,4 +1,4 @@
-"""How the factor-gradient kernel of Hopper GPUs tiles one pattern, and which configurations are worth a timing. Integers only."""
+"""How the factor-gradient kernel of Hopper GPUs tiles one pattern, and which configurations to time. Integers only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flysurgery.patterns import Pattern
 ALIGNMENT = 16
 """Bytes: where rows of x and dy must begin."""
 _MOST_RESIDUES = 4
-"""The arithmetic grows with the residues: beyond, the kernel that takes them apart is expected to be faster."""
+"""The most residues. The arithmetic grows with them, so for more the kernel that separates them is expected to be faster."""
 _REGISTERS_BESIDE_SUMS = 26
 _ROWS, _MULTIPROCESSORS = 25088, 132
 _BYTES_PER_US, _FLOPS_PER_US = 4e4, 5e6
 """Of one multiprocessor."""
 _CHUNK_US, _LATENCY_US = 0.1, 0.8
-"""What a chunk takes beside its products, and a copy until it is there."""
+"""The time of a chunk besides its products, and the latency of a copy."""
 
 
 @dataclass(frozen=True)

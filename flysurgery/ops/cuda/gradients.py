@@ -1,4 +1,4 @@
-"""Gradients of linears that share x: what the registered operators compute, and how it is handed out."""
+"""Gradients of linears that share x: the functions of the registered operators, and the split of their results by parameter."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.exact_gradient import exact_gradients
 from flysurgery.ops.cuda.kernel import current_device
-from flysurgery.ops.cuda.met import meet
-from flysurgery.ops.cuda.multiply import multiply
+from flysurgery.ops.cuda.run_product import run_product
 from flysurgery.ops.cuda.table import rows_bucket
+from flysurgery.ops.cuda.train_backward import Chain
+from flysurgery.ops.cuda.tuning_record import meet
 from flysurgery.patterns import Architecture, Pattern
 
 Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
@@ -25,13 +25,13 @@ def input_gradient(
     linears: int,
     mode: str,
 ) -> Tensor:  # shape: (*batch, in_features)
-    """``dx = dy @ W``, summed over the linears: one launch a linear where the fused kernel tiles the transposed architecture."""
+    """``dx = dy @ W``, summed over the linears: one launch for each, where the fused kernel has a tiling of the transposed architecture."""
     length = len(factors) // linears
     parts = dy.chunk(linears, dim=-1)
     own = [factors[start : start + length] for start in range(0, len(factors), length)]
-    total = multiply(parts[0], own[0], (), 1, mode, transposed=True)
+    total = run_product(parts[0], own[0], (), 1, mode, transposed=True)
     for part, theirs in zip(parts[1:], own[1:], strict=True):
-        total.add_(multiply(part, theirs, (), 1, mode, transposed=True))
+        total.add_(run_product(part, theirs, (), 1, mode, transposed=True))
     return total
 
 
@@ -65,7 +65,7 @@ def hand_out(
     linears: int,
     with_input: bool,
 ) -> Gradients:
-    """Of what ``all_gradients`` gives, the gradient of x, and of each factor and each bias its own, in its own dtype."""
+    """Split the result of ``all_gradients`` into the gradient of x and that of each factor and bias, each in its own dtype."""
     length = len(factors) // linears
     parts = [[own] if linears == 1 else own.chunk(linears) for own in found[: len(found) - with_input]]
     of_factors = [parts[index % length][index // length] for index in range(len(factors))]
@@ -104,7 +104,7 @@ def layer_gradients(
 
 
 def chain_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int) -> Chain:
-    """The kernels for factors of these shapes, the same object as long as the autotuned choices stay."""
+    """The kernels for factors of these shapes; the same object as long as the autotuned choices stay the same."""
     shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
     key = (shapes, mode, linears, device_index, rows_bucket(rows))
     found = _chains.get(key)

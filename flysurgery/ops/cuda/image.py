@@ -14,7 +14,7 @@ from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, members
 
 HEADER_BYTES = 128
 _WEIGHT_EXPONENT = 11
-"""Scaled weights have their largest entry in [2^10, 2^11): room for sums above, precision of the low parts below."""
+"""The largest scaled weight lies in [2^10, 2^11): sums stay in range, and low parts stay precise."""
 
 
 @lru_cache(maxsize=64)
@@ -120,6 +120,6 @@ def pack(
 
 
 def _times_power(value: Tensor, exponent: Tensor) -> Tensor:
-    """``value * 2**exponent`` in two steps, since the power alone may leave the range of float32."""
+    """``value * 2**exponent`` in two steps, because the power alone may exceed the range of float32."""
     half = torch.div(exponent, 2, rounding_mode="floor")
     return torch.ldexp(torch.ldexp(value, half), exponent - half)

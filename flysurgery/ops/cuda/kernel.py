@@ -18,7 +18,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.bindings import cuda_module
 from flysurgery.ops.cuda.cubins import find_cubin
-from flysurgery.ops.cuda.notes import present_notes, refuse
+from flysurgery.ops.cuda.replay.recording import mark_not_replayable, present_recording
 from flysurgery.ops.cuda.tensor_map import Boxes
 
 Argument = Tensor | Boxes | int | None
@@ -45,13 +45,13 @@ def may_begin_early(device_index: int) -> bool:
 def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
     """Compile, or find compiled, and load one kernel; the same object for the same arguments.
 
-    Not for every launch: hold on to the result, which hashing the arguments costs more than.
+    Keep the result instead of calling this for every launch: hashing the arguments costs more than the lookup saves.
 
     Raises:
         BackendError: the kernel does not compile, or the driver rejects it.
     """
     key = (source, name, device_index, tuple(sorted(defines.items())))
-    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load theirs meanwhile
+    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load other kernels meanwhile
         kernel = _loaded.get(key)
         if kernel is None:
             kernel = _loaded[key] = _load(source, defines, name, device_index)
@@ -73,7 +73,7 @@ def _load(source: str, defines: Mapping[str, int | str], name: str, device_index
 
 
 def _make_context_current(device_index: int) -> None:
-    """PyTorch's device guard leaves a thread that has not yet used the device without a driver context."""
+    """Set the driver's context for a thread that has not used the device yet; PyTorch's device guard does not."""
     cuda_module("core").Device(device_index).set_current()
 
 
@@ -121,7 +121,7 @@ class Kernel:
         Args:
             shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
             stream: raw handle, ``current_stream(device_index)``.
-            early: begin while the kernel before still runs, where ``may_begin_early``; the kernel waits for it by itself.
+            early: begin while the kernel before still runs, where ``may_begin_early``; the kernel itself waits for it.
             arguments: tensors and None as pointers, integers as integers of the parameter's size, which are no addresses; a struct of
                 pointers and 64-bit integers takes one argument a member.
 
@@ -131,9 +131,9 @@ class Kernel:
         if shared_bytes > self._shared_bytes:
             self.allow_shared(shared_bytes)
         sizes = (*grid, *block, shared_bytes)
-        notes = present_notes()
-        if notes is not None:
-            notes.launch(self, sizes, arguments, early)
+        recording = present_recording()
+        if recording is not None:
+            recording.launch(self, sizes, arguments, early)
         config = self._configs.get((sizes, early))
         if config is None:
             config = self._configs[sizes, early] = launch_config(sizes, early)
@@ -149,7 +149,7 @@ class Kernel:
         return Prepared(self, (*grid, *block, shared_bytes), numbers, early)
 
     def queue(self, config: Any, address: int) -> None:
-        """Launch as a ``launch_config`` says, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
+        """Launch by a ``launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
         result = self._launch_as(config, self.function, address, 0)[0]
         if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
             _make_context_current(self.device_index)
@@ -176,7 +176,7 @@ class Kernel:
 
 
 def launch_config(sizes: tuple[int, ...], early: bool) -> Any:
-    """The driver's description of a launch, whose stream is yet to be set; ``sizes`` are grid, block and shared bytes."""
+    """The driver's description of a launch, without its stream; ``sizes`` are grid, block and shared bytes."""
     driver = cuda_module("bindings.driver")
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = sizes
@@ -191,7 +191,7 @@ def launch_config(sizes: tuple[int, ...], early: bool) -> Any:
 
 
 class Parameters:
-    """The memory that the driver reads a kernel's parameters from: a word of 8 bytes for each, several for a struct.
+    """The memory from which the driver reads a kernel's parameters: 8 bytes for each, more for a struct.
 
     Args:
         sizes: bytes of each parameter; up to 8, or whole words.
@@ -208,7 +208,7 @@ class Parameters:
         self._pack = struct.Struct(f"{self.count}q").pack_into
 
     def reading(self, table: ctypes.Array[ctypes.c_int64], places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-        """The parameters' addresses, where the first words are read from these places of a table. Both must be kept."""
+        """The addresses of the parameters, the first of which are read from these places of a table. Keep both objects."""
         start = ctypes.addressof(table)
         found = [start + 8 * places[first] if first < len(places) else own for first, own in zip(self._first, self._addresses, strict=True)]
         return (ctypes.c_void_p * len(found))(*found)
@@ -223,7 +223,7 @@ class Parameters:
 
 
 class Prepared:
-    """A launch of which all but the stream and the first parameters, addresses, stays the same from call to call."""
+    """A launch in which only the stream and the first parameters, which are addresses, change from call to call."""
 
     def __init__(self, kernel: Kernel, sizes: tuple[int, ...], numbers: Sequence[int], early: bool = False) -> None:
         self.kernel, self.sizes, self._numbers = kernel, sizes, numbers
@@ -236,14 +236,14 @@ class Prepared:
 
     def launch(self, stream: int, *arguments: Tensor | None) -> None:
         """Queue the kernel on a stream. The device must be the current one. Errors are those of ``Kernel.launch``."""
-        notes = present_notes()
-        if notes is not None:
-            notes.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early)
+        recording = present_recording()
+        if recording is not None:
+            recording.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early)
         self._queue(stream, words_of(arguments))
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """The same with addresses in place of tensors."""
-        refuse()
+        mark_not_replayable()
         self._queue(stream, addresses)
 
     def _queue(self, stream: int, addresses: Sequence[int]) -> None:
@@ -254,7 +254,7 @@ class Prepared:
 
 
 class Series:
-    """Launches one after the other whose addresses stand in one table, written once for all of them.
+    """Launches that follow each other and read their addresses from one table, which is written once for all.
 
     Args:
         launches: each with the places of its addresses in the table; members of a struct have places side by side.
@@ -275,7 +275,7 @@ class Series:
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
-        refuse()
+        mark_not_replayable()
         with self._lock:
             self._pack(self._table, 0, *addresses)
             if stream != self._stream:
@@ -300,12 +300,12 @@ def words_of(arguments: Sequence[Argument]) -> list[int]:
 
 
 def address_of(argument: Tensor | int | None) -> int:
-    """What a launch is given for a tensor, which is its address, for None, and for an integer, such as an address."""
+    """The integer that a launch gets for a tensor (its address), for None (0), or for an integer."""
     return argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
 
 
 def current_device() -> int:
-    """``torch.cuda.current_device()`` where CUDA is in use already, at a third of its cost."""
+    """``torch.cuda.current_device()`` at a third of its cost, for processes that already use CUDA."""
     return torch._C._cuda_getDevice()
 
 
@@ -317,7 +317,7 @@ def current_stream(device_index: int) -> int:
 def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
     """How many rows x has, all leading dimensions together, and the elements from one to the next.
 
-    None where no one stride leads through all rows, or the features are not adjacent.
+    None where the rows do not have one stride, or the features are not adjacent.
     """
     features = x.shape[-1]
     if x.is_contiguous():
@@ -334,7 +334,7 @@ def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
 
 
 class Rows(NamedTuple):
-    """What a kernel has to know of a matrix in memory beside its address."""
+    """The layout of a matrix in memory: what a kernel needs besides its address."""
 
     rows: int
     stride: int  # elements
@@ -343,12 +343,12 @@ class Rows(NamedTuple):
     dtype: torch.dtype
 
     def aligned(self, size: int) -> bool:
-        """Whether all rows begin at multiples of so many bytes, at most 16."""
+        """Whether all rows begin at multiples of this many bytes, at most 16."""
         return (self.offset | self.stride * self.dtype.itemsize) % size == 0
 
 
 def in_rows(x: Tensor) -> tuple[Tensor, Rows]:
-    """x, or a copy where no one stride leads through its rows, and how it lies in memory."""
+    """x, or a copy where its rows do not have one stride; and its layout."""
     placed = rows_and_stride(x)
     if placed is None:
         return in_rows(x.clone(memory_format=torch.contiguous_format))

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from flysurgery.ops.cuda.fused import readable
-from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, float_bits, load_kernel, may_begin_early
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.ops.cuda.modes import DTYPE_NUMBERS
 from flysurgery.ops.cuda.registered import Operator
-from flysurgery.ops.derived import derived
+from flysurgery.ops.cuda.replay.recording import fresh
+from flysurgery.ops.weight_cache import derived
 
-_MODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _ROWS_OF_BLOCK = 8
 _MAX_COLUMNS = 4096
 _VECTOR_BYTES = 16
 
 
 def layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
-    """Why the kernel has no norm of rows of so many features; None where it has."""
-    if dtype not in _MODES:
+    """Why the kernel has no norm of rows of this many features; None where it has one."""
+    if dtype not in DTYPE_NUMBERS:
         return f"the norm's kernel takes float16, bfloat16 and float32, not {dtype}"
     if features % (_VECTOR_BYTES // dtype.itemsize) or features > _MAX_COLUMNS:
         return f"the norm's kernel takes rows of whole vectors of 16 bytes and up to {_MAX_COLUMNS} features, got {features} of {dtype}"
@@ -31,9 +31,9 @@ def layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
 def row_moments(
     x: Tensor,  # shape: (rows, features)
 ) -> Tensor:  # shape: (rows, 1, 2), float32
-    """The mean of each row, and the sum of the squares of what differs from it, in one launch on the current stream.
+    """The mean of each row and the sum of the squared deviations from it, in one launch on the current stream.
 
-    Rows begin at multiples of 16 bytes. Of a row in several parts of equal size, there would be one pair for each.
+    Rows begin at multiples of 16 bytes. Here a row is one part; moments of several parts have one pair for each.
     """
     moments = fresh((x.shape[0], 1, 2), torch.float32, x.device)
     if x.shape[0]:
@@ -51,10 +51,6 @@ def run_layer_norm(
 
     Reads x and writes the result once; the weights may be of any dtype.
     """
-    device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_layer_norm(x, weight, bias, eps)
     rows, features = x.shape
     y = fresh((rows, features), x.dtype, x.device)
     if rows == 0:
@@ -79,18 +75,16 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
         0,
         current_stream(device_index),
         *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
-        early=may_begin_early(device_index),  # nothing is read before the kernels before have ended
+        early=may_begin_early(device_index),  # it reads nothing before earlier kernels have ended
     )
 
 
 @lru_cache(maxsize=256)
 def _kernel(features: int, dtype: torch.dtype, moments: bool, device_index: int) -> Kernel:
-    defines = {"COLUMNS": features, "MODE": _MODES[dtype], "MOMENTS": int(moments)}
+    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "MOMENTS": int(moments)}
     return load_kernel("layer_norm.cu", defines, name="layer_norm", device_index=device_index)
 
 
-def _fake_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-layer_norm_operator = Operator("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", run_layer_norm, _fake_layer_norm)
+layer_norm_operator = Operator(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", run_layer_norm, lambda x, given: x.new_empty(x.shape)
+)

@@ -9,6 +9,15 @@ from flysurgery.errors import BackendError
 HALF_MODES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 HALVES = frozenset(HALF_MODES.values())
 MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32, "exact": torch.float32}
+"""Each mode, and the dtype of x that it takes."""
+
+MODE_NUMBERS = {mode: number for number, mode in enumerate(MODES)}
+"""The macro ``MODE`` of a kernel that computes in several modes."""
+
+DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""The macro ``MODE`` of a kernel that asks for the dtype of x alone."""
+
+TENSOR_CORE_MODES = tuple(mode for mode in MODES if mode != "exact")
 
 
 def mode_of(dtype: torch.dtype, *, allow_tf32: bool, exact: bool = False) -> str | None:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
 from flysurgery.ops.cuda.fused import FusedLinear, fused_reason
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import current_device
-from flysurgery.ops.cuda.met import meet
 from flysurgery.ops.cuda.modes import dtype_of
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
+from flysurgery.ops.cuda.registered import Operator, rows_like
 from flysurgery.ops.cuda.table import TunedCase, rows_bucket, tuned_config
+from flysurgery.ops.cuda.tuning_record import meet
+from flysurgery.ops.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 
 NORM_LINEAR = "norm_linear"
@@ -24,12 +23,12 @@ NORM_LINEAR = "norm_linear"
 
 @lru_cache(maxsize=4096)
 def norm_linear_obstacle(architecture: Architecture, mode: str, linears: int, device_index: int) -> str | None:
-    """Why no launch computes so many linears of an architecture and the norm before them; None where one does."""
+    """Why no single launch computes this many linears of an architecture and the norm before them; None where one does."""
     return fused_reason(architecture, mode, linears, shared_limit_of(device_index), norm=True)
 
 
 class NormLinears:
-    """The kernel of some linears and the norm before them, as autotuning meets it."""
+    """The kernel of some linears and the norm before them, as autotuning sees it."""
 
     def __init__(self, architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> None:
         self.architecture, self.mode, self.linears, self.device_index = architecture, mode, linears, device_index
@@ -38,7 +37,7 @@ class NormLinears:
         self.kernel = FusedLinear(architecture, mode, linears, norm=True, config=config, device_index=device_index)
 
     def cases(self, rows: int) -> list[TunedCase]:
-        """What to autotune for calls of so many rows."""
+        """The cases to autotune for calls with this many rows."""
         return [TunedCase(torch.cuda.get_device_name(self.device_index), NORM_LINEAR, self.architecture, self.mode, self.linears, rows)]
 
 
@@ -48,7 +47,7 @@ def _norm_linears(shapes: tuple[torch.Size, ...], mode: str, linears: int, devic
 
 
 def forget_norm_linears() -> None:
-    """Choose kernels anew at the next call, after the table of configurations has changed."""
+    """Let the next call choose kernels again, after the table of configurations has changed."""
     _norm_linears.cache_clear()
 
 
@@ -65,16 +64,13 @@ def run_norm_linear(
 ) -> Tensor:  # shape: (*batch, linears * out_features)
     """The linears' activated outputs for the normalized rows, side by side, in one launch on the current stream.
 
-    The norm's weight is multiplied into the right factors and its bias sent through the factors into the biases, both before they
-    are rounded.
+    The norm's weight is multiplied into the right factors. Its bias is multiplied by the factors and added to the biases. Both happen
+    before rounding.
 
     Raises:
         BackendError: no kernel runs these factors; ``norm_linear_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_norm_linear(x, weight, bias, eps, factors, biases, linears, activation, mode)
     shapes, rows = (factors[0].shape, factors[1].shape), x.numel() // x.shape[-1]
     found = _norm_linears(shapes, mode, linears, device_index, rows_bucket(rows))
     meet(found, x)
@@ -84,7 +80,7 @@ def run_norm_linear(
         pairs, offset = fold([(factors[2 * n], factors[2 * n + 1]) for n in range(linears)], biases, weight, bias)
         return found.kernel.pack(pairs), with_sums(offset, pairs, dtype_of(mode))
 
-    (image, offset), early = kept((found, weight is None, bias is None, len(biases)), sources, make)
+    (image, offset), early = derived_for_launch((found, weight is None, bias is None, len(biases)), sources, make)
     return found.kernel.run(x, image, offset, activation=activation, eps=eps, early=early)
 
 
@@ -94,9 +90,9 @@ def fold(
     weight: Tensor | None,  # shape: (in_features,)
     shift: Tensor | None,  # shape: (in_features,)
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:  # shape of the latter: (linears * out_features,)
-    """Factors and biases that do to a normalized row what the linears do to its product with ``weight`` plus ``shift``.
+    """Factors and biases that give for a normalized row what the linears give for the row times ``weight`` plus ``shift``.
 
-    Everything in float64, to be rounded once; None where nothing is added.
+    The results are float64, to be rounded once. The biases are None where there is nothing to add.
     """
     pairs = [(left.detach().double(), right.detach().double()) for left, right in pairs]
     a, _, c, d = pairs[0][1].shape
@@ -121,23 +117,9 @@ def with_sums(
     return torch.cat((torch.zeros_like(sums) if offset is None else offset, sums)).to(dtype)
 
 
-def _fake_norm_linear(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    factors: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    linears: int,
-    activation: str,
-    mode: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], linears * architecture_of(factors[:2]).out_features))
-
-
 norm_linear_operator = Operator(
     "norm_linear(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor[] factors, Tensor[] biases, int linears, str activation, "
     "str mode) -> Tensor",
     run_norm_linear,
-    _fake_norm_linear,
+    lambda x, given: rows_like(x, given.linears * architecture_of(given.factors[:2]).out_features),
 )

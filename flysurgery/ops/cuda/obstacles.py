@@ -1,4 +1,4 @@
-"""Why the kernels cannot run a size, remembered, as finding a tile takes longer than a launch."""
+"""Why the kernels cannot run a size. The answers are cached, because the search for a tile takes longer than a launch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def shared_limit_of(device_index: int) -> int:
 
 @lru_cache(maxsize=64)
 def multiprocessors_of(device_index: int) -> int:
-    """How many multiprocessors there are, which PyTorch takes longer to tell than a launch."""
+    """The number of multiprocessors, cached because PyTorch needs longer than a launch to give it."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def fused_obstacle(architecture: Architecture, mode: str, linears: int, shared_limit: int) -> str | None:
-    """Why so many linears of an architecture cannot run in one launch."""
+    """Why this many linears of an architecture cannot run in one launch."""
     return fused_reason(architecture, mode, linears, shared_limit)
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def product_obstacle(architecture: Architecture, mode: str, linears: int, shared_limit: int) -> str | None:
-    """Why neither the fused kernel nor, for one linear, a launch a factor can run an architecture; None when one can."""
+    """Why no kernel can run an architecture: neither the fused one nor, for one linear, a launch for each factor; None when one can."""
     fused = fused_obstacle(architecture, mode, linears, shared_limit)
     if fused is None or linears > 1:
         return fused

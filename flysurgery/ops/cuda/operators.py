@@ -14,8 +14,8 @@ from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.ops.cuda.modes import dtype_of, present_mode
-from flysurgery.ops.cuda.multiply import multiply
 from flysurgery.ops.cuda.registered import define_differentiable
+from flysurgery.ops.cuda.run_product import run_product
 
 _looks = attrgetter("shape", "dtype", "device")
 _checked: set[tuple[Hashable, ...]] = set()
@@ -26,11 +26,11 @@ def _linear(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], line
     if looks not in _checked:  # operands like these have not been checked
         check_operands(x, factors, biases, linears, mode)
         _checked.add(looks)
-    return multiply(x, factors, biases, linears, mode)
+    return run_product(x, factors, biases, linears, mode)
 
 
 def check_operands(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> None:
-    """Refuse what a kernel would read as something else. ``ks_linear`` has checked this; a direct call has not.
+    """Refuse operands that a kernel would misread. ``ks_linear`` has checked them already; a direct call has not.
 
     Raises:
         PatternError: shapes that do not fit each other.

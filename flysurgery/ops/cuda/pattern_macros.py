@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flysurgery.ops.cuda.modes import MODES
+from flysurgery.ops.cuda.modes import MODE_NUMBERS
 from flysurgery.patterns import Pattern
 
 
 def pattern_macros(pattern: Pattern, mode: str) -> dict[str, int]:
     """A pattern and a mode, as macros."""
     a, b, c, d = pattern.factor_shape
-    return {"PATTERN_A": a, "PATTERN_B": b, "PATTERN_C": c, "PATTERN_D": d, "MODE": list(MODES).index(mode)}
+    return {"PATTERN_A": a, "PATTERN_B": b, "PATTERN_C": c, "PATTERN_D": d, "MODE": MODE_NUMBERS[mode]}

@@ -25,8 +25,8 @@ FUSED = "fused_linear"
 class Product:
     """The kernels of one architecture, mode, device and number of linears that share x.
 
-    Two factors go through the fused kernel where it tiles them, all others factor by factor, the
-    intermediates rounded to the dtype of x. Several linears need the fused kernel.
+    The fused kernel multiplies two factors for which it has a tiling. All others are multiplied factor by factor, and the
+    intermediates are rounded to the dtype of x. Several linears need the fused kernel.
 
     Args:
         kernels: the fused one, or those of the factors from right to left, the order in which x meets them.
@@ -45,7 +45,7 @@ class Product:
         return isinstance(self.kernels, FusedLinear) or (len(self.kernels) == 1 and isinstance(self.kernels[0], SingleFactor))
 
     def prepared(self, x: Rows) -> tuple[Prepared, tuple[str | None, ...]]:
-        """The launch for a ``readable`` x that lies so, and the addresses that it takes."""
+        """The launch for a ``readable`` x of this layout, and the addresses that it takes."""
         if isinstance(self.kernels, FusedLinear):
             return self.kernels.prepared(x), ("x", "image", "bias", None, "y")
         (single,) = self.kernels
@@ -57,7 +57,7 @@ class Product:
         return readable(x) if isinstance(self.kernels, FusedLinear) else in_rows(x)[0]
 
     def cases(self, rows: int) -> list[TunedCase]:
-        """What to autotune for calls of so many rows: one case a launch."""
+        """The cases to autotune for calls with this many rows: one for each launch."""
         device = torch.cuda.get_device_name(self.device_index)
         if isinstance(self.kernels, FusedLinear):
             return [TunedCase(device, FUSED, self.architecture, self.mode, self.linears, rows)]
@@ -69,7 +69,7 @@ class Product:
         biases: tuple[Tensor, ...],  # shapes: (out_features,), one a linear, or none
         transposed: bool,
     ) -> tuple[Tensor, ...]:
-        """The weights as the kernels read them, one image a launch, and the biases one after the other if there are any.
+        """The weights as the kernels read them, one image for each launch, and the concatenated biases if there are any.
 
         ``transposed``: the factors are those of the transposed architecture, whose product this multiplies by.
         """
@@ -99,7 +99,7 @@ class Product:
     ) -> Tensor:  # shape: (*batch, linears * out_features)
         """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first.
 
-        ``early``: what is packed was there before the kernel queued last, and may be read while it still runs.
+        ``early``: the weights were packed before the last queued kernel, and may be read while that kernel still runs.
         """
         bias = packed[-1] if with_bias else None
         if isinstance(self.kernels, FusedLinear):
@@ -117,9 +117,9 @@ def _split(factors: tuple[Tensor, ...], linears: int, transposed: bool) -> list[
 
 
 def product_of(architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> Product:
-    """The kernels for so many rows, in the autotuned configurations, else the first candidates.
+    """The kernels for this many rows, in the autotuned configurations, or in the first ones where nothing was tuned.
 
-    The same object for the same configurations, so that numbers of rows share packed weights where they can.
+    The same configurations give the same object, so that different numbers of rows share packed weights where possible.
 
     Raises:
         BackendError: no kernel can run this; ``product_obstacle`` tells beforehand.

@@ -1,4 +1,4 @@
-"""Modules that a compiler calls as one operator, in place of tracing them: in each call of what it made their own Python runs."""
+"""Modules that a compiler calls as one operator instead of tracing them. Each call of the compiled code runs their Python."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _numbers = count()
 
 
 class Seal:
-    """What a module keeps as ``seal`` that maps a tensor to one of the same shape and dtype, and is called as one operator.
+    """The attribute ``seal`` of a module that maps a tensor to one of the same shape and dtype and is called as one operator.
 
-    Graphs hold its parameters and buffers as operands, not the module. The operator knows it again by these, so that one graph serves
-    all modules that look the same, and whatever is changed later counts in the next call; of modules that share all of them it takes
-    the youngest. A copy of the module needs a seal of its own.
+    Graphs hold its parameters and buffers as operands, not the module. The operator finds the module by these. So one graph serves
+    all modules of the same form, and later changes take effect in the next call. Of modules that share all operands it takes the
+    youngest. A copy of the module needs a seal of its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,7 +44,7 @@ class Seal:
         return len(own) == len(tensors) and all(map(is_, own, tensors))
 
     def applies(self, x: Tensor) -> bool:
-        """Whether a compiler is to call the operator: on CUDA, where nothing asks for gradients, autocast or an export."""
+        """Whether a compiler should call the operator: on CUDA, without gradients, autocast or an export."""
         return (
             torch.compiler.is_dynamo_compiling()
             and x.is_cuda
@@ -54,10 +54,10 @@ class Seal:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the module's ``forward`` gives, by the operator.
+        """The result of the module's ``forward``, computed by the operator.
 
         Raises:
-            BackendError: when it runs, for parameters that were put in the place of the module's own, and for another shape or dtype.
+            BackendError: at run time, if the module's parameters were replaced by others, or the shape or dtype differs.
         """
         return torch.ops.flysurgery.sealed(x, self.tensors())
 

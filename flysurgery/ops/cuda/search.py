@@ -1,4 +1,4 @@
-"""The search for a kernel's configurations: all worth a thought, filled up to what fits, by what each is estimated to cost."""
+"""The search for a kernel's configurations: all candidates, enlarged as far as they fit, in the order of their estimated costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention of halves, of sequences whose keys and values fit in shared memory, with its registered operator."""
+"""Scaled dot-product attention of halves whose keys and values fit in shared memory (sm_90a), with its registered operator."""
 
 from __future__ import annotations
 
@@ -10,46 +10,12 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.attended import AttentionLaunch, attended, tokens_before_heads
-from flysurgery.ops.cuda.kernel import Kernel, device_arch, load_kernel
-from flysurgery.ops.cuda.modes import HALF_MODES
+from flysurgery.ops.cuda.kernel import Kernel, load_kernel
+from flysurgery.ops.cuda.modes import HALF_MODES, MODE_NUMBERS
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.registered import Operator
 
-_MODES = {"fp16": 0, "bf16": 1}
-_HEADS = (32, 64)
 _ROW_BYTES = 128
-
-
-@dataclass(frozen=True)
-class WarpAttention:
-    """Sizes of ``kernels/short_attention.cu``, whose blocks have one head each.
-
-    Attributes:
-        head: features of a head.
-        keys: of a sequence, rounded up to 16.
-        warps: of a block; they take 16 queries in turn.
-    """
-
-    head: int
-    keys: int
-    warps: int
-
-    source = "short_attention.cu"
-    most_warps = 7
-    boxes = 0
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: keys, values, and rows of y of each warp."""
-        return 4 * self.keys * self.head + self.warps * 16 * (2 * self.head + 16)
-
-    def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
-        """The number of blocks for the heads of all images, and what the kernel must know of these."""
-        return heads, ()
-
-    def defines(self, mode: str) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
-        return {"MODE": _MODES[mode], "HEAD": self.head, "KEYS": self.keys, "STEPS": 3, "WARPS": self.warps, "BLOCKS": 2}
 
 
 @dataclass(frozen=True)
@@ -76,11 +42,11 @@ class WarpgroupAttention:
     warps = 16
     head = 64
     most_chunk = 208
-    """More scores leave too few registers."""
+    """The most keys of a chunk: more scores would leave too few registers."""
     slot_counts = range(24, 4, -1)
     most_last = 8
     fewest_tiles = 3
-    """With last queries apart: a warpgroup that has multiplied such a tile takes another before the next of them."""
+    """With separate last queries: a warpgroup that has multiplied such a tile takes another tile before its next one of these."""
 
     @property
     def shared_bytes(self) -> int:
@@ -95,36 +61,35 @@ class WarpgroupAttention:
         """Rows of the boxes by which the copy engine brings and fetches a slot: up to 256."""
         return self.rows // -(-self.rows // 256)
 
-    def grid(self, heads: int, device_index: int) -> tuple[int, tuple[int, ...]]:
-        """The number of blocks for the heads of all images, and what the kernel must know of these."""
-        return min(heads, multiprocessors_of(device_index)), (heads,)
-
     def defines(self, mode: str) -> dict[str, int]:
         """The macros that the kernel is compiled with."""
         sizes = {"CHUNK": self.chunk, "CHUNKS": self.chunks, "ROWS": self.rows, "TILES": self.tiles, "SLOTS": self.slots}
-        return {"MODE": _MODES[mode], **sizes, "LAST": int(self.last)}
+        return {"MODE": MODE_NUMBERS[mode], **sizes, "LAST": int(self.last)}
 
 
-def short_attention(head: int, queries: int, keys: int, shared_limit: int, *, wgmma: bool) -> WarpAttention | WarpgroupAttention:
-    """How it is done for heads to which there is no ``short_attention_obstacle``, with or without wgmma."""
+def short_attention(head: int, queries: int, keys: int, dtype: torch.dtype, shared_limit: int) -> WarpgroupAttention | str:
+    """The sizes for heads of so many features, queries and keys, or the reason why the kernel takes none."""
+    if dtype not in HALF_MODES or head != WarpgroupAttention.head:
+        return f"the attention kernel for short sequences takes heads of {WarpgroupAttention.head} halves, got {head} of {dtype}"
     chunks = -(-keys // WarpgroupAttention.most_chunk)
     chunk = _up(-(-keys // chunks), 16)
     rows = max(chunk * chunks, _up(queries, 16))
     tiles = -(-queries // 64)
     last = tiles >= WarpgroupAttention.fewest_tiles and queries - 64 * (tiles - 1) <= WarpgroupAttention.most_last
-    by_slots = (WarpgroupAttention(chunk, chunks, rows, tiles, slots, last) for slots in WarpgroupAttention.slot_counts)
-    fitting = (sizes for sizes in by_slots if wgmma and head == WarpgroupAttention.head and sizes.shared_bytes <= shared_limit)
-    turns = -(-queries // (16 * WarpAttention.most_warps))
-    return next(fitting, WarpAttention(head, _up(keys, 16), -(-queries // (16 * turns))))
+    for slots in WarpgroupAttention.slot_counts:
+        sizes = WarpgroupAttention(chunk, chunks, rows, tiles, slots, last)
+        if sizes.shared_bytes <= shared_limit:
+            return sizes
+    return f"{queries} queries and {keys} keys of {head} halves exceed {shared_limit} bytes of shared memory; PyTorch has a kernel for them"
 
 
-def short_attention_obstacle(keys: int, head: int, dtype: torch.dtype, shared_limit: int) -> str | None:
-    """Why no kernel takes heads of so many keys and features; None where one does, for any number of queries."""
-    if dtype not in HALF_MODES or head not in _HEADS:
-        return f"the attention kernels for short sequences take heads of {' or '.join(map(str, _HEADS))} halves, got {head} of {dtype}"
-    if WarpAttention(head, _up(keys, 16), WarpAttention.most_warps).shared_bytes > shared_limit:
-        return f"{keys} keys and values of {head} halves exceed {shared_limit} bytes of shared memory; PyTorch has a kernel for them"
-    return None
+_sizes = lru_cache(maxsize=1024)(short_attention)
+
+
+def short_attention_obstacle(head: int, queries: int, keys: int, dtype: torch.dtype, shared_limit: int) -> str | None:
+    """Why the kernel takes no heads of so many features, queries and keys; None where it does."""
+    sizes = short_attention(head, queries, keys, dtype, shared_limit)
+    return sizes if isinstance(sizes, str) else None
 
 
 def _up(count: int, unit: int) -> int:
@@ -142,40 +107,26 @@ def run_short_attention(
     Raises:
         BackendError: sizes that ``short_attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
     """
-    obstacle = short_attention_obstacle(k.shape[2], q.shape[3], q.dtype, shared_limit_of(q.device.index))
-    if obstacle is not None:
-        raise BackendError(obstacle)
-    return launch_short_attention(_sizes(q.shape[3], max(q.shape[2], 1), k.shape[2], q.device.index), q, k, v, scale)
-
-
-def launch_short_attention(sizes: WarpAttention | WarpgroupAttention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The same by the kernel of one's choice."""
-    if scale <= 0:  # the kernels take the maximum before they scale
+    sizes = _sizes(q.shape[3], q.shape[2], k.shape[2], q.dtype, shared_limit_of(q.device.index))
+    if isinstance(sizes, str):
+        raise BackendError(sizes)
+    if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = q * scale, 1.0
     return attended(q, k, v, scale, partial(_launch, sizes=sizes))
 
 
-def _launch(q: Tensor, k: Tensor, sizes: WarpAttention | WarpgroupAttention) -> AttentionLaunch:
-    blocks, all_heads = sizes.grid(q.shape[0] * q.shape[1], q.device.index)
+def _launch(q: Tensor, k: Tensor, sizes: WarpgroupAttention) -> AttentionLaunch:
+    heads = q.shape[0] * q.shape[1]
+    grid = (min(heads, multiprocessors_of(q.device.index)), 1, 1)
     kernel = _kernel(sizes, HALF_MODES[q.dtype], q.device.index)
-    early = isinstance(sizes, WarpgroupAttention)  # whose devices, of compute capability 9.0, begin early
-    return AttentionLaunch(kernel, (blocks, 1, 1), 32 * sizes.warps, sizes.shared_bytes, all_heads, early, sizes.boxes)
-
-
-@lru_cache(maxsize=1024)
-def _sizes(head: int, queries: int, keys: int, device_index: int) -> WarpAttention | WarpgroupAttention:
-    return short_attention(head, queries, keys, shared_limit_of(device_index), wgmma=device_arch(device_index) == "sm_90a")
+    return AttentionLaunch(kernel, grid, 32 * sizes.warps, sizes.shared_bytes, (heads,), early=True, boxes=sizes.boxes)
 
 
 @lru_cache(maxsize=64)
-def _kernel(sizes: WarpAttention | WarpgroupAttention, mode: str, device_index: int) -> Kernel:
+def _kernel(sizes: WarpgroupAttention, mode: str, device_index: int) -> Kernel:
     return load_kernel(sizes.source, sizes.defines(mode), name="short_attention", device_index=device_index)
 
 
-def _fake_short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return tokens_before_heads(q)
-
-
 short_attention_operator = Operator(
-    "short_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", run_short_attention, _fake_short_attention
+    "short_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", run_short_attention, lambda q, given: tokens_before_heads(q)
 )

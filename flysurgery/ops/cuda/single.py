@@ -26,8 +26,9 @@ class SingleFactor:
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32``, ``fp32`` and ``exact`` for float32 inputs.
         config: one of ``candidates``; None takes the first.
         shared_limit: bytes of shared memory that a block may use on the device.
-        segments: how many linears are summed: ``pattern`` is theirs with as many times the inputs c, and x holds theirs side by side.
-        wide: float32 results for halves x, for which the configuration may need too much shared memory: ``fits`` tells.
+        segments: how many linears are summed. ``pattern`` is that of one linear with as many times the inputs c; x holds their inputs
+            side by side.
+        wide: whether results are float32 for halves x. The configuration may then need too much shared memory; see ``fits``.
 
     Raises:
         BackendError: the kernel cannot run this; ``single_reason`` tells beforehand.
@@ -107,7 +108,7 @@ class SingleFactor:
     ) -> Tensor:  # shape: (*batch, linears*a*b*d)
         """Launch on the current stream. Several linears, their images one after the other, share x or have it side by side.
 
-        Rows of x may be strided, and of any alignment of whole elements; what does not lie so is copied first.
+        Rows of x may be strided, and may begin at any element. Inputs that lie differently are copied first.
         """
         x, at = in_rows(x)
         y = x.new_empty((*x.shape[:-1], linears * self._out_features), dtype=torch.float32 if self.tile.wide else x.dtype)
@@ -118,7 +119,7 @@ class SingleFactor:
         return y
 
     def prepared(self, x: Rows, linears: int, device_index: int) -> Prepared:
-        """The launch for an x that lies so; it takes the addresses of x, the image, the bias and y."""
+        """The launch for x of this layout; it takes the addresses of x, the image, the bias and y."""
         key = (x, linears, device_index)
         found = self._launches.get(key)
         if found is None:

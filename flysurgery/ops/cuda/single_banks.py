@@ -82,7 +82,7 @@ def _matrix_accesses() -> Accesses:
 def best_pitch(row_bytes: int, key: Key) -> tuple[int, float]:
     """The shortest pitch of at least ``row_bytes`` with the fewest conflicts, and its wavefronts over the least possible."""
     base = -(-row_bytes // 16) * 16
-    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, key)  # a pitch of 0 would make all rows one
+    pad, conflicts = _best_pad(base % (4 * _BANKS) + 4 * _BANKS, key)  # with a pitch of 0 all rows would coincide
     return base + pad, conflicts
 
 

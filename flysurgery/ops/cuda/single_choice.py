@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
+from flysurgery.ops.cuda.modes import MODES
 from flysurgery.ops.cuda.search import most_promising
-from flysurgery.ops.cuda.single_tiling import MODES, SingleConfig, SingleTiling
+from flysurgery.ops.cuda.single_tiling import SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 
 _PLANNED_ROWS = 25088
@@ -18,7 +19,7 @@ _found_elsewhere: dict[tuple[Pattern, str, int], tuple[SingleConfig, ...]] = {}
 
 
 def remember(pattern: Pattern, mode: str, shared_limit: int, found: tuple[SingleConfig, ...]) -> None:
-    """Take over what ``candidates`` has found in another process: a search takes a tenth of a second."""
+    """Store what ``candidates`` has found in another process; a search takes a tenth of a second."""
     _found_elsewhere[pattern, mode, shared_limit] = found
 
 
@@ -69,7 +70,7 @@ def _residues(d: int, width: int, chunks: set[int]) -> Iterator[tuple[int, int, 
 
 
 def _fill(tile: SingleTiling, shared_limit: int) -> SingleConfig | None:
-    """Choose the reading order, keep the weights where they fit, spend the rest on blocks and stages."""
+    """Choose the reading order, keep the weights in shared memory if they fit, and use the rest for blocks and stages."""
     config = tile.config
     if (config.residues * tile.element_bytes) % 4 == 0:
         other = SingleTiling(tile.pattern, tile.mode, replace(config, interleaved=True))

@@ -9,7 +9,6 @@ from flysurgery.ops.cuda.pattern_macros import pattern_macros
 from flysurgery.ops.cuda.single_banks import best_pitch, reads, writes
 from flysurgery.patterns import Pattern
 
-MODES = ("fp16", "bf16", "tf32", "fp32", "exact")
 HEADER_BYTES = 128
 _REGISTERS_BESIDE_TILES = 60
 _REGISTERS_OF_SCALING = 48
@@ -179,7 +178,7 @@ class SingleTiling:
 
     @property
     def ranges_fast(self) -> int:
-        """How many neighbouring residue ranges run together: they share lines of x, but their weights crowd the L2 cache."""
+        """How many neighbouring residue ranges run together. They share lines of x, but their weights need more of the L2 cache."""
         ranges, output_tiles, chunks = self.counts
         each = output_tiles * chunks * self.weight_chunk_bytes
         return max(n for n in range(1, ranges + 1) if ranges % n == 0 and (n == 1 or n * each <= _SHARED_WEIGHT_BYTES))

@@ -1,4 +1,4 @@
-"""Linears of some hundred rows with an epilogue, factors multiplied out, in one launch, and their registered operator."""
+"""Linears on some hundred rows with an epilogue in one launch, factors multiplied out; and their registered operator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from flysurgery.ops.cuda.few_rows import in_place, pack_vectors, pack_weights, sizes_of
 from flysurgery.ops.cuda.fused import ACTIVATIONS, readable
-from flysurgery.ops.cuda.kept import kept
-from flysurgery.ops.cuda.kernel import Kernel, current_device, current_stream, device_arch, load_kernel
-from flysurgery.ops.cuda.notes import fresh
+from flysurgery.ops.cuda.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.ops.cuda.modes import TENSOR_CORE_MODES
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
-from flysurgery.ops.cuda.some_rows_tiling import MODES, SomeRowsTiling, most_rows, some_rows_tiling
+from flysurgery.ops.cuda.registered import Operator, rows_like
+from flysurgery.ops.cuda.replay.recording import fresh
+from flysurgery.ops.cuda.some_rows_tiling import SomeRowsTiling, most_rows, some_rows_tiling
+from flysurgery.ops.weight_cache import derived_for_launch
 
 _WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
@@ -23,8 +24,8 @@ _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 @lru_cache(maxsize=1024)
 def most_some_rows(in_features: int, out_features: int, factors: bool, activation: str, mode: str, device_index: int) -> int:
-    """The most rows for which the kernel takes a layer, of ``factors`` or dense, as the fastest. 0 where it does not take it at all."""
-    if mode not in MODES or activation not in ACTIVATIONS or device_arch(device_index) != "sm_90a":
+    """The most rows for which the kernel is the fastest for a layer, of ``factors`` or dense; 0 where it does not take the layer."""
+    if mode not in TENSOR_CORE_MODES or activation not in ACTIVATIONS or device_arch(device_index) != "sm_90a":
         return 0
     limits = multiprocessors_of(device_index), shared_limit_of(device_index)
     return most_rows(in_features, out_features, factors, mode, *limits)
@@ -55,9 +56,6 @@ def run_some_rows(
         BackendError: there is no tiling for the layer, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_some_rows(x, weights, lengths, biases, activation, residual, scale, mode)
     (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
     y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
@@ -74,7 +72,7 @@ def run_some_rows(
         return (columns, dense.to(x.dtype)) if x.element_size() == 2 else pack_floats(dense, columns, mode)
 
     token = ("some rows", mode, as_it_lies, tuple(lengths), tuple([part is not None for part in (*biases, scale)]))
-    (columns, *packed), early = kept(token, sources, make)
+    (columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
     _kernel(tile, activation, residual is not None, device_index).launch(
@@ -93,7 +91,7 @@ def pack_floats(
     columns: Tensor,  # shape: (2, out_features), float32
     mode: str,
 ) -> tuple[Tensor, Tensor]:  # shapes: (2, out_features) float32, (out_features, images, in_features) float16
-    """What sums are multiplied by and what is added; the weights as images of fp16, each output with a scale of its own."""
+    """The factors and summands of the sums; and the weights as images of fp16, each output with its own scale."""
     wide = dense.float()
     largest = torch.where(wide.isfinite(), wide.abs(), 0.0).amax(dim=1, keepdim=True)
     exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)  # brings it to [2^11, 2^12), or near
@@ -110,22 +108,9 @@ def _kernel(tile: SomeRowsTiling, activation: str, residual: bool, device_index:
     return load_kernel("some_rows.cu", tile.defines(activation, residual), name="some_rows", device_index=device_index)
 
 
-def _fake_some_rows(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    lengths: Sequence[int],
-    biases: Sequence[Tensor | None],
-    activation: str,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    mode: str,
-) -> Tensor:
-    return x.new_empty((x.shape[0], sum(sizes_of(weights, lengths))))
-
-
 some_rows_operator = Operator(
     "some_rows(Tensor x, Tensor[] weights, int[] lengths, Tensor?[] biases, str activation, Tensor? residual, Tensor? scale, str mode) "
     "-> Tensor",
     run_some_rows,
-    _fake_some_rows,
+    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
 )

@@ -9,9 +9,8 @@ from math import sqrt
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda.fused import ACTIVATIONS
-from flysurgery.ops.cuda.modes import HALVES
+from flysurgery.ops.cuda.modes import HALVES, MODE_NUMBERS
 
-MODES = ("fp16", "bf16", "tf32", "fp32")
 _SLAB = 64  # inputs
 _STEP, _MOST_ROWS = 64, 3200  # rows; more were not timed
 _ROWS, _COLUMNS, _SPLITS, _SHARES = (64, 128), (32, 48, 64, 96, 128), (1, 2, 3), (1, 2, 4)
@@ -51,7 +50,7 @@ class SomeRowsTiling:
 
     @property
     def registers(self) -> int:
-        """Registers a thread, estimated: sums and, of floats, products, and what stands beside them."""
+        """Registers of a thread, estimated: sums, for float32 also products, and all others."""
         return self.columns // 2 * (1 if self.mode in HALVES else 2) + _REGISTERS_BESIDE
 
     @property
@@ -81,10 +80,10 @@ class SomeRowsTiling:
         return (self.out_features // self.columns * self.shares, -(-rows // self.rows), 1)
 
     def microseconds(self, rows: int, multiprocessors: int) -> float:
-        """The time of a launch, estimated: the factors are those that fit 1500 times on an H200 best (run 32)."""
+        """The time of a launch, estimated: the factors are those that fit 1500 times on an H200 best."""
         across, down, _ = self.grid(rows)
         blocks = across * down
-        # No part of the device holds a whole number of large clusters.
+        # No part of the device has room for a whole number of large clusters.
         within_reach = multiprocessors * 10 // 11 if self.shares > 2 else multiprocessors
         waves, busiest = -(-blocks // (within_reach * self.resident)), -(-blocks // within_reach)
         products, read = busiest * self.rows * self.columns * self.inputs, busiest * self.inputs * self.input_bytes
@@ -97,7 +96,7 @@ class SomeRowsTiling:
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
-            "MODE": MODES.index(self.mode),
+            "MODE": MODE_NUMBERS[self.mode],
             "ACTIVATION": ACTIVATIONS.index(activation),
             "RESIDUAL": int(residual),
             "ROWS": self.rows,
@@ -110,7 +109,7 @@ class SomeRowsTiling:
 
 
 def some_rows_tilings(in_features: int, out_features: int, mode: str, shared_limit: int) -> Iterator[SomeRowsTiling]:
-    """What fits a layer, each with as many stages as there is room for; nothing where its sizes are no multiples of any."""
+    """The tilings that fit a layer, each with as many stages as fit; none where its sizes are multiples of no tile."""
     for sizes in product(_ROWS, _COLUMNS, _SPLITS, _SHARES, _RESIDENT):
         tile = SomeRowsTiling(in_features, out_features, mode, *sizes)
         if in_features % (_SLAB * tile.split * tile.shares) or out_features % tile.columns:
@@ -127,7 +126,7 @@ def some_rows_tilings(in_features: int, out_features: int, mode: str, shared_lim
 
 
 def some_rows_tiling(rows: int, in_features: int, out_features: int, mode: str, multiprocessors: int, shared_limit: int) -> SomeRowsTiling:
-    """The tiling that should take the shortest time.
+    """The tiling of the shortest estimated time.
 
     Raises:
         BackendError: there is none.
@@ -143,7 +142,7 @@ def some_rows_tiling(rows: int, in_features: int, out_features: int, mode: str, 
 def most_rows(in_features: int, out_features: int, factors: bool, mode: str, multiprocessors: int, shared_limit: int) -> int:
     """The most rows for which the kernel is the fastest, by times on an H200; 0 where there is no tiling.
 
-    Kernels for many rows multiply two factors in nearly the same time however few the rows are, and dense layers in less.
+    Kernels for many rows need nearly the same time for two factors however few the rows are, and less for dense layers.
     """
     tiles = [*some_rows_tilings(in_features, out_features, mode, shared_limit)]
     if mode in HALVES:

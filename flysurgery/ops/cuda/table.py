@@ -1,4 +1,4 @@
-"""The table of autotuned configurations: the shipped one, and the user's own over it."""
+"""The table of autotuned configurations: the shipped one, and the user's own, which comes first."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def tuned_config(kernel: str, architecture: Architecture, mode: str, linears: in
 
 
 def matching(fields: dict[str, Any] | None, candidates: Callable[[], Sequence[Config]]) -> Config | None:
-    """The candidate that a table's entry describes; None for none, or one that today's kernels no longer offer."""
+    """The candidate that a table's entry describes; None without an entry, or if the kernels of this version have no such candidate."""
     if fields is None:
         return None
     return next((config for config in candidates() if asdict(config) == fields), None)  # pyright: ignore[reportArgumentType]

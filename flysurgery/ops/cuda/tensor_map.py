@@ -1,4 +1,4 @@
-"""What the copy engine has to know of a matrix of halves, to bring boxes of it by one request each (sm_90a)."""
+"""Describes a tensor of halves to the copy engine, which then loads boxes of it by one request each (sm_90a)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WORDS = 16
 class Boxes(NamedTuple):
     """Boxes of a tensor of halves, as an argument of a launch, which takes a map of them as ``WORDS`` integers.
 
-    Dimensions are listed from the innermost on, whose elements are adjacent. What lies outside of the tensor comes as zeros, and is not
-    written. Swizzled, a row of a box takes 128 bytes of shared memory, whose 16-byte pieces stand as ``kernels/wgmma_rows.cuh`` reads them;
-    else a box lies there without gaps.
+    Dimensions are listed from the innermost on, whose elements are adjacent. Elements outside of the tensor are read as zeros and are not
+    written. A row of a swizzled box takes 128 bytes of shared memory, with its 16-byte pieces in the order of ``kernels/wgmma_rows.cuh``.
+    Other boxes have no gaps in shared memory.
     """
 
-    at: Any  # what has the address of the tensor
+    at: Any  # an object with the address of the tensor
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # bytes, of all dimensions but the innermost; multiples of 16
     dtype: torch.dtype
@@ -44,7 +44,7 @@ def swizzled_boxes(
     x: Tensor,  # shape: (rows, features)
     rows: int,
 ) -> Boxes:
-    """Swizzled boxes of so many rows and 64 columns; rows of x begin at multiples of 16 bytes and do not overlap."""
+    """Swizzled boxes of this many rows and 64 columns; rows of x begin at multiples of 16 bytes and do not overlap."""
     return _boxes(x, (64, rows), swizzled=True)
 
 
@@ -53,7 +53,7 @@ def plain_boxes(
     rows: int,
     columns: int,
 ) -> Boxes:
-    """Boxes of so many rows and columns, not swizzled; of the same x."""
+    """Boxes of this many rows and columns, not swizzled; for the same x."""
     return _boxes(x, (columns, rows), swizzled=False)
 
 
@@ -61,7 +61,7 @@ def head_boxes(
     x: Tensor,  # shape: (batch, heads, tokens, 64)
     rows: int,
 ) -> Boxes:
-    """Swizzled boxes of so many tokens of a head; tokens begin at multiples of 16 bytes and do not overlap."""
+    """Swizzled boxes of this many tokens of a head; tokens begin at multiples of 16 bytes and do not overlap."""
     return _boxes(x, (64, rows, 1, 1), swizzled=True)
 
 
@@ -71,7 +71,7 @@ def _boxes(x: Tensor, box: tuple[int, ...], *, swizzled: bool) -> Boxes:
     return Boxes(x, (*sizes,), tuple([step * x.element_size() for step in steps]), x.dtype, box, swizzled)
 
 
-@lru_cache(maxsize=4096)  # the same addresses come again, and the driver takes longer than a launch
+@lru_cache(maxsize=4096)  # addresses repeat, and the driver needs longer than a launch
 def _map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...], swizzled: bool
 ) -> tuple[int, ...]:

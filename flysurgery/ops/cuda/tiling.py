@@ -8,9 +8,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import ceil
 
+from flysurgery.ops.cuda.modes import MODE_NUMBERS, TENSOR_CORE_MODES
 from flysurgery.patterns import Architecture, Pattern
 
-MODES = ("fp16", "bf16", "tf32", "fp32")
 _MAX_PADDING = 1.6
 _REGISTERS_BESIDE_TILES = 30
 _REGISTERS_OF_NORM = 12
@@ -190,8 +190,8 @@ class Tiling:
         return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + biases
 
     def small_apart(self, config: FusedConfig) -> bool:
-        """Whether the small products of pairs have accumulators of their own in the first product: where its sums are long, as tensor
-        cores cut off what each step adds to a large one, and registers are left.
+        """Whether the small products of pairs have accumulators of their own in the first product. They do where its sums are long and
+        registers are left, because tensor cores truncate what each step adds to a large sum.
         """
         return self.long_sums and self._first_registers(config, 2) <= registers_allowed(config.warps)
 
@@ -206,7 +206,7 @@ class Tiling:
 
     @property
     def shares(self) -> bool:
-        """Whether warpgroups share a last round of few rows: where the second product is most of the work, as both do the first."""
+        """Whether warpgroups share a last round of few rows: where the second product is most of the work, as each does the first."""
         first = self.groups * self.first.c * self.first_columns
         second = self.linears * self.second.out_features * self.second.c
         return self.images == 2 and second > _LOPSIDED * first
@@ -218,21 +218,21 @@ class Tiling:
         return vector // self.second.d if vector % self.second.d == 0 else 2 * config.run
 
     def registers(self, config: FusedConfig) -> int:
-        """Registers a thread, estimated: accumulators and the intermediate, and what stands beside them."""
+        """Registers of a thread, estimated: accumulators, the intermediate, and all others."""
         second = self.second.d * config.row_tiles * config.panel_columns // 2
         loaded = 4 * second_batch(config) * self.images if config.u_shared else 0
         first = self._first_registers(config, 2 if self.small_apart(config) else 1)
         return max(first, self._registers_of_u(config, self.groups) + second + loaded + self._registers_beside)
 
     def _first_registers(self, config: FusedConfig, sums: int) -> int:
-        """Those of the first product, with so many accumulators for each output."""
+        """Registers of the first product, with this many accumulators for each output."""
         accumulators = sums * config.residues * config.row_tiles * self.first_columns // 2
         operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
         before = self._registers_of_u(config, self.groups - config.residues)
         return before + accumulators + operands + self._registers_beside
 
     def _registers_of_u(self, config: FusedConfig, groups: int) -> int:
-        """Those of the first so many groups of the intermediate."""
+        """Registers of the first groups of the intermediate, given their number."""
         images = max(groups - self.shared_groups(config), 0) * self.images - min(groups, self.low_groups(config))
         return self.first_columns // 8 * 2 * config.row_tiles * images
 
@@ -253,7 +253,7 @@ class Tiling:
             "C2": first.c,
             "D2": first.d,
             "GROUPS": self.linears,
-            "MODE": MODES.index(self.mode),
+            "MODE": MODE_NUMBERS[self.mode],
             "GROUP_TILES": self.group_tiles,
             "CLASS_FROM": _braces(low for low, _ in self.class_tiles),
             "CLASS_TILES": _braces(count for _, count in self.class_tiles),
@@ -310,8 +310,8 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: boo
     """The tiling of an architecture, or the reason why the fused kernel has none."""
     if len(architecture) != 2:
         return f"the fused kernel multiplies two factors, this architecture has {len(architecture)}"
-    if mode not in MODES:
-        return f"the fused kernel has no mode '{mode}', only {', '.join(MODES)}"
+    if mode not in TENSOR_CORE_MODES:
+        return f"the fused kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
     second, first = architecture.patterns
     result = Tiling(first, second, mode, linears, norm, gated=gated)
     if first.c % 4:

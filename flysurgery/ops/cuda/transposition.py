@@ -1,4 +1,4 @@
-"""Matrices within rows transposed, by ``kernels/transpose.cu``: residues taken apart into blocks, and blocks interleaved again."""
+"""Transposes matrices within rows, by ``kernels/transpose.cu``: separates residues into blocks, and interleaves blocks again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flysurgery.ops.cuda.kernel import Prepared, current_stream, load_kernel
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _THREADS = 256
 _LOADS = 8
-"""At most so many vectors a thread, and 16 KB, make a tile."""
+"""The most vectors of a thread in a tile; a tile also has at most 16 KB."""
 _TILE_BYTES = 16 << 10
 _VECTOR_BYTES = 16
 _SHORT_SIDE = 64
@@ -20,7 +20,7 @@ _STEP = 16
 
 
 class Transposition:
-    """Rows of ``matrices`` matrices of one size, each transposed in its place.
+    """Rows of ``matrices`` matrices of one size; each matrix is transposed and keeps its position in the row.
 
     Cost: x read once and out written once.
     """
@@ -56,7 +56,7 @@ class Transposition:
         out: Tensor,  # shape: (rows, matrices*fast*slow)
         bias: Tensor | None = None,  # shape: (matrices*fast*slow,)
     ) -> None:
-        """Write x transposed, and the bias added to it, on the current stream. Rows may be strided, their elements must be adjacent."""
+        """Write x transposed, plus the bias, on the current stream. Rows may be strided; their elements must be adjacent."""
         width, bias_address = x.element_size(), 0 if bias is None else bias.data_ptr()
         places = x.data_ptr() | out.data_ptr() | bias_address | x.stride(0) * width | out.stride(0) * width
         key = (len(x), x.stride(0), out.stride(0), x.dtype, x.device.index, places % _VECTOR_BYTES == 0)

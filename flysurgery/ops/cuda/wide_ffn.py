@@ -12,14 +12,11 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, NormParts, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.ops.cuda.ffn import ffn_operator_of
 from flysurgery.ops.cuda.ffn_middle import WARPGROUPS, FfnMiddle, MiddleTiling, fills_rounds, middle_tiling
-from flysurgery.ops.cuda.ffn_operator import FFN_OPERANDS, fake_ffn
 from flysurgery.ops.cuda.fused import readable
-from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
-from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
 
 
@@ -36,8 +33,8 @@ def wide_ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, 
 def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> tuple[BlockTiling, ...] | str:
     """The four products in the order of use, or why there are none.
 
-    The order of what lies between two of them is free. Outputs of a first factor are sorted by the block of the second that reads
-    them, and hidden units by the block that made them, so that no outputs but the last ones take turns.
+    The order of the values between two products is free. Outputs of a first factor are sorted by the block of the second factor that reads
+    them, and hidden units by the block that computed them. So only the outputs of the last factor alternate.
     """
     if len(up) != 2 or len(down) != 2:
         return f"a block is multiplied factor by factor where both layers have two, these have {len(up)} and {len(down)}"
@@ -55,7 +52,7 @@ def wide_tilings(up: Architecture, down: Architecture, shared_limit: int) -> tup
 
 @lru_cache(maxsize=64)
 def wide_middle(up: Architecture, down: Architecture, shared_limit: int) -> MiddleTiling | str:
-    """The product with the two factors around the activation in one launch, or why there is none; rows lie as ``wide_tilings`` has them."""
+    """The product with the two factors around the activation in one launch, or why there is none; ordered as in ``wide_tilings``."""
     tiles = wide_tilings(up, down, shared_limit)
     if isinstance(tiles, str):
         return tiles
@@ -65,7 +62,7 @@ def wide_middle(up: Architecture, down: Architecture, shared_limit: int) -> Midd
 
 @lru_cache(maxsize=256)
 def middle_places(up: Architecture, down: Architecture, device_index: int) -> int:
-    """Warpgroups of a round of the kernel for both factors around the activation, 0 for no kernel; one launch where rows fill rounds."""
+    """Warpgroups in a round of the kernel for both factors around the activation; 0 where there is no kernel."""
     tile = wide_middle(up, down, shared_limit_of(device_index))
     return 0 if isinstance(tile, str) else WARPGROUPS * multiprocessors_of(device_index)
 
@@ -94,7 +91,7 @@ def _middle(up: Architecture, down: Architecture, dtype: torch.dtype, activation
 
 def run_wide_ffn(
     x: Tensor,  # shape: (rows, in_features)
-    norm: Norm | None,
+    norm: NormParts | None,
     up: Sequence[Tensor],
     up_bias: Tensor | None,
     down: Sequence[Tensor],
@@ -104,24 +101,21 @@ def run_wide_ffn(
     residual: bool,
     moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (rows, out_features)
-    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one a factor,
-    or for the two around the activation, where rows fill the rounds of their kernel.
+    """``x + scale * down(activation(up(norm(x))))``, without ``x +`` where ``residual`` is false: a launch for the norm and one for each
+    factor. The two factors around the activation share a launch where rows fill the rounds of their kernel.
 
-    None for the norm where the moments of the rows of x are there, as ``BlockLinear.multiply`` takes them.
+    With ``moments``, as ``BlockLinear.multiply`` takes them, the norm needs no launch.
 
     Raises:
         BackendError: the kernel cannot run this; ``wide_ffn_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_wide_ffn(x, norm, up, up_bias, down, down_bias, activation, scale, residual, moments)
     kind = architecture_of(up), architecture_of(down), x.dtype, activation, device_index
     first, second, third, last = _products(*kind)
     up_biases, down_biases = (() if bias is None else (bias,) for bias in (up_bias, down_bias))
     x = readable(x)
     u = first.multiply(x, up[1:], norm=norm, moments=moments)
-    # Every second product goes backwards, from the rows that were written last and are still in the L2 cache.
+    # Every second product goes backwards: it begins with the rows that were written last and are still in the L2 cache.
     if fills_rounds(x.shape[0], middle_places(*kind[:2], device_index)):
         v = _middle(*kind).multiply(u, up[0], up_bias, down[1])
     else:
@@ -130,7 +124,7 @@ def run_wide_ffn(
 
 
 def _wide_ffn(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float | None, *block: Any) -> Tensor:
-    return run_wide_ffn(x, None if eps is None else Norm(norm_weight, norm_bias, eps), *block)
+    return run_wide_ffn(x, None if eps is None else (norm_weight, norm_bias, eps), *block)
 
 
-wide_ffn_operator = Operator(f"wide_ffn({FFN_OPERANDS}, Tensor? moments=None) -> Tensor", _wide_ffn, fake_ffn)
+wide_ffn_operator = ffn_operator_of("wide_ffn({}, Tensor? moments=None) -> Tensor", _wide_ffn)

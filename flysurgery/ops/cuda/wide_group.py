@@ -11,12 +11,10 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.ops.cuda.block_linear import BlockLinear, BlockTiling, NormParts, block_tiling, blocks_obstacle, blocks_of, outputs_for
 from flysurgery.ops.cuda.fused import readable
-from flysurgery.ops.cuda.kernel import current_device
 from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.registered import Operator
-from flysurgery.ops.parts import Norm
+from flysurgery.ops.cuda.registered import Operator, rows_like
 from flysurgery.patterns import Architecture, Pattern
 
 
@@ -33,7 +31,7 @@ def wide_group_obstacle(architecture: Architecture, linears: int, dtype: torch.d
 def group_tilings(architecture: Architecture, linears: int, shared_limit: int) -> tuple[BlockTiling, BlockTiling] | str:
     """The product with all first factors and that with all second ones, or why there are none.
 
-    Side by side the first factors are one factor with more outputs in each block, the second ones one factor with more blocks.
+    The first factors together are one factor with more outputs in each block. The second ones together are one factor with more blocks.
     """
     if len(architecture) != 2:
         return f"linears are multiplied factor by factor where they have two factors, these have {len(architecture)}"
@@ -62,20 +60,17 @@ def _products(architecture: Architecture, linears: int, dtype: torch.dtype, devi
 
 def run_wide_group(
     x: Tensor,  # shape: (rows, in_features)
-    norm: Norm | None,
+    norm: NormParts | None,
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
     biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
     linears: int,
 ) -> Tensor:  # shape: (rows, linears * out_features)
-    """The linears' outputs for ``norm(x)`` side by side: a launch for the norm and one a factor, on the current stream.
+    """The linears' outputs for ``norm(x)`` side by side: a launch for the norm and one for each factor, on the current stream.
 
     Raises:
         BackendError: the kernel cannot run this; ``wide_group_obstacle`` tells beforehand.
     """
     device_index = x.device.index
-    if device_index != current_device():
-        with torch.cuda.device(device_index):
-            return run_wide_group(x, norm, factors, biases, linears)
     first, second = _products(architecture_of(factors[:2]), linears, x.dtype, device_index)
     # The second product begins with the rows that were written last and are still in the L2 cache.
     return second.multiply(first.multiply(readable(x), factors[1::2], norm=norm, dim=1), factors[::2], biases, backwards=True)
@@ -90,23 +85,11 @@ def _wide_group(
     biases: Sequence[Tensor],
     linears: int,
 ) -> Tensor:
-    return run_wide_group(x, None if eps is None else Norm(norm_weight, norm_bias, eps), factors, biases, linears)
-
-
-def _fake_wide_group(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    factors: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    linears: int,
-) -> Tensor:
-    return x.new_empty((x.shape[0], linears * architecture_of(factors[:2]).out_features))
+    return run_wide_group(x, None if eps is None else (norm_weight, norm_bias, eps), factors, biases, linears)
 
 
 wide_group_operator = Operator(
     "wide_group(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] factors, Tensor[] biases, int linears) -> Tensor",
     _wide_group,
-    _fake_wide_group,
+    lambda x, given: rows_like(x, given.linears * architecture_of(given.factors[:2]).out_features),
 )

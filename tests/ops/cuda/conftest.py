@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.ops.cuda import chain, gather, gradients, trained, trained_operator
-from flysurgery.ops.cuda import multiply as multiplication
+from flysurgery.ops.cuda import gather, gradients, train_backward, train_forward, train_operator
+from flysurgery.ops.cuda import run_product as multiplication
 from flysurgery.ops.cuda.gather import Gather
 from flysurgery.ops.cuda.gradients import all_gradients, input_gradient
-from flysurgery.ops.derived import forget_derived
+from flysurgery.ops.weight_cache import forget_derived
 from tests.ops.cuda.dense_kernels import DenseKernel
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
 from tests.support.rounding import rounding_as
-from tests.support.tolerance import MODES
+from tests.support.tolerance import ARITHMETICS
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=ARITHMETICS)
 def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """Lets PyTorch's own products round as the mode does."""
     with rounding_as(request.param):
@@ -51,8 +51,8 @@ def cpu_operators() -> Iterator[None]:
     """The registered operators, on the CPU as well."""
     library = torch.library.Library("flysurgery", "IMPL")
     kernels = {
-        "ks_linear": multiplication.multiply,
-        "ks_linear_trained": trained_operator._linear,
+        "ks_linear": multiplication.run_product,
+        "ks_linear_trained": train_operator._linear,
         "ks_linear_input_gradient": input_gradient,
         "ks_linear_gradients": all_gradients,
     }
@@ -67,20 +67,20 @@ def cpu_operators() -> Iterator[None]:
 def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[type[EmulatedProduct]]:
     """The kernels replaced by the definition, on the CPU."""
     monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
-    monkeypatch.setattr(chain, "single_factor", EmulatedSingle)
-    monkeypatch.setattr(chain, "factor_grad", EmulatedGradient)
-    monkeypatch.setattr(chain, "sum_of_splits", EmulatedSum)
-    monkeypatch.setattr(chain, "Series", EmulatedSeries)
-    monkeypatch.setattr(trained, "Series", EmulatedSeries)
-    monkeypatch.setattr(trained, "_trained", {})
-    monkeypatch.setattr(trained, "current_stream", lambda index: 0)
-    monkeypatch.setattr(trained, "current_device", lambda: None)
-    monkeypatch.setattr(trained_operator, "current_device", lambda: None)
-    monkeypatch.setattr(trained_operator, "_calls", {})
+    monkeypatch.setattr(train_backward, "single_factor", EmulatedSingle)
+    monkeypatch.setattr(train_backward, "factor_grad", EmulatedGradient)
+    monkeypatch.setattr(train_backward, "sum_of_splits", EmulatedSum)
+    monkeypatch.setattr(train_backward, "Series", EmulatedSeries)
+    monkeypatch.setattr(train_forward, "Series", EmulatedSeries)
+    monkeypatch.setattr(train_forward, "_trained", {})
+    monkeypatch.setattr(train_forward, "current_stream", lambda index: 0)
+    monkeypatch.setattr(train_forward, "current_device", lambda: None)
+    monkeypatch.setattr(train_operator, "current_device", lambda: None)
+    monkeypatch.setattr(train_operator, "_calls", {})
     monkeypatch.setattr(Gather, "prepared", emulated_gather)
     monkeypatch.setattr(gather, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(chain, "current_stream", lambda index: 0)
+    monkeypatch.setattr(train_backward, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(multiplication, "_products", {})

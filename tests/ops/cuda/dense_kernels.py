@@ -20,7 +20,7 @@ from flysurgery.ops.cuda.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.ops.cuda.some_rows import run_some_rows
 from flysurgery.ops.cuda.some_rows_tiling import SomeRowsTiling, some_rows_tiling, some_rows_tilings
 from flysurgery.patterns import Pattern
-from tests.support.tolerance import MODES, Arithmetic
+from tests.support.tolerance import ARITHMETICS, Arithmetic
 
 SQUARE = Pattern(1, 384, 384, 1)
 SHARED_BYTES = 227 * 1024
@@ -57,7 +57,7 @@ class DenseKernel:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return MODES[self.mode]
+        return ARITHMETICS[self.mode]
 
     @contextmanager
     def taken(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -113,11 +113,11 @@ def _kernels() -> tuple[DenseKernel, ...]:
     found = [
         DenseKernel(kind, mode, None, (SQUARE, Pattern(1, 576, 192, 1), Pattern(1, 96, 768, 1)), (197, 25217))
         for kind in ("wgmma", "mma.sync")
-        for mode in MODES
+        for mode in ARITHMETICS
     ]
     sizes = (SQUARE, Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1), Pattern(1, 768, 768, 1), Pattern(1, 96, 192, 1))
     found += [DenseKernel("few rows", mode, None, sizes, (65, 197)) for mode in ("fp16", "bf16")]
-    for mode in MODES:
+    for mode in ARITHMETICS:
         for tile in (None, *TILES[mode]):
             fitting = tuple(size for size in (SQUARE, Pattern(1, 96, 1536, 1)) if tile is None or _fits(tile, size))
             found.append(DenseKernel("some rows", mode, tile, fitting, (197, 1009)))

@@ -10,32 +10,13 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.ops.cuda.factor_grad import GradLaunch, Part
+from flysurgery.ops.cuda.factor_grad import GradientSplits, GradLaunch
 from flysurgery.ops.cuda.gather import Gather
 from flysurgery.ops.cuda.kernel import Rows, in_rows
 from flysurgery.ops.cuda.modes import HALVES, dtype_of
 from flysurgery.ops.cuda.product import _split
 from flysurgery.ops.cuda.table import TunedCase
 from flysurgery.patterns import Architecture, Pattern
-
-
-def behind_a_norm(
-    x: Tensor,  # shape: (rows, in_features)
-    linears: Sequence[tuple[Tensor, ...]],
-    bias: Tensor,  # shape: (2 * outputs,), the sums of weights behind the bias
-    eps: float,
-) -> Tensor:  # shape: (rows, outputs)
-    """Linears behind a norm: of rows less some value near their mean, the rest of which is made up for by the sums of weights."""
-    shift, mean = x[:, :8].mean(dim=1, keepdim=True), x.mean(dim=1, keepdim=True)
-    products = []
-    for factors in linears:
-        value = x - shift
-        for factor in reversed(factors):
-            value = ks_einsum(value, factor)
-        products.append(value)
-    offset, sums = bias.chunk(2)
-    deviation = (x.var(dim=1, keepdim=True, unbiased=False) + eps).sqrt()
-    return (torch.cat(products, dim=-1) - (mean - shift) * sums) / deviation + offset
 
 
 class EmulatedProduct:
@@ -164,7 +145,7 @@ class EmulatedSum:
 
     dtype = torch.float64
 
-    def __init__(self, parts: Sequence[Part], device_index: int | None) -> None:
+    def __init__(self, parts: Sequence[GradientSplits], device_index: int | None) -> None:
         self.parts, self.dtype = parts, EmulatedSum.dtype
 
     def __call__(self, stream: int, splits_at: int, *gradients: int) -> None:

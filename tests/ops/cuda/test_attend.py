@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import attend, attention, attention_reason, composed
-from flysurgery.ops import decided as decisions
+from flysurgery.ops import Attention, attend, reason, run, ways
 from tests.support.tolerance import assert_equal
 
 
@@ -22,7 +21,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def kernel(name: str) -> object:
         def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             names.append(name)
-            return composed.attention(q, k, v, scale).transpose(1, 2).contiguous().transpose(1, 2)
+            return Attention(k, v, scale).plainly(q).transpose(1, 2).contiguous().transpose(1, 2)
 
         return run
 
@@ -30,39 +29,51 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in ("few_attention", "short_attention"):
         library.impl(name, kernel(name), "CPU")
         monkeypatch.setattr(getattr(attend, f"{name}_operator"), "run", kernel(name))
-    monkeypatch.setattr(decisions, "_decided", {})
-    monkeypatch.setattr(attend, "common_obstacle", lambda *_: None)
+    monkeypatch.setattr(ways, "_decided", {})
+    monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "device_obstacle", lambda _: None)
-    monkeypatch.setattr(attend, "shared_limit_of", lambda _: 100_000)
+    monkeypatch.setattr(attend, "hopper_obstacle", lambda *_: None)
+    monkeypatch.setattr(attend, "shared_limit_of", lambda _: 227 * 1024)
     yield names
     library._destroy()
 
 
 def operands(images: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
-    q, k, v = torch.randn(3, images, 2, tokens, 32, generator=generator).half()
+    q, k, v = torch.randn(3, images, 2, tokens, 64, generator=generator).half()
     return q, k, v
 
 
 def test_few_queries_have_a_kernel_of_their_own(asked: list[str]) -> None:
     for images, tokens in ((1, 50), (60, 50), (1, 257)):
         q, k, v = operands(images, tokens)
-        assert_equal(attention(q, k, v), composed.attention(q, k, v, None))
+        assert_equal(run(q, Attention(k, v)), Attention(k, v, None).plainly(q))
     assert asked == ["few_attention", "short_attention", "short_attention"]
 
 
 def test_long_sequences_are_left_to_pytorch(asked: list[str]) -> None:
     q, k, v = operands(1, 1000)
-    assert "1000 keys" in str(attention_reason(q, k, v))
-    with pytest.raises(BackendError, match="exceed 100000 bytes of shared memory; PyTorch has a kernel"):
-        attention(q, k, v)
+    assert "1000 keys" in str(reason(q, Attention(k, v)))
+    with pytest.raises(BackendError, match="exceed 232448 bytes of shared memory; PyTorch has a kernel"):
+        run(q, Attention(k, v))
     assert not asked
+
+
+def test_devices_before_hopper_are_left_to_pytorch(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "hopper_obstacle", lambda kernel, index: f"{kernel} needs Hopper")
+    q, k, v = operands(60, 50)
+    assert reason(q, Attention(k, v)) == "the attention kernel for short sequences needs Hopper"
+    q, k, v = (part.float() for part in operands(60, 50))
+    assert reason(q, Attention(k, v)) == "the attention kernel needs Hopper"
+    q, k, v = operands(1, 50)
+    run(q, Attention(k, v))
+    assert asked == ["few_attention"]
 
 
 def test_compiled_in_one_graph_for_any_number_of_images(asked: list[str]) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda q, k, v: run(q, Attention(k, v)), backend="aot_eager", fullgraph=True, dynamic=True)
     for images in (60, 70, 1):
         q, k, v = operands(images, 50)
-        assert_equal(compiled(q, k, v), attention(q, k, v))
+        assert_equal(compiled(q, k, v), run(q, Attention(k, v)))
     assert asked == ["short_attention"] * 4 + ["few_attention"] * 2

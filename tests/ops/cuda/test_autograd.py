@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import ks_einsum
-from flysurgery.ops import derived as derivation
+from flysurgery.ops import weight_cache as derivation
 from flysurgery.ops.cuda.autograd import EagerLinear
-from flysurgery.ops.cuda.chain import Chain
 from flysurgery.ops.cuda.kernel import in_rows
-from flysurgery.ops.cuda.trained import TrainedCall
+from flysurgery.ops.cuda.train_backward import Chain
+from flysurgery.ops.cuda.train_forward import TrainedCall
 from flysurgery.patterns import Architecture
 from tests.ops.cuda.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
@@ -49,6 +49,12 @@ def eager(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) 
 
 def registered(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
     return torch.ops.flysurgery.ks_linear(x, factors, biases, linears, "fp32")
+
+
+def trained(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
+    """The operator of training, which has x in 16 bits and weights in float32; small integers are the same there."""
+    wide = [[tensor.float() for tensor in tensors] for tensors in (factors, biases)]
+    return torch.ops.flysurgery.ks_linear_trained(x.bfloat16(), *wide, linears, "bf16")[0]
 
 
 def reference(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
@@ -89,7 +95,7 @@ def test_one_row_without_leading_dimensions(trained: bool, mode: str) -> None:
         assert_equal(left, right)
 
 
-@pytest.mark.parametrize("call", [eager, registered])
+@pytest.mark.parametrize("call", [eager, registered, trained])
 def test_only_what_needs_gradients_gets_them(call: Call) -> None:
     for frozen in ("x", "factors", "biases"):
         x, factors, biases = operands(TWO, 3)
@@ -103,7 +109,7 @@ def test_only_what_needs_gradients_gets_them(call: Call) -> None:
             assert_equal(left, right)
 
 
-@pytest.mark.parametrize("call", [eager, registered])
+@pytest.mark.parametrize("call", [eager, registered, trained])
 def test_no_rows_give_zero_gradients(call: Call) -> None:
     x, factors, biases = operands(TWO, 1, rows=0)
     out = call(x, factors, biases, 1)
@@ -113,7 +119,7 @@ def test_no_rows_give_zero_gradients(call: Call) -> None:
     assert all(not other.any() for other in others)
 
 
-@pytest.mark.parametrize("call", [eager, registered])
+@pytest.mark.parametrize("call", [eager, registered, trained])
 def test_double_backward_is_refused(call: Call) -> None:
     x, factors, biases = operands(TWO, 1)
     for frozen in ([], factors):

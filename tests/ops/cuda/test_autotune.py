@@ -12,14 +12,14 @@ import torch
 from flysurgery.cli import main
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda import autotune as tuning
-from flysurgery.ops.cuda import multiply as multiplication
+from flysurgery.ops.cuda import run_product as multiplication
 from flysurgery.ops.cuda import table
 from flysurgery.ops.cuda.autograd import EagerLinear
 from flysurgery.ops.cuda.autotune import autotune
 from flysurgery.ops.cuda.fused import FusedLinear
-from flysurgery.ops.cuda.multiply import multiply
+from flysurgery.ops.cuda.run_product import run_product
 from flysurgery.ops.cuda.table import TunedCase, user_table
-from flysurgery.ops.cuda.trained import TrainedCall
+from flysurgery.ops.cuda.train_forward import TrainedCall
 from tests.ops.cuda.emulation import EmulatedProduct
 from tests.ops.cuda.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
 from tests.ops.cuda.test_autograd import KEPT, eager, operands
@@ -85,7 +85,7 @@ def test_a_factor_whose_output_is_kept_is_timed(clock: Clock, monkeypatch: pytes
 
 def test_kernels_are_chosen_anew_afterwards(clock: Clock) -> None:
     x, factors, biases = operands(SQUARE, 1)
-    autotune(lambda: multiply(x, factors, biases, 1, "fp32"))
+    autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
     assert not multiplication._products
 
 
@@ -93,7 +93,7 @@ def test_no_candidate_left_is_an_error(clock: Clock) -> None:
     clock.times = {"third": BackendError("does not compile")}
     x, factors, biases = operands(SQUARE, 1)
     with pytest.raises(BackendError, match=r"no configuration.*does not compile"):
-        autotune(lambda: multiply(x, factors, biases, 1, "fp32"))
+        autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
     assert not user_table().exists()
 
 
@@ -101,7 +101,7 @@ def test_errors_on_the_device_are_not_swallowed(clock: Clock) -> None:
     clock.times = {"first": 1.0, "second": RuntimeError("an illegal memory access was encountered")}
     x, factors, biases = operands(SQUARE, 1)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        autotune(lambda: multiply(x, factors, biases, 1, "fp32"))
+        autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
 
 
 def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import factors_to_dense
-from flysurgery.ops import Dense, Norm, composed, ffn, ks_linear, linear_residual, norm_linear
+from flysurgery.ops import Dense, FeedForward, LinearResidual, Norm, NormLinears, ks_linear, run
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
 from tests.ops.cuda.dense_kernels import KERNELS, SHARED_BYTES, SQUARE, DenseKernel, tilings_by
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
@@ -152,22 +152,22 @@ def test_a_chain_of_kernels_that_begin_early_sees_each_result(kernel: DenseKerne
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(4):
-            x = ffn(x, norm, Dense(weights[0]), Dense(weights[1]))
+            x = run(x, FeedForward(norm, Dense(weights[0]), Dense(weights[1])))
             copied = torch.empty_like(x)
             copied.copy_(x)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                other = norm_linear(copied, norm, [Dense(weights[2])])
+                other = run(copied, NormLinears(norm, [Dense(weights[2])]))
             torch.cuda.current_stream().wait_stream(side)
-            x = linear_residual(other.clone(), Dense(weights[2]), x)
-            x = linear_residual(norm_linear(x, norm, [Dense(weights[2])]), Dense(weights[2]), x)
+            x = run(other.clone(), LinearResidual(Dense(weights[2]), x))
+            x = run(run(x, NormLinears(norm, [Dense(weights[2])])), LinearResidual(Dense(weights[2]), x))
         return x
 
     def plain(x: Tensor, norm: Norm, up: Dense, down: Dense, square: Dense) -> Tensor:
         for _ in range(4):
-            x = composed.ffn(x, norm, up, down)
+            x = FeedForward(norm, up, down).plainly(x)
             for _ in range(2):
-                x = composed.linear_residual(composed.norm_linear(x, norm, [square]), square, x)
+                x = LinearResidual(square, x).plainly(NormLinears(norm, [square]).plainly(x))
         return x
 
     first = chain(x)

@@ -7,13 +7,13 @@ import torch
 from torch.nn import Parameter
 from torch.nn.functional import layer_norm
 
-from flysurgery.ops import Dense, FusedFactors, Norm, composed, ffn, ffn_launches, ks_linear
+from flysurgery.ops import Dense, FeedForward, FusedFactors, Norm, ks_linear, run, way
 from flysurgery.ops.cuda.few_rows import run_few_rows
 from flysurgery.patterns import Pattern, gonon
 from tests.ops.cuda.dense_kernels import need_warpgroups
 from tests.support.oracle import product
 from tests.support.problems import make_factor, make_factors, make_input, make_vector
-from tests.support.tolerance import BF16, FP16, MODES, Arithmetic, assert_epilogue_comparable, assert_equal
+from tests.support.tolerance import ARITHMETICS, BF16, FP16, Arithmetic, assert_epilogue_comparable, assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -50,19 +50,19 @@ def test_compiled_for_any_number_of_rows(halves: Arithmetic) -> None:
     x, norm = make_input(394, 384, halves, device="cuda"), Norm(None, None, 1e-6)
     matrices = (make_factor(pattern, halves, device="cuda")[0, :, :, 0].contiguous() for pattern in (UP, DOWN))
     up, down = (Dense(Parameter(matrix, requires_grad=False)) for matrix in matrices)  # parameters' sizes count as constants
-    compiled = torch.compile(lambda x: ffn(x, norm, up, down, "gelu"), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda x: run(x, FeedForward(norm, up, down, "gelu")), fullgraph=True, dynamic=True)
     for rows in (197, 394, 100):
-        assert_equal(compiled(x[:rows]), ffn(x[:rows], norm, up, down, "gelu"))
+        assert_equal(compiled(x[:rows]), run(x[:rows], FeedForward(norm, up, down, "gelu")))
 
 
 def test_a_feed_forward_block_of_factors(mode: str) -> None:
     """Of two images: its norm has a launch of its own, and so has each layer."""
     need_warpgroups()
-    arithmetic = MODES[mode]
+    arithmetic = ARITHMETICS[mode]
     x, norm = make_input(394, 384, arithmetic, device="cuda"), Norm(torch.ones(384, device="cuda"), None, 1e-6)
     up, down = (FusedFactors(tuple(make_factors(gonon(*sizes), arithmetic, device="cuda"))) for sizes in ((1536, 384), (384, 1536)))
-    assert ffn_launches(x, norm, up, down) == ("norm", "up and activation", "down and residual")
+    assert way(x, FeedForward(norm, up, down)).launches() == ("norm", "up and activation", "down and residual")
     exact_up, exact_down = (FusedFactors(tuple(factor.double() for factor in linear.factors)) for linear in (up, down))
-    truth = composed.ffn(x.double(), Norm(None, None, 1e-6), exact_up, exact_down)
-    yardstick = composed.ffn(x, Norm(None, None, 1e-6), up, down)
-    assert_epilogue_comparable(ffn(x, norm, up, down), yardstick, truth, arithmetic)
+    truth = FeedForward(Norm(None, None, 1e-6), exact_up, exact_down).plainly(x.double())
+    yardstick = FeedForward(Norm(None, None, 1e-6), up, down).plainly(x)
+    assert_epilogue_comparable(run(x, FeedForward(norm, up, down)), yardstick, truth, arithmetic)

@@ -14,7 +14,7 @@ from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 from tests.support.oracle import ACTIVATIONS, product
 from tests.support.problems import make_factors, make_input, make_vector
-from tests.support.tolerance import MODES, assert_epilogue_bounded, assert_epilogue_comparable
+from tests.support.tolerance import ARITHMETICS, assert_epilogue_bounded, assert_epilogue_comparable
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def configs_of(architecture: Architecture, mode: str) -> list[FusedConfig]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogues(mode: str, activation: str) -> None:
     """Of each mode and activation a layer, and its configurations by turns with a residual; so all pairs of these occur."""
-    arithmetic, compute, turn = MODES[mode], ACTIVATIONS[activation], [*MODES].index(mode) + [*ACTIVATIONS].index(activation)
+    arithmetic, compute, turn = ARITHMETICS[mode], ACTIVATIONS[activation], [*ARITHMETICS].index(mode) + [*ACTIVATIONS].index(activation)
     architecture = LAYERS[turn % len(LAYERS)]
     x = make_input(ROWS, architecture.in_features, arithmetic, device="cuda")
     factors = make_factors(architecture, arithmetic, device="cuda")
@@ -60,7 +60,7 @@ def test_epilogues(mode: str, activation: str) -> None:
 
 def test_negative_inputs_vanish_without_a_trace(mode: str) -> None:
     """Far below zero each activation is -0 or tiny, never NaN, and far above it is the identity."""
-    arithmetic, architecture = MODES[mode], LAYERS[0]
+    arithmetic, architecture = ARITHMETICS[mode], LAYERS[0]
     factors = [torch.zeros_like(factor) for factor in make_factors(architecture, arithmetic, device="cuda")]
     x = make_input(ROWS, architecture.in_features, arithmetic, device="cuda")
     config = configs_of(architecture, mode)[0]
@@ -73,7 +73,7 @@ def test_negative_inputs_vanish_without_a_trace(mode: str) -> None:
 
 
 def test_the_operator_is_well_behaved(mode: str) -> None:
-    arithmetic, architecture = MODES[mode], LAYERS[0]
+    arithmetic, architecture = ARITHMETICS[mode], LAYERS[0]
     x, residual = (make_input(70, 384, arithmetic, device="cuda") for _ in range(2))
     factors, bias = make_factors(architecture, arithmetic, device="cuda"), make_vector(384, arithmetic, device="cuda")
     torch.library.opcheck(torch.ops.flysurgery.ks_linear_epilogue.default, (x, factors, bias, "gelu", residual, None, mode))

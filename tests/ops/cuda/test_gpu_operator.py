@@ -76,16 +76,6 @@ def test_compiles_whole_and_for_any_number_of_rows(mode: object) -> None:
             assert_equal(ours, theirs)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_reduce_overhead_follows_training() -> None:
-    layer, x = Layer(), rows_of(64)
-    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
-    with torch.no_grad():
-        for _ in range(4):
-            check(compiled(x).clone(), layer, x)
-            layer.factors[0].mul_(-1.5)
-
-
 def test_exports_to_plain_operators() -> None:
     layer = Layer().requires_grad_(False)
 

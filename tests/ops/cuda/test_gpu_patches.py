@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops import composed, patch_embedding
+from flysurgery import ops
+from flysurgery.ops import PatchEmbedding
 from flysurgery.ops.cuda.dense_patches import run_patches
 from flysurgery.patterns import Pattern
 from tests.ops.cuda.dense_kernels import warpgroups_or_warps
 from tests.support.oracle import product
 from tests.support.problems import make_factor, make_input, make_integers, make_vector
-from tests.support.tolerance import MODES, assert_epilogue_bounded, assert_epilogue_comparable, assert_equal
+from tests.support.tolerance import ARITHMETICS, assert_epilogue_bounded, assert_epilogue_comparable, assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +46,7 @@ def run(images: Tensor, factor: Tensor, bias: Tensor | None, position: Tensor | 
 @pytest.mark.usefixtures("warpgroups")
 @pytest.mark.parametrize(("features", "side", "tokens", "placed"), CASES)
 def test_integers_with_position_and_tokens(mode: str, features: int, side: int, tokens: tuple[int, ...], placed: str) -> None:
-    arithmetic, pattern = MODES[mode], Pattern(1, features, 3 * side * side, 1)
+    arithmetic, pattern = ARITHMETICS[mode], Pattern(1, features, 3 * side * side, 1)
     factor, bias = (make_integers(shape, seed=1, mode=arithmetic, device="cuda") for shape in (pattern.factor_shape, (features,)))
     prefix = [make_integers((1, each, features), seed=each, mode=arithmetic, device="cuda") for each in tokens]
     for images, high, wide in GRIDS:
@@ -62,7 +63,7 @@ def test_integers_with_position_and_tokens(mode: str, features: int, side: int, 
 @pytest.mark.usefixtures("warpgroups")
 @pytest.mark.parametrize("features", [384, 768])
 def test_as_accurate_as_pytorch(mode: str, features: int) -> None:
-    arithmetic, pattern, grid = MODES[mode], Pattern(1, features, 768, 1), (31, 14, 14)
+    arithmetic, pattern, grid = ARITHMETICS[mode], Pattern(1, features, 768, 1), (31, 14, 14)
     x, factor = make_input(31 * 196, 768, arithmetic, device="cuda"), make_factor(pattern, arithmetic, device="cuda")
     bias, position = make_vector(features, arithmetic, device="cuda"), make_input(196, features, arithmetic, device="cuda")
     out = run(as_images(x, grid, 16), factor, bias, position, [], mode)
@@ -85,8 +86,9 @@ def test_whichever_product_takes_the_patches(dtype: torch.dtype, features: int, 
     images, bias = normal(5, 3, 4 * side, 6 * side), normal(features)
     weight = normal(features, 3, side, side, deviation=0.5 / side)
     prefix, position = [normal(1, 1, features), normal(1, 4, features)], normal(1, 24 + 5 * all_rows, features)
-    truth = composed.patch_embedding(images.double(), weight.double(), bias.double(), position.double(), [t.double() for t in prefix])
-    out, yardstick = (way(images, weight, bias, position, prefix) for way in (patch_embedding, composed.patch_embedding))
+    truth = PatchEmbedding(weight.double(), bias.double(), position.double(), [t.double() for t in prefix]).plainly(images.double())
+    embedding = PatchEmbedding(weight, bias, position, prefix)
+    out, yardstick = ops.run(images, embedding), embedding.plainly(images)
     assert out.shape == yardstick.shape and out.dtype == dtype
     assert float((out.double() - truth).norm()) <= 3 * float((yardstick.double() - truth).norm()) + 1e-7 * float(truth.norm())
     assert_equal(out[:, :5], yardstick[:, :5])
@@ -98,13 +100,13 @@ def test_what_is_written_to_position_and_tokens_counts_in_the_next_call() -> Non
     for value in (0.0, 1.0):
         position.fill_(value)
         token.fill_(2 * value)
-        out = patch_embedding(images, weight, None, position, [token])
+        out = ops.run(images, PatchEmbedding(weight, None, position, [token]))
         assert_equal(out[:, 1:], torch.full((2, 4, 48), value, device="cuda"))
         assert_equal(out[:, :1], torch.full((2, 1, 48), 3 * value, device="cuda"))
 
 
 def test_images_that_are_strided_or_none(mode: str) -> None:
-    arithmetic = MODES[mode]
+    arithmetic = ARITHMETICS[mode]
     factor = make_factor(Pattern(1, 96, 768, 1), arithmetic, device="cuda")
     x, token = make_input(24, 768, arithmetic, device="cuda"), make_vector(96, arithmetic, device="cuda")[None]
     images = as_images(x, (4, 2, 3), 16)
@@ -115,7 +117,7 @@ def test_images_that_are_strided_or_none(mode: str) -> None:
 
 
 def test_the_operator_is_well_behaved(mode: str) -> None:
-    arithmetic = MODES[mode]
+    arithmetic = ARITHMETICS[mode]
     images, weight = as_images(make_input(12, 768, arithmetic, device="cuda"), (2, 2, 3), 16), torch.ones(96, 3, 16, 16, device="cuda")
     token, position = (make_input(rows, 96, arithmetic, device="cuda") for rows in (1, 7))
     operator = torch.ops.flysurgery.dense_patches.default

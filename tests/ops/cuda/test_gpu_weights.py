@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from flysurgery.patterns import gonon
+from flysurgery.ops.cuda.fused import FusedLinear
+from flysurgery.ops.cuda.product import product_of
+from flysurgery.ops.cuda.train_backward import Chain
+from flysurgery.ops.cuda.train_forward import Trained
+from flysurgery.patterns import Architecture, gonon
 from tests.ops.cuda.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
-from tests.support.tolerance import BF16, FP32_BY_FP16_PAIRS, Arithmetic, assert_equal
+from tests.support.problems import make_factors, make_vector
+from tests.support.tolerance import BF16, FP32, FP32_BY_FP16_PAIRS, Arithmetic, assert_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -148,17 +153,17 @@ def test_a_compiled_step_launches_what_an_eager_one_does() -> None:
         layer = Layer(architecture, BF16)
         run = torch.compile(layer, fullgraph=True) if compiled else layer
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         for step in range(3):
             if step == 2:
                 torch.cuda.synchronize()
-                profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 profiler.start()
             optimizer.zero_grad()
             run(x).square().mean().backward()
             optimizer.step()
         torch.cuda.synchronize()
         profiler.stop()
-        found.append(Counter(event.name for event in profiler.events() if event.name in OURS))
+        found.append(Counter(event.name for event in profiler.events() or () if event.name in OURS))
     eager, compiled = found
     assert eager["gather"] == 1, "weights are packed once for both passes"
     assert compiled.pop("gather") == 2, "once a pass"
@@ -177,3 +182,22 @@ def test_compiled_graphs_keep_their_packed_weights() -> None:
             check(run(x).clone(), layer, x)
             torch.empty(1 << 20, device="cuda").fill_(float("nan"))
             check(run(x).clone(), layer, x)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("architecture", "linears"), [(SQUARE, 1), (SQUARE, 3), (DEEP, 1)], ids=str)
+def test_tables_pack_as_packing_does(architecture: Architecture, linears: int, dtype: torch.dtype, mode: str) -> None:
+    product = product_of(architecture, mode, linears, 0, 1000)
+    assert isinstance(product.kernels, FusedLinear) == (len(architecture) == 2)
+    factors = tuple(
+        factor.to(dtype) * (index + 1) for index, factor in enumerate(make_factors(architecture, FP32, device="cuda") * linears)
+    )
+    biases = tuple(make_vector(architecture.out_features, FP32, device="cuda").to(dtype) * (n + 1) for n in range(linears))
+    chain = Chain(architecture, mode, linears, 0, 1000)
+    trained_packer = Trained(product, chain, len(factors), with_bias=True).packer
+    for packer, sources in ((trained_packer, factors + biases), (chain.pack, factors)):
+        slow = packer.plainly(sources)
+        for fast, image in zip(packer(sources), slow, strict=True):
+            assert fast.data_ptr() % 256 == 0
+            assert torch.equal(fast.view(torch.uint8)[: image.nbytes], image.view(torch.uint8))

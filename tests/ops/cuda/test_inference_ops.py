@@ -2,71 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
-from flysurgery.ops import (
-    Dense,
-    FusedFactors,
-    Linear,
-    Norm,
-    composed,
-    ffn,
-    ffn_reason,
-    linear_residual,
-    linear_residual_reason,
-    norm_linear,
-    norm_linear_reason,
-)
+from flysurgery.ops import FeedForward, LinearResidual, Norm, NormLinears, reason, run
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
+from tests.ops.cuda.gpu_blocks import DTYPES, affine, comparable, dense, layer, normal, wide
 from tests.support.problems import all_pairs
 from tests.support.rounding import rounding_as
 
 pytestmark = pytest.mark.gpu
 
-K = 1.25 * 1.2
-"""Level 2 of the tolerance policy, for a product of factors."""
-K_FP32 = 2.0
-"""The goal for float32 by pairs of fp16, beside float32 by PyTorch."""
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(3)
-
-
-def normal(*shape: int, dtype: torch.dtype, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
-    return (torch.randn(shape, device="cuda") * deviation + mean).to(dtype)
-
-
-def layer(architecture: Architecture, dtype: torch.dtype, bias: bool = True) -> FusedFactors:
-    factors = tuple(normal(*pattern.factor_shape, dtype=dtype, deviation=pattern.c**-0.5) for pattern in architecture)
-    return FusedFactors(factors, normal(architecture.out_features, dtype=dtype, deviation=0.3) if bias else None)
-
-
-def dense(in_features: int, out_features: int, dtype: torch.dtype) -> Dense:
-    weight = normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5)
-    return Dense(weight, normal(out_features, dtype=dtype, deviation=0.3))
-
-
-def wide(part: Linear) -> Linear:
-    bias = None if part.bias is None else part.bias.double()
-    if isinstance(part, Dense):
-        return Dense(part.weight.double(), bias)
-    return FusedFactors(tuple(f.double() for f in part.factors), bias)
-
-
-def comparable(out: Tensor, yardstick: Tensor, truth: Tensor, loss: float = 1.0) -> None:
-    """Level 2; ``loss`` is the factor that the kernel says it may lose."""
-    assert out.dtype == yardstick.dtype and out.shape == yardstick.shape
-    assert bool(out.isfinite().all())
-    error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, yardstick))
-    assert error <= loss * (K_FP32 if out.dtype == torch.float32 else K) * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
 
 
 ROWS = ((1, 0.0, 1.0), (197, 50.0, 1.0), (1009, 100.0, 1.0), (211, 0.5, 2e-3), (25216, 0.0, 1.0))
@@ -79,26 +30,19 @@ ROWS = ((1, 0.0, 1.0), (197, 50.0, 1.0), (1009, 100.0, 1.0), (211, 0.5, 2e-3), (
 def test_norm_and_projections(architecture: Architecture, drawn: tuple[int, float, float], dtype: torch.dtype) -> None:
     (rows, mean, deviation), features = drawn, architecture.in_features
     x = normal(rows, features, dtype=dtype, mean=mean, deviation=deviation)
-    norm = Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
+    norm = affine(features, dtype)
     group = [layer(architecture, dtype) for _ in range(3)]
-    exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)  # type: ignore[union-attr]
-    truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
-    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
-
-
-@pytest.fixture
-def tf32_allowed() -> Iterator[None]:
-    with rounding_as("tf32"):
-        yield
+    truth = NormLinears(wide(norm), [wide(member) for member in group]).plainly(x.double())
+    comparable(run(x, NormLinears(norm, group)), NormLinears(norm, group).plainly(x), truth)
 
 
 @pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(384, 384)], ids=str)
-def test_norm_and_projections_with_tf32(architecture: Architecture, tf32_allowed: None) -> None:
+def test_norm_and_projections_with_tf32(architecture: Architecture) -> None:
     x, group = normal(1009, 384, dtype=torch.float32, mean=100.0), [layer(architecture, torch.float32) for _ in range(3)]
-    norm = Norm(normal(384, dtype=torch.float32, mean=1.0, deviation=0.2), normal(384, dtype=torch.float32, deviation=0.2), 1e-6)
-    exact = Norm(norm.weight.double(), norm.bias.double(), norm.eps)  # type: ignore[union-attr]
-    truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
-    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+    norm = affine(384, torch.float32)
+    truth = NormLinears(wide(norm), [wide(member) for member in group]).plainly(x.double())
+    with rounding_as("tf32"):
+        comparable(run(x, NormLinears(norm, group)), NormLinears(norm, group).plainly(x), truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,21 +51,20 @@ def test_rows_whose_first_values_stand_apart(dtype: torch.dtype) -> None:
     x, group = normal(331, 384, dtype=dtype), [layer(gonon(384, 384), dtype) for _ in range(3)]
     x[:, :16] += 200
     norm = Norm(None, None, 1e-6)
-    truth = composed.norm_linear(x.double(), norm, [wide(member) for member in group])
+    truth = NormLinears(norm, [wide(member) for member in group]).plainly(x.double())
     loss = 384 / 16 if dtype == torch.float32 else (384 / 16) ** 0.5
-    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth, loss)
+    comparable(run(x, NormLinears(norm, group)), NormLinears(norm, group).plainly(x), truth, loss)
 
 
 def test_projections_that_differ_follow_the_norm() -> None:
     """Two launches: biases are not all there, or the architectures are not the same."""
     x, norm = normal(197, 384, dtype=torch.float16), Norm(normal(384, dtype=torch.float16), None, 1e-6)
-    exact = Norm(norm.weight.double(), None, norm.eps)  # type: ignore[union-attr]
     for group in (
         [layer(gonon(384, 384), torch.float16, bias=bias) for bias in (True, False, True)],
         [layer(architecture, torch.float16) for architecture in (gonon(384, 384), monarch(384, 384))],
     ):
-        truth = composed.norm_linear(x.double(), exact, [wide(member) for member in group])
-        comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+        truth = NormLinears(wide(norm), [wide(member) for member in group]).plainly(x.double())
+        comparable(run(x, NormLinears(norm, group)), NormLinears(norm, group).plainly(x), truth)
 
 
 @pytest.mark.parametrize("norm", [Norm(None, None), Norm(torch.ones(384), torch.ones(384))], ids=["plain", "affine"])
@@ -136,24 +79,24 @@ def test_norms_without_parameters_of_strided_rows() -> None:
     holder = normal(300, 400, dtype=torch.float16)
     x, group = holder[:, :384], [layer(gonon(384, 384), torch.float16)]
     norm = Norm(None, None, 1e-5)
-    truth = composed.norm_linear(x.double(), norm, [wide(group[0])])
-    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
-    assert norm_linear(x[:0], norm, group).shape == (0, 384)
+    truth = NormLinears(norm, [wide(group[0])]).plainly(x.double())
+    comparable(run(x, NormLinears(norm, group)), NormLinears(norm, group).plainly(x), truth)
+    assert run(x[:0], NormLinears(norm, group)).shape == (0, 384)
 
 
 def test_a_changed_norm_is_seen_and_graphs_replay() -> None:
     x, group = normal(394, 384, dtype=torch.float16), [layer(gonon(384, 384), torch.float16) for _ in range(3)]
     norm = Norm(normal(384, dtype=torch.float16), None, 1e-6)
-    before = norm_linear(x, norm, group)
+    before = run(x, NormLinears(norm, group))
     assert norm.weight is not None
     with torch.no_grad():
         norm.weight.mul_(-1)
-    assert torch.equal(norm_linear(x, norm, group), norm_linear(x, Norm(norm.weight.clone(), None, 1e-6), group))
-    assert not torch.equal(before, norm_linear(x, norm, group))
+    assert torch.equal(run(x, NormLinears(norm, group)), run(x, NormLinears(Norm(norm.weight.clone(), None, 1e-6), group)))
+    assert not torch.equal(before, run(x, NormLinears(norm, group)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = norm_linear(x, norm, group)
-    expected = norm_linear(x, norm, group)
+        out = run(x, NormLinears(norm, group))
+    expected = run(x, NormLinears(norm, group))
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)
@@ -168,8 +111,8 @@ def test_product_added_to_a_residual(architecture: Architecture, dtype: torch.dt
     x, residual = normal(2, 197, architecture.in_features, dtype=dtype), normal(2, 197, architecture.out_features, dtype=dtype)
     linear = layer(architecture, dtype)
     scale = normal(architecture.out_features, dtype=dtype) if scaled else None
-    truth = composed.linear_residual(x.double(), wide(linear), residual.double(), None if scale is None else scale.double())
-    comparable(linear_residual(x, linear, residual, scale), composed.linear_residual(x, linear, residual, scale), truth)
+    truth = LinearResidual(wide(linear), residual.double(), wide(scale)).plainly(x.double())
+    comparable(run(x, LinearResidual(linear, residual, scale)), LinearResidual(linear, residual, scale).plainly(x), truth)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +122,16 @@ def test_dense_product_added_to_a_residual(size: tuple[int, int], dtype: torch.d
     rows, features = size
     x, residual, linear = normal(rows, features, dtype=dtype), normal(rows, features, dtype=dtype), dense(features, features, dtype)
     scale = normal(features, dtype=dtype) if scaled else None
-    truth = composed.linear_residual(x.double(), wide(linear), residual.double(), None if scale is None else scale.double())
-    comparable(linear_residual(x, linear, residual, scale), composed.linear_residual(x, linear, residual, scale), truth)
+    truth = LinearResidual(wide(linear), residual.double(), wide(scale)).plainly(x.double())
+    comparable(run(x, LinearResidual(linear, residual, scale)), LinearResidual(linear, residual, scale).plainly(x), truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [192, 384])
 def test_norm_and_a_dense_projection(dtype: torch.dtype, features: int) -> None:
     x, group, norm = normal(333, features, dtype=dtype), [dense(features, 3 * features, dtype)], Norm(None, None, 1e-6)
-    truth = composed.norm_linear(x.double(), norm, [wide(group[0])])
-    comparable(norm_linear(x, norm, group), composed.norm_linear(x, norm, group), truth)
+    truth = NormLinears(norm, [wide(group[0])]).plainly(x.double())
+    comparable(run(x, NormLinears(norm, group)), NormLinears(norm, group).plainly(x), truth)
 
 
 KINDS = (("dense", "dense"), ("factors", "dense"), ("dense", "factors"), ("factors", "factors"))
@@ -201,17 +144,16 @@ def test_feed_forward_in_two_launches(kinds: tuple[str, str], activation: str, d
         dense(*size, dtype) if kind == "dense" else layer(gonon(size[1], size[0]), dtype) for kind, size in zip(kinds, sizes, strict=True)
     )
     x, norm = normal(2, 197, 384, dtype=dtype), Norm(normal(384, dtype=dtype), normal(384, dtype=dtype), 1e-6)
-    exact = Norm(*(part.double() for part in norm.tensors), norm.eps)
-    assert ffn_reason(x, norm, up, down, activation) is None
-    truth = composed.ffn(x.double(), exact, wide(up), wide(down), activation)
-    comparable(ffn(x, norm, up, down, activation), composed.ffn(x, norm, up, down, activation), truth)
+    assert reason(x, FeedForward(norm, up, down, activation)) is None
+    truth = FeedForward(wide(norm), wide(up), wide(down), activation).plainly(x.double())
+    comparable(run(x, FeedForward(norm, up, down, activation)), FeedForward(norm, up, down, activation).plainly(x), truth)
 
 
 def test_reasons() -> None:
     x, group = normal(8, 384, dtype=torch.float16), [layer(gonon(384, 384), torch.float16)]
     norm = Norm(None, None)
-    assert norm_linear_reason(x, norm, group) is None
-    assert "no gradients" in str(norm_linear_reason(x.requires_grad_(), norm, group))
-    assert "float64" in str(norm_linear_reason(x.detach().double(), norm, group))
-    assert "take 384 features" in str(norm_linear_reason(x.detach()[:, :380], norm, group))
-    assert "expected a residual" in str(linear_residual_reason(x.detach(), group[0], x.detach()[:4]))
+    assert reason(x, NormLinears(norm, group)) is None
+    assert "no gradients" in str(reason(x.requires_grad_(), NormLinears(norm, group)))
+    assert "float64" in str(reason(x.detach().double(), NormLinears(norm, group)))
+    assert "take 384 features" in str(reason(x.detach()[:, :380], NormLinears(norm, group)))
+    assert "expected a residual" in str(reason(x.detach(), LinearResidual(group[0], x.detach()[:4])))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from flysurgery.errors import BackendError
 from flysurgery.ops.cuda import kernel as kernels
-from flysurgery.ops.cuda.kernel import Kernel, Parameters, Prepared, Series
+from flysurgery.ops.cuda.kernel import Kernel, Parameters
 
 
 def read(address: int, sizes: list[int]) -> list[bytes]:
@@ -35,47 +34,12 @@ def test_a_wrong_number_of_arguments_is_refused() -> None:
         Parameters([8, 8]).fill((1, 2, 3), "some")
 
 
-def test_launches_read_their_addresses_from_one_table() -> None:
-    """A struct's members stand side by side there; numbers stay with the launch."""
-    table = (ctypes.c_int64 * 5)(10, 20, 30, 40, 50)
-    sizes = [8, 16, 8, 4]
-    parameters = Parameters(sizes)
-    parameters.fill((None, None, None, None, 7), "some")
-    pointers = parameters.reading(table, (4, 1, 2, 0))
-    numbers = [int.from_bytes(part, "little") for part in read(ctypes.addressof(pointers), sizes)]
-    assert numbers == [50, 20 + (30 << 64), 10, 7]
-
-
 class Config(SimpleNamespace):
     """Stands in for what ``launch_config`` gives."""
 
     def __init__(self, sizes: tuple[int, ...], early: bool = False) -> None:
         names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
         super().__init__(**dict(zip(names, sizes, strict=True)), early=early, hStream=None)
-
-
-class Queue:
-    """Stands in for a kernel, and keeps what it is launched with."""
-
-    name, parameter_sizes = "some", (8, 8, 4)
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
-
-    def queue(self, config: Config, address: int) -> None:
-        words = [int.from_bytes(part, "little") for part in read(address, [*self.parameter_sizes])]
-        self.seen.append((config.gridDimY, config.sharedMemBytes, config.hStream, words, config.early))
-
-
-def test_a_series_launches_all_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "launch_config", Config)
-    kernel, sizes = Queue(), (1, 2, 3, 4, 5, 6, 7)
-    first, second = (Prepared(kernel, sizes, (number,), early=number == 9) for number in (8, 9))  # pyright: ignore[reportArgumentType]
-    series = Series([(first, (0, 1)), (second, (2, 0))], 3)
-    for stream in (77, 77, 78):
-        series(stream, 100, 200, 300)
-        assert kernel.seen == [(2, 7, stream, [100, 200, 8], False), (2, 7, stream, [300, 100, 9], True)]
-        kernel.seen.clear()
 
 
 class Refused(Kernel):

@@ -9,30 +9,29 @@ from torch.nn import functional
 
 from flysurgery.ops import (
     Dense,
+    FeedForward,
     FusedFactors,
+    LinearResidual,
     Norm,
-    composed,
-    ffn,
-    ffn_launches,
+    NormLinears,
     ks_linear,
     leaves_moments,
-    linear_residual,
-    linear_residual_moments,
-    norm_linear,
-    norm_linear_way,
+    run,
+    run_with_moments,
+    way,
 )
 from flysurgery.ops.cuda.obstacles import multiprocessors_of
 from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
 from flysurgery.ops.cuda.wide_group import run_wide_group
+from flysurgery.ops.feed_forward import ACTIVATIONS
 from flysurgery.patterns import Architecture
 from flysurgery.patterns.catalog import gonon, monarch
+from tests.ops.cuda.gpu_blocks import affine, comparable, layer, normal, wide
 
 pytestmark = pytest.mark.gpu
 
 ONE_ROUND, TWO_ROUNDS = 25200, 50000
 """Rows that almost fill the rounds of the kernel for the factors around an activation, on the 132 multiprocessors of an H100 or H200."""
-K = 1.25 * 1.2
-"""Level 2 of the tolerance policy, for a product of factors in half precision."""
 UNEVEN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
 JOINED = Architecture.of((1, 256, 128, 3), (2, 192, 64, 1)), Architecture.of((1, 64, 128, 2), (2, 128, 384, 1))
 BLOCKS = [(gonon(3072, 768), gonon(768, 3072)), (monarch(3072, 768), monarch(768, 3072)), UNEVEN, JOINED]
@@ -45,35 +44,6 @@ def _seed() -> None:
     torch.manual_seed(7)
 
 
-def normal(*shape: int, dtype: torch.dtype, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
-    return (torch.randn(shape, device="cuda") * deviation + mean).to(dtype)
-
-
-def layer(architecture: Architecture, dtype: torch.dtype) -> FusedFactors:
-    factors = tuple(normal(*pattern.factor_shape, dtype=dtype, deviation=pattern.c**-0.5) for pattern in architecture)
-    return FusedFactors(factors, normal(architecture.out_features, dtype=dtype, deviation=0.3))
-
-
-def wide(part: FusedFactors) -> FusedFactors:
-    return FusedFactors(tuple(factor.double() for factor in part.factors), None if part.bias is None else part.bias.double())
-
-
-def norm_of(features: int, dtype: torch.dtype) -> Norm:
-    return Norm(normal(features, dtype=dtype, mean=1.0, deviation=0.2), normal(features, dtype=dtype, deviation=0.2), 1e-6)
-
-
-def exact(norm: Norm) -> Norm:
-    weight, bias = (None if part is None else part.double() for part in (norm.weight, norm.bias))
-    return Norm(weight, bias, norm.eps)
-
-
-def comparable(out: Tensor, yardstick: Tensor, truth: Tensor) -> None:
-    assert out.dtype == yardstick.dtype and out.shape == yardstick.shape
-    assert bool(out.isfinite().all())
-    error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, yardstick))
-    assert error <= K * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
-
-
 def plain(x: Tensor, layer: FusedFactors) -> Tensor:
     """The layer by PyTorch's batched products, in the dtype of x."""
     return ks_linear(x, layer.factors, layer.bias, backend="bmm")
@@ -84,7 +54,7 @@ def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def plain_ffn(x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, activation: str, scale: Tensor | None) -> Tensor:
-    y = plain(composed.ACTIVATIONS[activation](plain(plain_norm(x, norm), up)), down)
+    y = plain(ACTIVATIONS[activation](plain(plain_norm(x, norm), up)), down)
     return y if scale is None else x + y * scale
 
 
@@ -106,18 +76,18 @@ CASES = [
 @pytest.mark.parametrize(("which", "dtype", "rows", "activation"), CASES)
 def test_feed_forward(which: int, dtype: torch.dtype, rows: int, activation: str) -> None:
     up, down = (layer(architecture, dtype) for architecture in BLOCKS[which])
-    x, norm, scale = normal(rows, up.sizes[0], dtype=dtype), norm_of(up.sizes[0], dtype), normal(down.sizes[1], dtype=dtype)
+    x, norm, scale = normal(rows, up.sizes[0], dtype=dtype), affine(up.sizes[0], dtype), normal(down.sizes[1], dtype=dtype)
     out = run_wide_ffn(x, norm, up.factors, up.bias, down.factors, down.bias, activation, scale, residual=True)
-    truth = plain_ffn(x.double(), exact(norm), wide(up), wide(down), activation, scale.double())
+    truth = plain_ffn(x.double(), wide(norm), wide(up), wide(down), activation, scale.double())
     comparable(out, plain_ffn(x, norm, up, down, activation, scale), truth)
 
 
 def test_moments_may_come_in_parts() -> None:
     up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[0])
-    x, norm = normal(500, 768, dtype=torch.float16, mean=30.0), norm_of(768, torch.float16)
+    x, norm = normal(500, 768, dtype=torch.float16, mean=30.0), affine(768, torch.float16)
     operands = (up.factors, up.bias, down.factors, down.bias, "gelu", None)
     whole = run_wide_ffn(x, norm, *operands, residual=False)
-    truth = plain_ffn(x.double(), exact(norm), wide(up), wide(down), "gelu", None)
+    truth = plain_ffn(x.double(), wide(norm), wide(up), wide(down), "gelu", None)
     for count in (1, 3, 4, 8):
         parts = x.float().unflatten(1, (count, -1))
         moments = torch.stack((parts.mean(dim=2), parts.var(dim=2, correction=0) * parts.shape[2]), dim=2)
@@ -137,47 +107,47 @@ def test_feed_forward_without_what_may_be_left_out() -> None:
 @pytest.mark.parametrize("architecture", GROUPS, ids=str)
 @pytest.mark.parametrize(("rows", "mean"), [(197, 30.0), (8451, 0.0)])
 def test_linears_that_share_x(dtype: torch.dtype, architecture: Architecture, rows: int, mean: float) -> None:
-    x, norm = normal(rows, architecture.in_features, dtype=dtype, mean=mean), norm_of(architecture.in_features, dtype)
+    x, norm = normal(rows, architecture.in_features, dtype=dtype, mean=mean), affine(architecture.in_features, dtype)
     group = [layer(architecture, dtype) for _ in range(3)]
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
     out = run_wide_group(x, norm, factors, biases, 3)
-    truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
+    truth = torch.cat([plain(plain_norm(x.double(), wide(norm)), wide(member)) for member in group], dim=1)
     comparable(out, torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
 
 
 def test_whole_operators_take_them() -> None:
     up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[0])
-    norm = norm_of(768, torch.float16)
+    norm = affine(768, torch.float16)
     holder = normal(3001, 800, dtype=torch.float16, mean=30.0)
     x = holder[:, :768]
-    assert len(ffn_launches(x, norm, up, down)) == 5
-    assert len(ffn_launches(normal(192 * multiprocessors_of(0), 768, dtype=torch.float16), norm, up, down)) == 4
-    out, truth = ffn(x, norm, up, down), x.double() + plain_ffn(x.double(), exact(norm), wide(up), wide(down), "gelu", None)
+    assert len(way(x, FeedForward(norm, up, down)).launches()) == 5
+    assert len(way(normal(192 * multiprocessors_of(0), 768, dtype=torch.float16), FeedForward(norm, up, down)).launches()) == 4
+    out, truth = run(x, FeedForward(norm, up, down)), x.double() + plain_ffn(x.double(), wide(norm), wide(up), wide(down), "gelu", None)
     comparable(out, x + plain_ffn(x, norm, up, down, "gelu", None), truth)
-    assert torch.equal(out, ffn(x.contiguous(), norm, up, down))
+    assert torch.equal(out, run(x.contiguous(), FeedForward(norm, up, down)))
     group = [layer(GROUPS[0], torch.float16) for _ in range(3)]
-    way = norm_linear_way(x, norm, group)
-    assert not isinstance(way, str) and len(way.launches()) == 1
-    truth = torch.cat([plain(plain_norm(x.double(), exact(norm)), wide(member)) for member in group], dim=1)
-    comparable(norm_linear(x, norm, group), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
+    found = way(x, NormLinears(norm, group))
+    assert not isinstance(found, str) and len(found.launches()) == 1
+    truth = torch.cat([plain(plain_norm(x.double(), wide(norm)), wide(member)) for member in group], dim=1)
+    comparable(run(x, NormLinears(norm, group)), torch.cat([plain(plain_norm(x, norm), member) for member in group], dim=1), truth)
 
 
 @pytest.mark.parametrize(("linears", "few", "many"), [(3, 1800, 2100), (1, 3200, 3500)])
 def test_many_rows_of_linears_that_share_x_take_one_launch(linears: int, few: int, many: int) -> None:
-    norm, group = norm_of(768, torch.float16), [layer(GROUPS[0], torch.float16) for _ in range(linears)]
+    norm, group = affine(768, torch.float16), [layer(GROUPS[0], torch.float16) for _ in range(linears)]
     x = normal(many, 768, dtype=torch.float16, mean=3.0)
-    compiled = torch.compile(lambda x: norm_linear(x, norm, group), fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: run(x, NormLinears(norm, group)), fullgraph=True, dynamic=True, backend="aot_eager")
     for rows, launches in ((few, 3), (many, 1)):  # compiled once, for any number of rows
         own = x[:rows]
-        way = norm_linear_way(own, norm, group)
-        assert not isinstance(way, str) and len(way.launches()) == launches
-        out = norm_linear(own, norm, group)
-        truth = torch.cat([plain(plain_norm(own.double(), exact(norm)), wide(member)) for member in group], dim=1)
+        found = way(own, NormLinears(norm, group))
+        assert not isinstance(found, str) and len(found.launches()) == launches
+        out = run(own, NormLinears(norm, group))
+        truth = torch.cat([plain(plain_norm(own.double(), wide(norm)), wide(member)) for member in group], dim=1)
         comparable(out, torch.cat([plain(plain_norm(own, norm), member) for member in group], dim=1), truth)
         assert torch.equal(compiled(own), out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = norm_linear(own, norm, group)
+            captured = run(own, NormLinears(norm, group))
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, out)
@@ -186,21 +156,21 @@ def test_many_rows_of_linears_that_share_x_take_one_launch(linears: int, few: in
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_moments_that_a_residual_sum_leaves_behind(mean: float) -> None:
     up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[0])
-    norm, dense = norm_of(768, torch.float16), Dense(normal(768, 768, dtype=torch.float16, deviation=0.03), None)
+    norm, dense = affine(768, torch.float16), Dense(normal(768, 768, dtype=torch.float16, deviation=0.03), None)
     x, residual = normal(43, 197, 768, dtype=torch.float16), normal(43, 197, 768, dtype=torch.float16, mean=mean)
-    assert not leaves_moments(x[:1], dense, residual[:1])
-    assert leaves_moments(x, dense, residual)
-    y, moments = linear_residual_moments(x, dense, residual)
-    assert torch.equal(y, linear_residual(x, dense, residual))
-    truth = y.double() + plain_ffn(y.double(), exact(norm), wide(up), wide(down), "gelu", None)
-    comparable(ffn(y, norm, up, down, moments=moments), ffn(y, norm, up, down), truth)
+    assert not leaves_moments(x[:1], LinearResidual(dense, residual[:1]))
+    assert leaves_moments(x, LinearResidual(dense, residual))
+    y, moments = run_with_moments(x, LinearResidual(dense, residual))
+    assert torch.equal(y, run(x, LinearResidual(dense, residual)))
+    truth = y.double() + plain_ffn(y.double(), wide(norm), wide(up), wide(down), "gelu", None)
+    comparable(run(y, FeedForward(norm, up, down, moments=moments)), run(y, FeedForward(norm, up, down)), truth)
 
 
 def test_rows_may_be_one_and_the_same() -> None:
     group = [layer(GROUPS[0], torch.float16) for _ in range(3)]
     factors = [factor for member in group for factor in member.factors]
     x = normal(1, 768, dtype=torch.float16)
-    out = run_wide_group(x.expand(70, -1), norm_of(768, torch.float16), factors, [], 3)
+    out = run_wide_group(x.expand(70, -1), affine(768, torch.float16), factors, [], 3)
     assert torch.equal(out, out[:1].expand(70, -1)) and bool(out.isfinite().all())
     assert run_wide_group(x.as_strided((1, 768), (1, 1)), None, factors, [], 3).shape == (1, 2304)
 
@@ -228,10 +198,10 @@ def test_a_changed_weight_is_seen_and_graphs_replay() -> None:
 def test_the_operators_are_well_behaved() -> None:
     up, down = (layer(architecture, torch.float16) for architecture in BLOCKS[2])
     x = normal(70, 96, dtype=torch.float16)
-    norm = norm_of(96, torch.float16)
+    norm = affine(96, torch.float16)
     arguments = (x, norm.weight, norm.bias, 1e-6, list(up.factors), up.bias, list(down.factors), down.bias, "gelu", None, True)
     torch.library.opcheck(torch.ops.flysurgery.wide_ffn.default, arguments)
-    x, norm, group = normal(70, 256, dtype=torch.float16), norm_of(256, torch.float16), [layer(monarch(256, 256), torch.float16)] * 2
+    x, norm, group = normal(70, 256, dtype=torch.float16), affine(256, torch.float16), [layer(monarch(256, 256), torch.float16)] * 2
     factors, biases = [factor for member in group for factor in member.factors], [member.bias for member in group]
     torch.library.opcheck(torch.ops.flysurgery.wide_group.default, (x, norm.weight, None, 1e-6, factors, biases, 2))
     assert run_wide_group(x[:0], norm, factors, [], 2).shape == (0, 512)

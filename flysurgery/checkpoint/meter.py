@@ -1,0 +1,144 @@
+"""Count what building a model takes, and stop it before it takes too much."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flysurgery.checkpoint.limits import LimitError, Limits
+
+PIECE_BYTES = 1024
+"""About what a tensor object takes besides its numbers; ``unbind`` and ``split`` make many at once."""
+
+RESERVING = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"))
+"""Operations whose memory the system hands out only when it is written to."""
+
+
+@contextmanager
+def metered(limits: Limits, *, parameters_on_meta: bool) -> Iterator[None]:
+    """Inside, what this thread builds is counted, and what exceeds a limit is not done.
+
+    With ``parameters_on_meta`` each parameter that is given to a module goes to meta; tied ones stay tied.
+
+    Raises:
+        LimitError: from within, the first limit that was reached.
+    """
+    meter, thread = _Meter(limits), threading.get_ident()
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def add_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or threading.get_ident() != thread:
+            return None
+        meter.add("parameters", 1)
+        if not parameters_on_meta:
+            return None
+        if id(parameter) not in moved:
+            meta = meter.on_meta(parameter)
+            # The original is kept as well, so that no other parameter gets its id.
+            moved[id(parameter)], moved[id(meta)] = (parameter, meta), (meta, meta)
+        return moved[id(parameter)][1]
+
+    def add_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if threading.get_ident() == thread:
+            meter.add("modules", 1)
+
+    # The first hook's result counts, which torch's annotations do not say.
+    hooks = [
+        register_module_parameter_registration_hook(add_parameter),  # pyright: ignore[reportArgumentType]
+        register_module_module_registration_hook(add_module),  # pyright: ignore[reportArgumentType]
+    ]
+    try:
+        with meter:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Meter(TorchDispatchMode):
+    """Sees every operation of torch before it runs; what one on real tensors will take is found on meta first."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+        self._taken = {"parameters": 0, "modules": 0, "operations": 0, "nbytes": 0}
+
+    def add(self, what: str, amount: int) -> None:
+        """Count ``amount`` more of what the limits name so."""
+        self._taken[what] += amount
+        self._check(what)
+
+    def on_meta(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter on meta; its bytes no longer count."""
+        rest = max(0, self._taken["nbytes"] - parameter.untyped_storage().nbytes())
+        meta = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), requires_grad=parameter.requires_grad)
+        self._taken["nbytes"] = rest
+        return meta
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.add("operations", 1)
+        if func._schema.name in ("aten::unbind", "aten::split"):
+            self.add("nbytes", PIECE_BYTES * max(args[0].shape, default=1))
+        if func._schema.name == "aten::lift_fresh":  # what torch.tensor made of a list
+            self.add("nbytes", _nbytes(args))
+        if func._schema.is_mutable:
+            self._check("nbytes")  # it writes to memory that was only reserved
+        if all(each.alias_info is not None for each in func._schema.returns):
+            return func(*args, **kwargs)  # it gives views of its arguments, or themselves
+        predicted = None if _is_on_meta(args, kwargs) else _predicted(func, args, kwargs)
+        if predicted is not None:
+            self._take(func, predicted)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._take(func, _nbytes(result))
+        return result
+
+    def _take(self, func: Any, nbytes: int) -> None:
+        self._taken["nbytes"] += nbytes
+        if func._schema.name not in RESERVING:  # a parameter's memory is given back when it is registered, before anything else is made
+            self._check("nbytes")
+
+    def _check(self, what: str) -> None:
+        limit = getattr(self._limits, what)
+        if self._taken[what] > limit:
+            named = {"parameters": "parameter tensors", "nbytes": "bytes besides its parameters"}.get(what, what)
+            raise LimitError(
+                f"building the base takes more than {limit:,} {named}, too much for the tensors that are stored; check base_args"
+            )
+
+
+def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"]).type == "meta"
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    return bool(tensors) and all(each.is_meta for each in tensors)
+
+
+def _predicted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The bytes that an operation will give; None where shapes alone do not tell, or the operation is going to fail."""
+    twin_args, twin_kwargs = tree_map(_twin, (args, kwargs))
+    if any(each.name == "device" for each in func._schema.arguments):
+        twin_kwargs["device"] = torch.device("meta")
+    try:
+        return _nbytes(func(*twin_args, **twin_kwargs))
+    except Exception:  # the operation itself says what is wrong
+        return None
+
+
+def _twin(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _nbytes(result: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tree_leaves(result) if isinstance(each, Tensor))

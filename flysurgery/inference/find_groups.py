@@ -1,0 +1,163 @@
+"""Finds everything in a model that kernels could compute together, by one trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from flysurgery.inference.call_forms import Seen, watch
+from flysurgery.inference.embedding import CALLERS, METHOD, below, embedding_of, inline_embedding
+from flysurgery.inference.graph_steps import origin
+from flysurgery.inference.groups import AttentionOut, Block, Embedding, FeedForwardGroup, LoneNorm, PatchesGroup, ProjectionGroup
+from flysurgery.inference.match import Matcher
+from flysurgery.inference.match_block import BlockMatcher, modules_around
+from flysurgery.inference.operands import is_plain
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.surgery import Reason
+from flysurgery.walker import Survey, name_of, shadow, survey
+
+
+@dataclass
+class Findings:
+    """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
+    follows it; of a norm by itself, its own), and the reasons of those that are none.
+
+    ``calls`` are those of every module in one forward. ``open_blocks`` says, by the same name, why a feed-forward group or an
+    attention's output lies in no proven block.
+    """
+
+    seen: Survey
+    calls: dict[str, Seen]
+    blocks: dict[str, Block] = field(default_factory=dict)
+    projections: dict[str, ProjectionGroup] = field(default_factory=dict)
+    feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
+    outs: dict[str, AttentionOut] = field(default_factory=dict)
+    patches: dict[str, PatchesGroup] = field(default_factory=dict)
+    embeddings: dict[str, Embedding] = field(default_factory=dict)
+    norms: dict[str, LoneNorm] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
+    open_blocks: dict[str, Reason] = field(default_factory=dict)
+
+
+def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> Findings:
+    """Trace the model, with its converted layers as linears, and match the groups.
+
+    Raises:
+        WalkError: as ``flysurgery.walker.survey``.
+    """
+    seen = survey(_with_linears(model), example)
+    matcher, found = Matcher(seen), Findings(seen, watch(seen, (METHOD, *CALLERS)))
+    for role, group, match, kept in (
+        ("qkv", "qkv", matcher.projection, found.projections),
+        ("attn_out", "attn_out", matcher.attention_out, found.outs),
+        ("ffn_out", "ffn", matcher.feed_forward, found.feed_forwards),
+    ):
+        for call in matcher.of_role(role):
+            outcome = match(call)
+            if call.fqn in kept or call.fqn in found.reasons:
+                outcome = Reason("calls", "it is called more than once in one forward")
+                kept.pop(call.fqn, None)
+            if isinstance(outcome, Reason):
+                found.reasons[call.fqn] = (group, outcome)
+            else:
+                kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
+    _find_blocks(found)
+    _find_patches(found)
+    _find_embeddings(found)
+    _find_norms(matcher, found)
+    return found
+
+
+def _find_blocks(found: Findings) -> None:
+    """Blocks among the modules whose own forward makes the residual sums of groups."""
+    sums: dict[str, dict[str, AttentionOut | FeedForwardGroup]] = {}
+    for name, group in (*found.outs.items(), *found.feed_forwards.items()):
+        fqn = found.seen.owners.innermost(group.tail.result)
+        if group.tail.residual is None or fqn is None:
+            found.open_blocks[name] = Reason("no-residual", "its result is not added to anything")
+        elif isinstance(group, FeedForwardGroup) and group.tail.residual is not group.source:
+            found.open_blocks[name] = Reason("no-residual", "its result is not added to what its norm reads")
+        else:
+            sums.setdefault(fqn, {})[name] = group
+    for fqn, groups in sums.items():
+        outcome = BlockMatcher(found.seen, fqn, groups.values(), found.projections.values()).match()
+        if isinstance(outcome, Reason):
+            found.open_blocks |= dict.fromkeys(groups, outcome)
+        else:
+            found.blocks[fqn] = outcome
+
+
+def _find_patches(found: Findings) -> None:
+    seen = found.seen
+    for node in seen.trace.graph.nodes:
+        source = node.args[0] if name_of(node) == "conv2d" else None
+        if not isinstance(source, Node) or origin(source) not in seen.trace.inputs:
+            continue
+        fqn = seen.owners.innermost(node) or ""
+        module = seen.owners.modules[fqn]
+        if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
+            found.patches[fqn] = PatchesGroup(fqn, node)
+        else:
+            found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
+
+
+def _find_embeddings(found: Findings) -> None:
+    """Patches with the method behind them, by the name of the patch embedding; and for others the reason why not."""
+    having = [fqn for fqn, _ in found.seen.double.named_modules() if (notes := found.calls.get(below(fqn, METHOD))) and notes.calls]
+    for fqn in having:
+        outcome = embedding_of(found.seen, found.calls, fqn)
+        if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
+            outcome = Reason("no-patches", "before it stands no plain convolution that cuts the model's input into patches")
+        if isinstance(outcome, Reason):
+            found.reasons[below(fqn, METHOD)] = ("patches", outcome)
+        else:
+            found.embeddings[below(fqn, outcome.patches)] = outcome
+    for patches in () if having else found.patches.values():
+        inline = inline_embedding(found.seen, patches.node)
+        if inline is not None:
+            found.reasons[inline[0]] = ("patches", inline[1])
+
+
+def _find_norms(matcher: Matcher, found: Findings) -> None:
+    """Layer norms that belong to no other group and lie in no block."""
+    groups = [*found.projections.values(), *found.feed_forwards.values()]
+    taken = {node for group in groups for node in group.nodes}
+    for node in found.seen.trace.graph.nodes:
+        norm = matcher.norm(node)
+        if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in modules_around(found.seen, node)):
+            continue
+        found.norms[norm.fqn] = LoneNorm(norm, node)
+
+
+def _is_tiling(module: nn.Conv2d) -> bool:
+    """Whether the windows of a convolution lie side by side and cover the image."""
+    plain = module.padding == (0, 0) and module.dilation == (1, 1) and module.groups == 1
+    return plain and module.kernel_size == module.stride and max(module.kernel_size) > 1
+
+
+def _with_linears(model: nn.Module) -> nn.Module:
+    """A stand-in of the model whose converted layers are linears without weights of their own, so that roles can be found."""
+    double = shadow(model)
+    for name, module in list(double.named_modules()):
+        if not isinstance(module, ButterflyLinear | SplitLinear) or not name:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        holder = double.get_submodule(parent)
+        if not isinstance(holder, SplitLinear):
+            holder._modules[leaf] = _linear_like(module)
+    return double
+
+
+def _linear_like(module: ButterflyLinear | SplitLinear) -> nn.Linear:
+    parameter = next(module.parameters())
+    has_bias = any(name.rpartition(".")[2] == "bias" for name, _ in module.named_parameters())
+    like = nn.Linear(module.in_features, module.out_features, bias=has_bias, device="meta")
+    empty = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+    like.weight = nn.Parameter(empty.expand(module.out_features, module.in_features), requires_grad=False)
+    if has_bias:
+        like.bias = nn.Parameter(empty.expand(module.out_features), requires_grad=False)
+    return like

@@ -1,0 +1,183 @@
+"""Modules that replace others: the same parameters, buffers, children and hooks, and another forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from flysurgery.errors import InferenceError
+from flysurgery.ops import forget_moved
+from flysurgery.surgery import STANDS_FOR
+
+_DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
+_training = attrgetter("training")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Condition:
+    """Whether fused modules may run: no covered module is in training mode or has hooks on its call.
+
+    After ``settle``, the covered modules and ``holders`` must also keep the children that they had then, and no covered module or child
+    may get another forward. A compiler skips this check, which would cost it hundreds of guards.
+    """
+
+    def __init__(self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = ()) -> None:
+        self.covered, self._holders = tuple(covered), tuple(holders)
+        self._hooks = tuple(getattr(module, name) for module in self.covered for name in _HOOKS)  # the dictionaries, which stay the same
+        self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
+        self._settled = list[Any]()
+
+    def settle(self) -> None:
+        """Store the present children and forwards as those from which the fused modules were made."""
+        places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
+        children = (place[name] for place, name in places)
+        forwards = {id(module): (vars(module), "forward") for module in (*self.covered, *children) if module is not None}
+        places += forwards.values()
+        self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
+        self._settled = self._present()
+
+    def holds(self) -> bool:
+        """Whether the fused modules may run. Every call asks this, so it takes a third of the time of ``obstacle``."""
+        if torch.compiler.is_compiling():
+            return not any(self._hooks) and not any(module.training for module in self.covered)
+        return not any(self._hooks) and not any(map(_training, self.covered)) and self._settled == self._present()
+
+    def _present(self) -> list[Any]:
+        return [*map(dict.get, self._dictionaries, self._names)]
+
+    def obstacle(self) -> tuple[str, nn.Module] | None:
+        """``"training"`` or ``"hooked"``, and the first module that is; None where the fused modules may run."""
+        for module in self.covered:
+            if module.training:
+                return "training", module
+            if any(getattr(module, name) for name in _HOOKS):
+                return "hooked", module
+        return None
+
+
+class StandIn(nn.Module):
+    """Replaces ``original`` while ``condition`` holds, and shares its dictionaries of parameters, buffers, children and hooks.
+
+    State dicts, moves to a device or dtype, hooks and the training mode are therefore those of the original, whose other attributes can
+    be read through it. Hooks run once: of the original only ``forward`` is called.
+    """
+
+    def __init__(self, original: nn.Module, condition: Condition) -> None:
+        super().__init__()
+        self.training, self.condition = original.training, condition
+        for name in _DICTIONARIES:
+            self.__dict__[name] = original.__dict__[name]
+        self.__dict__[STANDS_FOR] = (original,)  # in a tuple, so that it is no child
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the original's own forward; that of its class where the fused one was set on the original itself."""
+        original = self.original
+        forward = type(original).forward.__get__(original) if STANDS_FOR in vars(original) else original.forward
+        return forward(*args, **kwargs)
+
+    @property
+    def original(self) -> nn.Module:
+        """The module that was here before."""
+        return self.__dict__[STANDS_FOR][0]
+
+    def train(self, mode: bool = True) -> StandIn:
+        self.original.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StandIn:
+        """Move and retype parameters and buffers, as ``to`` does, and free what fused modules packed from them."""
+        super()._apply(fn, recurse)
+        forget_moved()
+        return self
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise InferenceError(
+            "nn.DataParallel cannot replicate an optimized model, whose fused modules keep to their device; call flysurgery.restore(model) "
+            "before, or optimize a copy for each device"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__[STANDS_FOR][0], name)
+
+
+class Passed(StandIn):
+    """A norm that a later fused module computes: returns its input as long as that module runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.condition.holds() else self.plain(x)
+
+
+class Stepped(StandIn):
+    """A module that ``step`` computes, for calls with one argument."""
+
+    def __init__(self, original: nn.Module, step: nn.Module, condition: Condition) -> None:
+        super().__init__(original, condition)
+        self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        fits = len(args) == 1 and not kwargs
+        return self._step[0](*args) if fits and self.condition.holds() else self.plain(*args, **kwargs)
+
+
+class Through(nn.Module):
+    """Returns its input, in a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Undropped(nn.Dropout):
+    """A dropout in evaluation mode with all its attributes. It does not call PyTorch's function, which modes would see."""
+
+    def __init__(self, original: nn.Dropout) -> None:
+        self.__dict__ = original.__dict__
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: Mapping[tuple[str, str], Any] | None = None) -> nn.Module:
+    """``module`` with other children below it, and attributes of other values; the module itself stays as it is.
+
+    Only the modules on the way to the replaced ones are copied, and they share parameters, buffers and hooks with their originals.
+
+    Args:
+        replacements: by the names of the replaced modules, "" for ``module`` itself.
+        attributes: values by module names ("" for ``module`` itself) and attribute names.
+    """
+    if "" in replacements:
+        return replacements[""]
+    copies: dict[str, nn.Module] = {}
+
+    def copy_of(path: str) -> nn.Module:
+        if path not in copies:
+            old = module.get_submodule(path)
+            new = copies[path] = type(old).__new__(type(old))
+            new.__dict__.update(old.__dict__)
+            new.__dict__["_modules"] = dict(old._modules)
+            parent, _, name = path.rpartition(".")
+            if path:
+                copy_of(parent)._modules[name] = new
+        return copies[path]
+
+    copy_of("")
+    for path, new in replacements.items():
+        parent, _, name = path.rpartition(".")
+        copy_of(parent)._modules[name] = new
+    for (path, name), value in (attributes or {}).items():
+        vars(copy_of(path))[name] = value  # a module here is no child, and hides a method of the class
+    return copies[""]
+
+
+def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """``module`` and the modules on the way to these names below it. A ``view`` that replaces these names has copies of them."""
+    parts = [path.split(".")[:-1] for path in paths]
+    return [module.get_submodule(path) for path in {".".join(names[:count]): None for names in parts for count in range(len(names) + 1)}]

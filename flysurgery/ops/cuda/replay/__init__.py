@@ -1,0 +1,1 @@
+"""Calls that launch again what they launched before."""

@@ -1,0 +1,152 @@
+"""How a fused operation is computed: stages of launches, chosen once for operands of the same shapes, or why no kernel takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.ops.autocast import autocast_dtype
+from flysurgery.ops.cuda.modes import tf32_allowed
+from flysurgery.ops.problem import foreign_obstacle, is_tracing
+from flysurgery.ops.registry import BACKENDS
+
+Found = TypeVar("Found")
+
+_REMEMBERED = 4096
+_requires_grad, _looks = attrgetter("requires_grad"), attrgetter("shape", "dtype", "device")
+_decided: dict[tuple[Hashable, ...], object] = {}
+
+
+class Stage(NamedTuple):
+    """One or more launches of an operation. An operation is a list of stages; each receives the result of the stage before.
+
+    ``run`` takes that result, the operation's x, and the operation. It holds no tensors, because stages are remembered.
+    """
+
+    launches: tuple[str, ...]
+    run: Callable[[Tensor, Tensor, Any], Tensor]
+
+
+Stages = tuple[Stage, ...]
+
+
+class Operation(Protocol):
+    """A description of what is computed from x: a named tuple of the other operands and the options."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All operands but x whose shapes, dtypes and devices decide how it is computed."""
+        ...
+
+    @property
+    def form(self) -> tuple[Hashable, ...]:
+        """A name, which operands are there, and all options: what else decides."""
+        ...
+
+    def wrong(self, x: Tensor) -> str | None:
+        """Why the sizes of the operands do not fit each other; None where they do."""
+        ...
+
+    def stages(self, x: Tensor) -> Stages | str:
+        """The fastest stages for operands that fit each other and lie on one CUDA device, or why no kernel takes them."""
+        ...
+
+    def plainly(self, x: Tensor) -> Tensor:
+        """The result by PyTorch's operators and ``ks_linear``: the definition, on any device, in any dtype, with gradients.
+
+        The fused kernels round less often: they keep sums, norms and activations in float32 between the products.
+        """
+        ...
+
+
+class Way(NamedTuple):
+    """The stages of an operation, with the operands of one call."""
+
+    stages: Stages
+    x: Tensor
+    operation: Any
+
+    def launches(self) -> tuple[str, ...]:
+        """What the launches compute, one after the other."""
+        return tuple(launch for stage in self.stages for launch in stage.launches)
+
+    def run(self) -> Tensor:
+        """The operation's result."""
+        y = self.x
+        for stage in self.stages:
+            y = stage.run(y, self.x, self.operation)
+        return y
+
+
+def way(x: Tensor, operation: Operation) -> Way | str:
+    """How kernels compute an operation, or why none takes it. Depends on shapes, dtypes, devices and PyTorch's settings only."""
+    stages = decided(lambda: _stages(x, operation), (x, *operation.tensors), *operation.form)
+    return stages if isinstance(stages, str) else Way(stages, x, operation)
+
+
+def reason(x: Tensor, operation: Operation) -> str | None:
+    """Why no kernel takes an operation; None where one does."""
+    found = way(x, operation)
+    return found if isinstance(found, str) else None
+
+
+def run(x: Tensor, operation: Operation) -> Tensor:
+    """The result of an operation, by kernels. No gradients.
+
+    Raises:
+        BackendError: no kernel takes this; the message is what ``reason`` answers.
+    """
+    found = way(x, operation)
+    if isinstance(found, str):
+        raise BackendError(found)
+    return found.run()
+
+
+def _stages(x: Tensor, operation: Operation) -> Stages | str:
+    return _obstacle(x, operation.tensors) or operation.wrong(x) or operation.stages(x)
+
+
+def _obstacle(x: Tensor, tensors: Iterable[Tensor]) -> str | None:
+    """Why no kernel takes these tensors, whatever it computes."""
+    tensors = tuple(tensors)
+    if x.device.type != "cuda":
+        return f"the fused operators need tensors on a CUDA device, x is on {x.device.type}"
+    if any(tensor.device != x.device for tensor in tensors):
+        return f"the fused operators need all tensors on {x.device}, where x is"
+    if is_tracing(*tensors) and not is_tracing(x):
+        return f"the fused operators take plain tensors as weights, not {', '.join({type(tensor).__name__ for tensor in tensors})}"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
+        return "the fused operators have no gradients; call them under torch.inference_mode() or torch.no_grad()"
+    return foreign_obstacle()
+
+
+def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hashable) -> Found:
+    """Give ``decide()``, and remember it, except during tracing, where sizes may be symbols.
+
+    Args:
+        tensors: all operands, x first.
+        asked: everything else that the decision depends on, besides PyTorch's settings and the registered backends.
+    """
+    if is_tracing(*tensors):
+        return decide()
+    x = tensors[0]
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        autocast = autocast_dtype("cuda" if x.is_cuda else x.device.type)
+    tf32 = (autocast or x.dtype) == torch.float32 and x.is_cuda and tf32_allowed()
+    gradients = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    key = (*asked, autocast, tf32, gradients, *BACKENDS.values(), *map(_looks, tensors))
+    try:
+        return _decided[key]  # pyright: ignore[reportReturnType] - what was asked tells the type
+    except KeyError:
+        pass
+    found = decide()
+    if len(_decided) >= _REMEMBERED:
+        _decided.clear()
+    _decided[key] = found
+    return found

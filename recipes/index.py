@@ -1,0 +1,62 @@
+"""Write recipes/README.md from the docstrings of the recipes: what each does, what it needs, and where its rows are.
+
+Run it without arguments after a docstring has changed: ``python recipes/index.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+INTRODUCTION = """# Recipes
+
+`python recipes/index.py` writes this page from the recipes' docstrings.
+
+A recipe is one program for a task or for a family of tables, each of which `--help` names. Its committed rows are in `recipes/results`.
+[Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them as tables, and say which
+command makes which table or figure of Gonon et al. 2024. `python recipes/NAME.py --help` says how a recipe measures and what its columns
+mean.
+
+What they share:
+
+- `--quick` takes fewer cases and samples and answers within two minutes. It works on a CPU too, whatever the table below says: what
+  launches kernels then has a row with the status `needs CUDA` and no time, and `factors.py energy` has times without joules. Only
+  `sanitize_kernels.py`, which times nothing, always needs a CUDA device.
+- `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows that a file has
+  stay, whatever `--quick`, `--seconds` and `--candidates` they were measured with: for others name another file, or say `--fresh`.
+- `--plot FILE` draws the rows. `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the
+  measurement.
+- Each candidate is compared with float64 before it is timed. One that is wrong has a row that says so.
+- Dense is timed twice in the same shuffled run. Where there is no dense candidate, the one that ratios refer to is timed twice. Where the
+  two differ by more than 3 % (10 % on a CPU), all rows of that run say noisy.
+- The column `launch` says whether a time is that of a CUDA graph over inputs larger than the L2 cache, or of calls from Python.
+- `bytes_moved` and `flops` are what the computation must spend. `bound_ms` or `bound_us` is what the run's own copy and matrix product
+  allow for that, and `share_of_bound` is its part of the time.
+
+| recipe | what it does | needs | rows |
+|---|---|---|---|
+"""
+
+_NEEDS = re.compile(r"^Needs (.+?)\.(?=\s|$)", re.MULTILINE | re.DOTALL)
+_ROWS = re.compile(r"recipes/results/([\w.]+\.(?:csv|txt))")
+
+
+def page() -> str:
+    """The text of recipes/README.md. A recipe is a file whose docstring has the command that runs it and says what it needs."""
+    rows = []
+    for path in sorted(HERE.glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        needs = _NEEDS.search(text)
+        if needs and f"recipes/{path.name}" in text:
+            files = dict.fromkeys(name for name in _ROWS.findall(text) if (HERE / "results" / name).is_file())
+            links = ", ".join(f"[{name}](results/{name})" for name in files)
+            cells = (f"`{path.name}`", text.partition("\n")[0].rstrip("."), " ".join(needs[1].split()), links)
+            rows.append("| " + " | ".join(cells).replace("``", "`") + " |\n")
+    return INTRODUCTION + "".join(rows)
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,205 @@
+"""The tables of kernels as data: what each compares, and on which cases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from kernel_ablation import ablation
+from kernel_operations import (
+    FAMILIES,
+    GATED_BLOCKS,
+    LAYERS,
+    PATCHES,
+    TOKENS,
+    Ready,
+    attention,
+    factor_grad,
+    few_rows,
+    ffn,
+    gated_ffn,
+    linear,
+    norm_linear,
+    wide,
+)
+from tables import Table
+
+from flysurgery.bench import in_mode
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one table compares.
+
+    ``columns`` stand before the candidate's. ``cases`` are what tells them apart, beside the mode, in the column ``mode``, and the rows
+    of x, in the column ``rows`` where ``tokens`` says how many an image has. ``quick`` is how many cases --quick takes. ``series`` is
+    the column of the candidate's name, ``note`` that of what is said of it. ``ratios`` maps columns to the candidates that they refer
+    to. ``worst`` is how many times the baseline's error a candidate may have. There is a picture for each value of the column ``by``,
+    with bars for each value of those in ``group``. With ``copy`` a copy that moves as many bytes is timed too. With ``ahead`` the
+    kernels are compiled side by side before the first case.
+    """
+
+    columns: tuple[str, ...]
+    cases: Sequence[Mapping[str, Any]]
+    make: Callable[..., Ready]
+    group: tuple[str, ...]
+    modes: str = "fp16,fp32"
+    seconds: float = 0.5
+    quick: int = 1
+    tokens: int | None = None
+    mode: str | None = "mode"
+    by: str = "mode"
+    series: str = "candidate"
+    note: str | None = None
+    ratios: Mapping[str, str] = field(default_factory=lambda: {"ratio_to_dense": "dense"})
+    worst: float = 2.0
+    copy: bool = False
+    ahead: bool = False
+
+
+def grid(**axes: Iterable[Any]) -> tuple[dict[str, Any], ...]:
+    """All combinations of columns' values, those of the last column changing first."""
+    return tuple(dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
+
+
+SIZES = (*((images, 197, 6) for images in (8, 16, 32, 64, 128, 256)), (128, 197, 3), (128, 197, 12), (128, 50, 12), (64, 257, 16))
+"""Images, tokens and heads of timm's models."""
+
+PATTERNS = (
+    *((1, 192, 48, 2), (2, 48, 192, 1), (1, 768, 192, 2), (6, 64, 64, 1), (1, 128, 128, 3), (6, 64, 256, 1)),
+    *((1, 96, 96, 4), (4, 96, 96, 1), (1, 384, 96, 4), (4, 96, 384, 1), (1, 384, 384, 1), (1, 64, 64, 16)),
+)
+"""The factors of ViT-S/16 in the patterns of Gonon et al., in Monarch ones with nblocks = 4, and two for comparison."""
+
+WIDE = (("monarch", 768), ("monarch", 512), ("monarch", 1024), ("gonon", 768))
+WIDE_ROWS = (16, 197, 788, 1576, 3152, 6304, 12608, 25216)
+TO_BOTH = {"ratio_to_dense": "dense", "ratio_to_compiled": "dense compiled"}
+
+TABLES: Mapping[str, Comparison] = {
+    "attention": Comparison(
+        columns=("mode", "images", "tokens", "heads"),
+        cases=[dict(zip(("images", "tokens", "heads"), size, strict=True)) for size in SIZES],
+        make=attention,
+        group=("images", "tokens", "heads"),
+        modes="fp16,bf16",
+        seconds=0.1,
+        ratios={"ratio_to_pytorch": "pytorch"},
+        worst=1.25,
+    ),
+    "norm_linear": Comparison(
+        columns=("architecture", "mode", "rows"),
+        cases=grid(architecture=FAMILIES),
+        make=norm_linear,
+        group=("architecture",),
+        modes="all",
+        quick=2,
+        tokens=TOKENS,
+        ratios=TO_BOTH,
+        copy=True,
+    ),
+    "fused_linear": Comparison(
+        columns=("layer", "architecture", "linears", "mode", "rows"),
+        cases=grid(layer=LAYERS),
+        make=linear,
+        group=("layer",),
+        modes="all",
+        tokens=PATCHES,
+        note="backend",
+        worst=16,
+        copy=True,
+    ),
+    "factor_grad": Comparison(
+        columns=(*"abcd", "mode"),
+        cases=[dict(zip("abcd", pattern, strict=True)) for pattern in PATTERNS],
+        make=factor_grad,
+        group=(*"abcd",),
+        modes="bf16,fp32",
+        seconds=0.1,
+        ratios={"ratio_to_einsum": "einsum"},
+        worst=16,
+        ahead=True,
+    ),
+    "fused_ffn": Comparison(
+        columns=("width", "architecture", "dtype", "activation", "rows"),
+        cases=grid(width=(384, 192, 768), architecture=FAMILIES, activation=("gelu", "gelu_tanh")),
+        make=ffn,
+        group=("width", "architecture", "activation"),
+        modes="fp16,bf16,tf32,fp32",
+        tokens=TOKENS,
+        mode="dtype",
+        by="dtype",
+        ratios=TO_BOTH,
+        worst=3,
+    ),
+    "few_rows": Comparison(
+        columns=("part", "width", "mode", "rows"),
+        cases=grid(
+            width=(384, 768),
+            rows=(TOKENS, 2 * TOKENS, 4 * TOKENS, 8 * TOKENS),
+            part=("norm and q, k, v", "attention", "output projection", "feed-forward"),
+        ),
+        make=few_rows,
+        group=("part", "width", "rows"),
+        quick=4,
+    ),
+    "gated_ffn": Comparison(
+        columns=("model", "width", "hidden", "mode", "rows"),
+        cases=grid(model=GATED_BLOCKS),
+        make=gated_ffn,
+        group=("model",),
+        tokens=TOKENS,
+        note="launches",
+    ),
+    "wide": Comparison(
+        columns=("architecture", "width", "part", "rows"),
+        cases=[
+            {"part": part, "architecture": architecture, "width": width, "rows": rows}
+            for (architecture, width), rows, part in product(WIDE, WIDE_ROWS, ("q, k and v", "feed-forward"))
+        ],
+        make=wide,
+        group=("architecture", "width", "rows"),
+        modes="fp16",
+        seconds=0.03,
+        quick=2,
+        mode=None,
+        by="part",
+        ahead=True,
+    ),
+    "fused_ablation": Comparison(
+        columns=("layer", "architecture", "mode", "rows"),
+        cases=grid(layer=("square", "up", "down", "monarch square")),
+        make=ablation,
+        group=("layer",),
+        tokens=PATCHES,
+        series="change",
+        note="config",
+        ratios={"ratio_to_tuned": "tuned"},
+        worst=4,
+        ahead=True,
+    ),
+}
+
+
+def launched_once(name: str, table: Table, mode: str, case: Mapping[str, Any]) -> None:
+    """Launch each candidate once, which puts its kernels into the cache folder. What fails here has its row later."""
+    try:
+        ready = TABLES[name].make(table, mode, **case)
+        with in_mode(mode), torch.inference_mode():
+            for run in ready.runs.values():
+                if not isinstance(run, str):
+                    run(ready.x)
+    except Exception as error:
+        print(f"not compiled ahead: {name}, {mode}, {case}: {error}", flush=True)
+
+
+def compile_ahead(name: str, table: Table, cases: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Compile the kernels of the cases side by side, in processes of their own."""
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        list(pool.map(partial(launched_once, name, table), *zip(*cases, strict=True)))
