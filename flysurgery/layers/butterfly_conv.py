@@ -39,5 +39,10 @@ class ButterflyConv(ButterflyLinear):
         result = super().forward(x.movedim(channels, -1)).movedim(-1, channels)
         return result.contiguous() if x.is_contiguous() else result
 
+    @property
+    def weight(self) -> Tensor:  # shape: (out_features, in_features, *(1,) * axes)
+        """The product of the factors as a convolution's weight; see ``ButterflyLinear.weight``."""
+        return super().weight[(..., *(None,) * self.axes)]
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, axes={self.axes}"

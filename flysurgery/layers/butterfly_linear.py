@@ -7,18 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
+from flysurgery.factors import factors_to_dense
 from flysurgery.ops import forget_moved, ks_linear
 from flysurgery.patterns import Architecture
+
+torch.fx.wrap("ks_linear")  # torch.fx records one call and does not look inside
 
 
 class ButterflyLinear(nn.Module):
     """``y = x (K_1 K_2 ... K_L)^T + bias``; replaces an ``nn.Linear``.
 
     ``factors`` holds one parameter of shape (a, b, c, d) for each pattern of ``architecture``, left to right; a row x
-    meets the last one first. There is no ``weight``: a parent that reads a weight instead of calling its child
-    must fail, not bypass the factors. ``backend`` names one way to multiply; None takes the fastest known. Kernels cache packed
+    meets the last one first. ``weight`` is their product, computed at each read. ``backend`` names one way to multiply; None takes the
+    fastest known. Kernels cache packed
     factors. After writes that PyTorch does not count, through ``factor.data`` or, under 2.11, by timm's ``ModelEmaV3``, call
     ``flysurgery.ops.forget_derived``.
 
@@ -73,6 +77,14 @@ class ButterflyLinear(nn.Module):
     ) -> Tensor:  # shape: (*batch, out_features)
         factors, bias = self.own_parameters()
         return ks_linear(x, factors, bias, backend=self.backend)
+
+    @property
+    def weight(self) -> Tensor:  # shape: (out_features, in_features)
+        """The product of the factors, in their dtype, for readers of an ``nn.Linear``; differentiable, and no parameter.
+
+        It is a new tensor at each read, so writes to it are lost. Costs ``factors_to_dense``.
+        """
+        return factors_to_dense(self.own_parameters()[0])
 
     def own_parameters(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """``tuple(self.factors), self.bias``. Every call needs them, so plain parameters are read at a tenth of the usual cost."""

@@ -61,7 +61,7 @@ def test_moved_it_keeps_nothing_of_what_was_packed() -> None:
     check(layer, FP64)
 
 
-@pytest.mark.parametrize("name", ["weight", "fuse", "reparameterize", "switch_to_deploy"])
+@pytest.mark.parametrize("name", ["fuse", "reparameterize", "switch_to_deploy"])
 def test_offers_nothing_that_a_parent_would_use_in_its_place(name: str) -> None:
     assert not hasattr(ButterflyLinear(SMALL), name)
 

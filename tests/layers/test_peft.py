@@ -1,0 +1,98 @@
+"""Adapters of peft on converted layers, by peft's own calls."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+import flysurgery
+from flysurgery.errors import SurgeryError
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.peft import LoraButterfly, lora_config
+
+SETTINGS = [
+    {"target_modules": "all-linear"},
+    {"target_modules": ["fc1", "qkv"]},
+    {"target_modules": ["fc1", "q"], "use_dora": True},
+    {"target_modules": "all-linear", "use_rslora": True, "modules_to_save": ["head"]},
+]
+
+
+@pytest.fixture(scope="module")
+def converted() -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
+    flysurgery.apply(flysurgery.plan(model, arch="monarch"), model)
+    return model
+
+
+def adapted(model: nn.Module, **settings: Any) -> PeftModel:
+    model = copy.deepcopy(model)
+    return get_peft_model(model, lora_config(model, LoraConfig(r=4, **settings)))
+
+
+def trained(model: PeftModel, x: torch.Tensor) -> PeftModel:
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    model.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_trained_saved_opened_merged(converted: nn.Module, settings: dict[str, Any], tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 64, 64)
+    before = converted(x)
+    model = adapted(converted, **settings)
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)  # an adapter begins at zero
+    after = trained(model, x)(x)
+    assert (after - before).abs().max() > 0.1
+
+    model.save_pretrained(tmp_path)
+    other = copy.deepcopy(converted)
+    opened = PeftModel.from_pretrained(other, tmp_path, config=lora_config(other, LoraConfig.from_pretrained(tmp_path)))
+    torch.testing.assert_close(opened.eval()(x), after)
+
+    model.merge_adapter(safe_merge=True)
+    assert not any(isinstance(module, ButterflyLinear) for module in model.modules() if isinstance(module, LoraButterfly))
+    torch.testing.assert_close(model(x), after, rtol=1e-3, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(x), after, rtol=1e-4, atol=1e-5)
+    if "modules_to_save" not in settings:
+        with model.disable_adapter():
+            torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    dense = model.merge_and_unload()
+    torch.testing.assert_close(dense(x), after, rtol=1e-3, atol=1e-4)
+    assert type(dense.blocks[0].mlp.fc1) is nn.Linear
+
+
+def test_all_linear_means_each_part_of_q_k_v(converted: nn.Module) -> None:
+    names = {name for name, module in adapted(converted, target_modules="all-linear").named_modules() if isinstance(module, LoraButterfly)}
+    found = {name.removeprefix("base_model.model.") for name in names}
+    layers = ("attn.qkv.q", "attn.qkv.k", "attn.qkv.v", "mlp.fc1", "mlp.fc2")
+    assert found == {f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
+
+
+def test_unmerged_the_converted_layer_is_back(converted: nn.Module) -> None:
+    model = adapted(converted, target_modules=["qkv"])
+    layer = model.base_model.model.blocks[0].attn.qkv
+    assert isinstance(layer.base_layer, SplitLinear)
+    model.merge_adapter()
+    assert isinstance(layer.base_layer, nn.Linear)
+    model.unmerge_adapter()
+    assert isinstance(layer.base_layer, SplitLinear)
+
+
+def test_an_optimized_model_is_refused(converted: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.peft.is_optimized", lambda model: True)
+    with pytest.raises(SurgeryError, match=r"undo it first: flysurgery\.restore"):
+        lora_config(converted, LoraConfig(target_modules=["fc1"]))
