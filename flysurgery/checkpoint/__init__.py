@@ -2,14 +2,15 @@
 
 from flysurgery.checkpoint.base import build_base as build_base
 from flysurgery.checkpoint.config import vouch_for_weights as vouch_for_weights
+from flysurgery.checkpoint.dense import check_dense_folder as check_dense_folder
 from flysurgery.checkpoint.dense import load_dense as load_dense
+from flysurgery.checkpoint.dense import load_weights as load_weights
+from flysurgery.checkpoint.dense import save_dense as save_dense
+from flysurgery.checkpoint.folder import check_space as check_space
+from flysurgery.checkpoint.load import is_converted as is_converted
 from flysurgery.checkpoint.load import load as load
-from flysurgery.checkpoint.reader import is_converted as is_converted
 from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import check_report as check_report
 from flysurgery.checkpoint.save import save as save
-from flysurgery.checkpoint.save_dense import check_dense_folder as check_dense_folder
-from flysurgery.checkpoint.save_dense import save_dense as save_dense
 from flysurgery.checkpoint.shell import build_random as build_random
 from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured
-from flysurgery.checkpoint.weights import load_weights as load_weights

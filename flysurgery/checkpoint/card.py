@@ -1,4 +1,4 @@
-"""The model card of a converted model: facts that its plan and its report hold, and how to load it."""
+"""The model card of a converted model: facts that its plan and its report hold, how close it is to the dense one, and how to load it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flysurgery.checkpoint.card_fidelity import closeness, shown
 from flysurgery.surgery import Plan
 
 CARD = """---
@@ -41,8 +40,9 @@ No network, pickle or original weights are needed; `DIR` is the folder that hold
 ```
 """
 
-
 OPTIMIZED = "- On CUDA `flysurgery.load` fuses groups of layers by `flysurgery.optimize`, where that is faster; the weights are the same\n"
+
+UNKNOWN = "- Its fidelity is unknown, since it was not measured: `flysurgery evaluate DIR --against MODEL --data FOLDER` does\n"
 
 
 def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, config: Mapping[str, Any]) -> str:
@@ -63,7 +63,7 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, co
         share=after / before,
         dtypes=dtypes,
         optimized=OPTIMIZED if config.get("optimize") else "",
-        closeness=closeness(report),
+        closeness=_closeness(report),
         measurement=_measurement(report),
         accuracy=_accuracy(report),
         finetune=_finetune(report),
@@ -85,6 +85,63 @@ def _weights(plan: Plan, data: Mapping[str, Any]) -> str:
         return ""
     licence = f", licence {data['license']}" if data.get("license") else ""
     return f"- Converted from the weights `{plan.base}.{data['tag']}`{licence}\n"
+
+
+def _closeness(report: Mapping[str, Any]) -> str:
+    """Lines on the errors of the layers and the fidelity of the whole model."""
+    run = report.get("finetune") or {}
+    fidelity, done = report.get("fidelity"), report.get("reconstruction")
+    lines = _layer_errors(report, reconstructed=done is not None, trained=bool(run))
+    if fidelity is not None:
+        data = (report.get("calibration") or {}).get("data")
+        where = f"held-out samples of {data}" if data else "held-out samples"
+        when = ", before any fine-tuning" if run else ""
+        lines += f"- Fidelity to the dense model on {fidelity['samples']} {where}{when}: {_shown(fidelity)}\n"
+        if fidelity["blocks"]:
+            errors = " ".join(_number(error) for _, error in fidelity["blocks"])
+            lines += f"- Relative error after each block, in sequence{when}: {errors}\n"
+    if done is not None:
+        before, after = (_number(done[name]["relative_error"]) for name in ("before", "after"))
+        lines += (
+            f"- Reconstructed block by block in {done['updates']:,} updates of {done['batch']} views each, {done['seconds']:.0f} s; "
+            f"update {done['kept']:,} was kept: relative error {before} before, {after} after\n"
+        )
+    known = run.get("fidelity_after") is not None if run else fidelity is not None
+    return lines if known or run.get("scratch") else lines + UNKNOWN
+
+
+def _shown(fidelity: Mapping[str, Any]) -> str:
+    """The numbers of a fidelity, in one line."""
+    parts = [f"output cosine {_number(fidelity['output_cosine'])}"]
+    if fidelity.get("token_cosine") is not None:
+        parts.append(f"token cosine {_number(fidelity['token_cosine'])}")
+    parts.append(f"relative error {_number(fidelity['relative_error'])}")
+    if fidelity.get("agreement") is not None:
+        parts.append(f"same top class {fidelity['agreement']:.2%}")
+    return ", ".join(parts)
+
+
+def _layer_errors(report: Mapping[str, Any], *, reconstructed: bool, trained: bool) -> str:
+    """The errors of the layers' outputs where they were measured; only without them those of the weights, which calibration raises."""
+    when = ", before the reconstruction" if reconstructed else ", before any fine-tuning" if trained else ""
+    calibrated = [(row["calibration"]["output_error"], row["fqn"]) for row in report["rows"] if row.get("calibration")]
+    if calibrated:
+        return _errors("the layers' outputs on held-out samples", when, calibrated)
+    projected = [(row["relative_error"], row["fqn"]) for row in report["rows"] if row.get("relative_error") is not None]
+    if not projected:
+        return ""
+    return _errors("the projected weights, `norm(W - W') / norm(W)`", when, projected)
+
+
+def _errors(what: str, when: str, errors: list[tuple[float, str]]) -> str:
+    (least, best), (most, worst) = min(errors), max(errors)
+    mean = sum(error for error, _ in errors) / len(errors)
+    numbers = f"mean {mean:.3f}, least {least:.3f} (`{best}`), most {most:.3f} (`{worst}`)"
+    return f"- Relative error of {what}{when}: {numbers}; all are in `report.json`\n"
+
+
+def _number(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.3f}"
 
 
 def _measurement(report: Mapping[str, Any]) -> str:
@@ -120,7 +177,7 @@ def _finetune(report: Mapping[str, Any]) -> str:
     accuracy = f"; top-1 {before['top1']:.2%} before, {after['top1']:.2%} after, of {after['samples']} samples" if before and after else ""
     start, end = run.get("fidelity_before"), run.get("fidelity_after")
     if end is not None:
-        whole = "" if start is None else f"{shown(start)} before, and "
-        accuracy += f"; fidelity to the teacher on {end['samples']} held-out images: {whole}{shown(end)} after"
+        whole = "" if start is None else f"{_shown(start)} before, and "
+        accuracy += f"; fidelity to the teacher on {end['samples']} held-out images: {whole}{_shown(end)} after"
     what = "Trained from random weights" if run["scratch"] else "Fine-tuned"
     return f"- {what} on {run['images']:,} images of {run['data']} in {run['updates']:,} updates{teacher}{accuracy}\n"

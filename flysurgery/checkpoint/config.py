@@ -1,9 +1,9 @@
-"""The folder's ``config.json``, in the shape that timm reads."""
+"""The folder's ``config.json``, in the shape that timm reads, and what a ``pretrained_cfg`` says of images, classes and weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from timm.models import PretrainedCfg, filter_pretrained_cfg
 from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT
-from flysurgery.checkpoint.data_config import check_data
-from flysurgery.checkpoint.header import parse_json
-from flysurgery.checkpoint.regular import read_text
+from flysurgery.checkpoint.files import read_json
 from flysurgery.errors import CheckpointError
+from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import Plan
 
 WEIGHT_SOURCES = frozenset({"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"})
@@ -24,8 +23,53 @@ WEIGHT_SOURCES = frozenset({"url", "file", "state_dict", "hf_hub_id", "hf_hub_fi
 CLAIMS = frozenset({"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"})
 """Entries that say whose the weights are."""
 
-ABOUT_WEIGHTS = WEIGHT_SOURCES | CLAIMS | {"label_names", "label_descriptions", "label_offset"}
-"""Entries that are true of certain weights, not of their architecture."""
+LABELS = frozenset({"label_names", "label_descriptions", "label_offset"})
+"""Entries that say what the classes are."""
+
+
+Check = Callable[[Any], bool]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_FEATURES
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_FEATURES
+
+
+def _is_size(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+def _are(is_one: Check, value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_one, value))
+
+
+def _are_texts(value: object) -> bool:
+    return _is_text(value) or _are(_is_text, value)
+
+
+def _are_descriptions(value: object) -> bool:
+    return _are_texts(value) or (isinstance(value, dict) and all(map(_is_text, (*value, *value.values()))))
+
+
+KINDS: tuple[tuple[tuple[str, ...], Check, str], ...] = (
+    (("interpolation", "crop_mode", "tag", "license", "description", "origin_url", "paper_name"), _is_text, "a text"),
+    (("paper_ids", "notes", "first_conv", "classifier", "label_names"), _are_texts, "a text or a list of texts"),
+    (("input_size", "test_input_size", "min_input_size"), lambda value: _are(_is_size, value) and len(value) == 3, "a list of three sizes"),
+    (("pool_size", "test_pool_size"), lambda value: _are(_is_size, value), "a list of sizes"),
+    (("crop_pct", "test_crop_pct"), lambda value: _is_number(value) and value > 0, "a positive number"),
+    (("mean", "std"), lambda value: _are(_is_number, value), "a list of numbers"),
+    (("num_classes", "label_offset"), _is_count, f"a whole number of at most {MAX_FEATURES}"),
+    (("fixed_input_size",), lambda value: isinstance(value, bool), "true or false"),
+    (("label_descriptions",), _are_descriptions, "a map of texts to texts"),
+)
+"""What the entries of a ``pretrained_cfg`` that timm reads must be; other entries are not used."""
 
 
 def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
@@ -34,7 +78,7 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
     The architecture is the registered entry point, never the dense name: under that one timm would fill a model of
     another number of classes with random dense layers, and only warn.
     """
-    data = _data_config(model, plan)
+    data = data_config(model, plan.base_args)
     config = {
         "architecture": ENTRY_POINT,
         "num_classes": data.get("num_classes"),
@@ -54,13 +98,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     try:
-        config = parse_json(read_text(file))
+        config = read_json(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no config.json") from error
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise CheckpointError(f"{file} is no timm configuration: it names no architecture")
     for name in ("model_args", "pretrained_cfg"):
@@ -109,6 +149,19 @@ def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, f
                 raise CheckpointError(f"{file}: {where}{name} is {found[name]!r:.40}, and the model of model.safetensors has {value}")
 
 
+def check_data(data: Mapping[str, Any], where: str) -> None:
+    """See that the entries which timm reads are what timm can use; None stands for no entry.
+
+    Raises:
+        CheckpointError: an entry of another kind; the message names it.
+    """
+    for names, is_right, wanted in KINDS:
+        for name in names:
+            value = data.get(name)
+            if value is not None and not is_right(value):
+                raise CheckpointError(f"{where}.{name} must be {wanted}, got {value!r:.60}")
+
+
 def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
     """Tell a timm model what its weights were trained on, as ``timm.data`` reads it: mean, std, crop, labels, ...
 
@@ -118,39 +171,39 @@ def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
         return
     known = {each.name for each in fields(PretrainedCfg)} - WEIGHT_SOURCES - {"architecture"}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in pretrained_cfg.items() if name in known}
-    described: Any = model  # timm's models keep plain dicts under these names, which nn.Module does not declare
-    kept = {name: value for name, value in described.pretrained_cfg.items() if name not in ABOUT_WEIGHTS}
-    described.pretrained_cfg = described.default_cfg = {**kept, **found}
+    _replace_data(model, _without(model.pretrained_cfg, WEIGHT_SOURCES | CLAIMS | LABELS) | found)
 
 
 def vouch_for_weights(model: nn.Module) -> None:
     """Note on a timm model that it has the weights that its ``pretrained_cfg`` names, so that a folder may say so."""
-    described: Any = model
-    kept = {name: value for name, value in described.pretrained_cfg.items() if name not in WEIGHT_SOURCES}
-    described.pretrained_cfg = described.default_cfg = kept
+    _replace_data(model, _without(model.pretrained_cfg, WEIGHT_SOURCES))
 
 
-def data_of(model: nn.Module) -> dict[str, Any]:
-    """What a timm model's ``pretrained_cfg`` says that holds in a folder of its own weights.
+def _replace_data(model: Any, data: dict[str, Any]) -> None:
+    model.pretrained_cfg = model.default_cfg = data  # timm's models keep plain dicts under both names
+
+
+def data_config(model: nn.Module, base_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``pretrained_cfg`` of a folder with the model's own weights: what its own says that holds there, and its sizes as they are.
 
     One that names a source is its architecture's, and the same whether the weights were taken from there or not; its tag and licence
     are left out.
     """
-    own = dict(getattr(model, "pretrained_cfg", None) or {})
+    own = getattr(model, "pretrained_cfg", None)
+    if own is None:
+        classes = base_args.get("num_classes")
+        return {} if classes is None else {"num_classes": classes}
     names_source = any(own.get(name) for name in WEIGHT_SOURCES)
-    found = filter_pretrained_cfg(own, remove_source=True, remove_null=True)
-    left_out = WEIGHT_SOURCES | {"architecture"} | (CLAIMS if names_source else set())
-    return {name: value for name, value in found.items() if name not in left_out}
-
-
-def _data_config(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    if getattr(model, "pretrained_cfg", None) is None:
-        sizes = {"num_classes": plan.base_args.get("num_classes")}
-        return {name: value for name, value in sizes.items() if value is not None}
-    found = data_of(model)
+    kept = filter_pretrained_cfg(dict(own), remove_source=True, remove_null=True)
+    found = _without(kept, WEIGHT_SOURCES | {"architecture"} | (CLAIMS if names_source else set()))
     classes = getattr(model, "num_classes", found.get("num_classes"))
     if classes != found.get("num_classes"):
-        found = {name: value for name, value in found.items() if name not in ("label_names", "label_descriptions", "label_offset")}
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or found["input_size"][1:]
-    channels = getattr(model, "in_chans", found["input_size"][0])
-    return found | {"num_classes": classes, "input_size": [channels, *size]}
+        found = _without(found, LABELS)
+    if "input_size" in found:
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or found["input_size"][1:]
+        found["input_size"] = [getattr(model, "in_chans", found["input_size"][0]), *size]
+    return found if classes is None else found | {"num_classes": classes}
+
+
+def _without(entries: Any, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if name not in names}

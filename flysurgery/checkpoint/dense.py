@@ -1,19 +1,53 @@
-"""Dense models in local folders, in timm's own layout."""
+"""Dense models: their weights in files, and local folders in timm's own layout, read and written."""
 
 from __future__ import annotations
 
+import argparse
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
-from torch import nn
+import torch
+from safetensors.torch import save_file
+from timm.models import clean_state_dict
+from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, build_base
-from flysurgery.checkpoint.config import describe_data, read_config
-from flysurgery.checkpoint.weights import load_weights
+from flysurgery.checkpoint.base import ENTRY_POINT, build_base, first_line
+from flysurgery.checkpoint.config import data_config, describe_data, read_config
+from flysurgery.checkpoint.files import open_regular, open_tensors
+from flysurgery.checkpoint.folder import check_target, new_folder, write_json
+from flysurgery.checkpoint.header import SCHEMA_KEY
+from flysurgery.checkpoint.tensors import difference, shapes_of
 from flysurgery.errors import CheckpointError, ModelError
 
+WRAPPERS = ("state_dict", "model")
+"""Entries under which training scripts keep the weights in a torch file."""
+
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+FILES = ("model.safetensors", "config.json")
+"""What ``save_dense`` writes."""
+
+
+def load_weights(model: nn.Module, file: str | Path) -> None:
+    """Copy the tensors of a ``.safetensors`` file, or of a file of ``torch.save``, into ``model``.
+
+    A torch file is read with ``weights_only=True``: a state_dict, alone or under "state_dict" or "model". Every tensor of the
+    model must be there in its shape, and no other; prefixes of wrappers ("module.", "_orig_mod.") are dropped. Values
+    are cast to the model's dtypes. Unless everything fits, nothing is copied.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds Python objects besides tensors.
+        ModelError: missing, unknown or misshapen tensors; the message gives their number and the first few names.
+    """
+    path = Path(file)
+    found = clean_state_dict(_read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path))
+    wrong = difference(shapes_of(found), shapes_of(model.state_dict()))
+    if wrong:
+        raise ModelError(f"{path} does not hold the weights of this {type(model).__name__}: {wrong}; nothing was loaded")
+    model.load_state_dict(found, strict=True)
 
 
 def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
@@ -41,6 +75,63 @@ def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
     load_weights(model, weights)
     describe_data(model, config["pretrained_cfg"])
     return model.eval(), base, base_args
+
+
+def check_dense_folder(folder: str | Path, *, force: bool) -> Path:
+    """The folder with symbolic links followed, once it is sure that ``save_dense`` may write there.
+
+    Raises:
+        CheckpointError: it exists and may not be replaced, or cannot be written to; the message says why and what to do.
+    """
+    return check_target(folder, lambda target: all((target / name).is_file() for name in FILES), force=force)
+
+
+def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mapping[str, Any], *, force: bool) -> None:
+    """Write ``model.safetensors`` and ``config.json``; timm opens the folder as ``local-dir:DIR``, flysurgery as a MODEL.
+
+    The folder appears complete or not at all. Tensors that the model uses twice are written twice, as timm reads them.
+
+    Raises:
+        CheckpointError: the folder exists and may not be replaced, or the system refuses to write.
+    """
+    target = check_dense_folder(folder, force=force)
+    architecture = base if ":" in base else base.partition(".")[0]  # a tag names published weights, which these are not
+    config = {"architecture": architecture, "model_args": dict(base_args), "pretrained_cfg": data_config(model, base_args)}
+    with new_folder(target, force=force) as fresh:
+        weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
+        save_file(weights, fresh / FILES[0], metadata={"format": "pt"})
+        write_json(fresh / FILES[1], config)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    with open_tensors(path) as file:
+        if SCHEMA_KEY in file.metadata:
+            raise ModelError(f"{path} holds a converted model, not the weights of a dense one; load its folder, {path.parent}, as a model")
+        return {name: file.tensor(name) for name in file.shapes}
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    try:
+        with open_regular(path):  # opening a pipe would wait for ever
+            pass
+        # timm's training checkpoints hold their command line as a Namespace, which is plain data.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no file {path}") from error
+    except pickle.UnpicklingError as error:
+        advice = "write one with torch.save(model.state_dict(), FILE)"
+        raise CheckpointError(f"{path} is no file of tensors alone, and Python objects are never unpickled; {advice}") from error
+    except Exception as error:  # torch and zipfile raise many kinds for a file that is damaged or another format
+        raise CheckpointError(f"{path} cannot be read as a torch file: {first_line(error)}") from error
+    for name in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not (isinstance(content, Mapping) and content and all(isinstance(tensor, Tensor) for tensor in content.values())):
+        raise CheckpointError(f"{path} holds no state_dict: expected tensors by name, alone or under 'state_dict' or 'model'")
+    return {str(name): tensor for name, tensor in content.items()}
 
 
 def _arguments(base: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from flysurgery.checkpoint.lock import held, is_held
 from flysurgery.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 FILES = ("model.safetensors", "config.json", "report.json", "README.md")
 """What a checkpoint's folder consists of."""
 
 
-def check_target(folder: Path, *, replaceable: bool, force: bool) -> None:
-    """See that a checkpoint may be written to ``folder``; an empty folder counts as none.
+def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, force: bool) -> Path:
+    """The folder with symbolic links followed, once it is sure that it may be written; an empty folder counts as none.
 
-    ``replaceable`` says whether the folder holds a checkpoint of this project, the only thing that ``force`` replaces.
+    ``is_replaceable`` says whether a folder holds a model of this project, the only thing that ``force`` replaces. To see whether the
+    system lets files be made there, one is made and removed beside it.
 
     Raises:
-        CheckpointError: the folder exists and may not be replaced; the message says why and what to do.
+        CheckpointError: the folder exists and may not be replaced, or the system refuses; the message says why and what to do.
     """
+    try:
+        target = Path(folder).expanduser().resolve()
+        _check_replaced(target, is_replaceable, force=force)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
+    parent = _existing_parent(target)
+    try:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".flysurgery."):
+            pass
+    except OSError as error:
+        reason = f"{error.strerror or error} in {parent}"
+        raise CheckpointError(f"{folder} could not be written: {reason}; choose another folder (--out)") from error
+    return target
+
+
+def _check_replaced(folder: Path, is_replaceable: Callable[[Path], bool], *, force: bool) -> None:
     if not folder.name:
         raise CheckpointError(f"'{folder}' cannot be a checkpoint's folder; give it a name of its own")
     if Path.cwd().is_relative_to(folder):
@@ -35,13 +59,36 @@ def check_target(folder: Path, *, replaceable: bool, force: bool) -> None:
         raise CheckpointError(f"{folder} is a file; choose the name of a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not replaceable:
+    if not is_replaceable(folder):
         raise CheckpointError(f"{folder} exists and is no flysurgery checkpoint, so it is not replaced; choose another folder")
     if not force:
         raise CheckpointError(f"{folder} exists; give force=True (--force) to replace it, or choose another folder")
     strangers = sorted(path.name for path in folder.iterdir() if path.name not in FILES)
     if strangers:
         raise CheckpointError(f"{folder} also holds {', '.join(strangers[:3])}, which replacing it would lose; move that away first")
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """See that ``nbytes`` fit on the disk of ``folder``.
+
+    Raises:
+        CheckpointError: they do not; the message gives both numbers.
+    """
+    parent = _existing_parent(folder)
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        needs = f"{folder} needs {nbytes / 1e6:.1f} MB and {parent} has {free / 1e6:.1f} MB left"
+        raise CheckpointError(f"{needs}; make room, or choose another disk (--out)")
+
+
+def _existing_parent(folder: Path) -> Path:
+    """The nearest parent that is there; a file counts, so that the attempt to write into it gives the reason."""
+    return next(parent for parent in folder.expanduser().absolute().parents if parent.exists())
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value``, which holds no NaN, for people to read too."""
+    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -64,13 +111,15 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
         try:
             made = _make_parents(target.parent)
             fresh.mkdir()
-            locks.enter_context(held(fresh))
+            locks.enter_context(_held(fresh))
             yield fresh
+            for file in fresh.iterdir():
+                file.chmod(fresh.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
             _flush(fresh)
             if target.exists():
                 if not force and any(target.iterdir()):
                     raise CheckpointError(f"{target} was written by another process meanwhile; choose another folder, or replace that one")
-                locks.enter_context(held(target))
+                locks.enter_context(_held(target))
                 target.rename(old)
             fresh.rename(target)
         except BaseException as error:
@@ -95,7 +144,7 @@ def _remove_abandoned(target: Path) -> None:
     """Remove what processes that are gone have left beside ``target``."""
     left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(new|old)")
     for path in target.parent.iterdir():
-        if left.fullmatch(path.name) and path.is_dir() and not is_held(path):
+        if left.fullmatch(path.name) and path.is_dir() and not _is_held(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -123,3 +172,35 @@ def _flush_entries(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a lock on ``folder``, also while it is renamed. Does nothing where the system or the file system has no such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a living process holds ``folder``; also where that cannot be found out."""
+    if fcntl is None:
+        return True
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from flysurgery.checkpoint.files import parse_json
 from flysurgery.errors import CheckpointError, PlanError
 from flysurgery.surgery import Plan
 
@@ -17,23 +18,17 @@ SCHEMA = "1"
 SCHEMA_KEY = "flysurgery.schema"
 
 
-class StoredTensor(NamedTuple):
-    """The dtype of a stored tensor by safetensors' name ("F32"), and the SHA-256 of its bytes."""
-
-    dtype: str
-    sha256: str
-
-
 @dataclass(frozen=True)
 class Header:
     """The plan, the tensors, and the names of those that are another tensor's second name (``alias -> stored name``).
 
-    ``tensors`` is None in files of the first versions, which did not say.
+    ``tensors`` maps each stored name to its dtype, by safetensors' name ("F32"), and the SHA-256 of its bytes. It is None in files of
+    the first versions, which did not say.
     """
 
     plan: Plan
     aliases: Mapping[str, str] = field(default_factory=dict)
-    tensors: Mapping[str, StoredTensor] | None = None
+    tensors: Mapping[str, tuple[str, str]] | None = None
 
     def to_metadata(self, version: str) -> dict[str, str]:
         """The header's entries, texts only.
@@ -55,18 +50,17 @@ class Header:
         if self.aliases:
             metadata["aliases"] = canonical(dict(self.aliases))
         if self.tensors is not None:
-            metadata["tensors"] = canonical(self.tensors)
+            metadata["tensors"] = canonical(dict(self.tensors))
             metadata["tensors_sha256"] = _sha256(metadata["tensors"] + metadata.get("aliases", ""))
         return metadata
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str] | None, where: str) -> Header:
+    def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Header:
         """Read what ``to_metadata`` wrote. It may come from anywhere: all of it is checked.
 
         Raises:
             CheckpointError: no checkpoint of this project, another schema, a hash that does not match, a damaged plan.
         """
-        metadata = metadata or {}
         if SCHEMA_KEY not in metadata:
             raise CheckpointError(f"{where} is no flysurgery checkpoint: its header has no {SCHEMA_KEY}; dense models are loaded with timm")
         if metadata[SCHEMA_KEY] != SCHEMA:
@@ -89,8 +83,11 @@ class Header:
             raise CheckpointError(f"{where} is damaged: its header has one of tensors and tensors_sha256, and not the other")
         if "tensors" in metadata and _sha256(metadata["tensors"] + metadata.get("aliases", "")) != metadata["tensors_sha256"]:
             raise CheckpointError(f"{where} is damaged or was changed: tensors_sha256 does not match its tensors and aliases")
-        aliases = _read_aliases(metadata.get("aliases", "{}"), where)
-        return cls(plan, aliases, _read_tensors(metadata["tensors"], where) if "tensors" in metadata else None)
+        aliases = _read_map(metadata, "aliases", where, lambda entry: isinstance(entry, str), "names")
+        if "tensors" not in metadata:
+            return cls(plan, aliases)
+        tensors = _read_map(metadata, "tensors", where, _is_dtype_and_hash, "dtypes and hashes")
+        return cls(plan, aliases, {name: (dtype, sha256) for name, (dtype, sha256) in tensors.items()})
 
 
 def canonical(value: Any) -> str:
@@ -98,38 +95,18 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON from anywhere. Raises ValueError, also where it is nested without end or holds NaN."""
+def _read_map(metadata: Mapping[str, str], key: str, where: str, is_right: Callable[[Any], bool], wanted: str) -> dict[str, Any]:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _read_aliases(text: str, where: str) -> dict[str, str]:
-    try:
-        aliases = parse_json(text)
+        found = parse_json(metadata.get(key, "{}"))
     except ValueError as error:
-        raise CheckpointError(f"{where} is damaged: its aliases are no JSON") from error
-    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
-        raise CheckpointError(f"{where} is damaged: its aliases do not map names to names")
-    return aliases
+        raise CheckpointError(f"{where} is damaged: its {key} are no JSON") from error
+    if not isinstance(found, dict) or not all(map(is_right, found.values())):
+        raise CheckpointError(f"{where} is damaged: its {key} do not map names to {wanted}")
+    return found
 
 
-def _read_tensors(text: str, where: str) -> dict[str, StoredTensor]:
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise CheckpointError(f"{where} is damaged: its tensors are no JSON") from error
-    if not isinstance(found, dict) or not all(
-        isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry) for entry in found.values()
-    ):
-        raise CheckpointError(f"{where} is damaged: its tensors do not map names to dtypes and hashes")
-    return {name: StoredTensor(*entry) for name, entry in found.items()}
+def _is_dtype_and_hash(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
 
 
 def _base_sha256(plan: Plan) -> str:

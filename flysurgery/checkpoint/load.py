@@ -1,23 +1,41 @@
-"""Read a converted model back from its folder."""
+"""Open a converted model's folder, check all that can be checked before anything is allocated, and read the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import first_line
-from flysurgery.checkpoint.config import check_description, describe_data, read_config
-from flysurgery.checkpoint.reader import Opened, check_hashes, check_tensors, limits_of, open_checkpoint
-from flysurgery.checkpoint.sentence import in_one_sentence
+from flysurgery.checkpoint.base import ENTRY_POINT, first_line
+from flysurgery.checkpoint.config import check_config, check_description, describe_data, read_config
+from flysurgery.checkpoint.files import TensorFile, open_tensors
+from flysurgery.checkpoint.header import SCHEMA_KEY, Header
+from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
-from flysurgery.checkpoint.tensors import read_dtype, set_buffer, single_float_dtype, unstored_buffers
+from flysurgery.checkpoint.tensors import (
+    SAFETENSORS_DTYPES,
+    difference,
+    read_dtype,
+    sha256_of_each,
+    shapes_of,
+    single_float_dtype,
+    unstored_buffers,
+)
 from flysurgery.errors import CheckpointError, ModelError, OptionError, PlanError
 from flysurgery.inference import optimize as make_faster
+
+WEIGHTS = "model.safetensors"
+
+MAX_LENGTH = 400
+"""Most characters of a message. Names, values and paths come from files and may have any length."""
+
+MESSAGE_END = 100
+"""How many characters a message keeps of its end, where it says what to do."""
 
 
 def load(
@@ -52,6 +70,35 @@ def load(
     return model
 
 
+def is_converted(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a checkpoint of a converted model, a damaged one included. Reads no weights, and never raises."""
+    path = Path(folder)
+    try:
+        if read_config(path)["architecture"] == ENTRY_POINT:
+            return True
+    except CheckpointError:
+        pass
+    try:
+        with open_tensors(path / WEIGHTS) as tensors:
+            return SCHEMA_KEY in tensors.metadata
+    except CheckpointError:
+        return False
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Inside, a ``CheckpointError`` has one line of at most ``MAX_LENGTH`` characters; what is too long loses its middle."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = " ".join(str(error).split())
+        if len(text) > MAX_LENGTH:
+            text = f"{text[: MAX_LENGTH - MESSAGE_END - 5]} ... {text[-MESSAGE_END:]}"
+        if text == str(error):
+            raise
+        raise CheckpointError(text) from error
+
+
 @in_one_sentence()
 def read_model(
     folder: Path,
@@ -67,15 +114,16 @@ def read_model(
         CheckpointError, OptionError: as ``load``; also where ``overrides`` change the base so that the tensors do not fit.
     """
     place, wanted = _read_device(device), read_dtype(dtype)
-    with open_checkpoint(folder) as opened:
-        plan, limits = opened.header.plan, limits_of(opened)
+    with _open(folder) as opened:
+        plan = opened.header.plan
+        limits = Limits.of_stored(opened.file.shapes.values(), len(opened.file.shapes) + len(opened.header.aliases))
         try:
             adapted = replace(plan, base_args={**plan.base_args, **overrides})
             skeleton = build_skeleton(adapted, limits)
-            check_tensors(opened, skeleton)
+            _check_tensors(opened, skeleton)
             check_description(opened.config, skeleton, plan, folder)
             if verify:
-                check_hashes(opened)
+                _check_hashes(opened)
             model = build_shell(adapted, limits)
         except (CheckpointError, ModelError, PlanError) as error:
             if isinstance(error, CheckpointError) and not overrides:
@@ -87,10 +135,88 @@ def read_model(
     return model
 
 
-def _fill(model: nn.Module, opened: Opened, device: torch.device, dtype: torch.dtype | None) -> None:
+def _read_device(device: torch.device | str | None) -> torch.device:
+    try:
+        place = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(f"device {device} cannot be used on this machine: {first_line(error)}") from error
+    return place
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint whose header and configuration are read and agree; ``where`` is the path of its weights."""
+
+    where: Path
+    header: Header
+    config: Mapping[str, Any]
+    file: TensorFile
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[_Opened]:
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    config = read_config(folder)
+    with open_tensors(folder / WEIGHTS) as file:
+        header = Header.from_metadata(file.metadata, str(folder / WEIGHTS))
+        check_config(config, header.plan, folder)
+        yield _Opened(folder / WEIGHTS, header, config, file)
+
+
+def _check_tensors(opened: _Opened, skeleton: nn.Module) -> None:
+    """Hold the file's names, shapes and dtypes against those of the converted model on meta, and against the header's.
+
+    Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point dtypes are those that
+    the header says; a header of the first versions says none.
+
+    Raises:
+        CheckpointError: tensors that are missing, unknown, or of another shape or dtype; the message names them.
+    """
+    where, file, aliases = opened.where, opened.file, opened.header.aliases
+    for alias, name in aliases.items():
+        if alias in file.shapes or name not in file.shapes:
+            raise CheckpointError(f"{where} is damaged: it calls {alias} a second name of {name}, and does not hold the one or holds both")
+    found = file.shapes | {alias: file.shapes[name] for alias, name in aliases.items()}
+    buffers = {name: buffer for name, buffer in unstored_buffers(skeleton).items() if name in found}
+    expected = skeleton.state_dict() | buffers
+    wrong = difference(found, shapes_of(expected))
+    if wrong:
+        raise CheckpointError(f"{where} does not fit its plan: {wrong}")
+    for name, tensor in expected.items():
+        dtype = file.dtypes[aliases.get(name, name)]
+        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+            raise CheckpointError(f"{where} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
+    if opened.header.tensors is None:
+        return
+    listed = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in opened.header.tensors.items()}
+    for name in (*file.dtypes, *listed):
+        if file.dtypes.get(name) != listed.get(name):
+            raise CheckpointError(f"{where} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}")
+
+
+def _check_hashes(opened: _Opened) -> None:
+    """Hold the data of every tensor against the hash that the header has of it, if it has any. Reads the whole file once.
+
+    Raises:
+        CheckpointError: data that do not match, in any tensor; the message names the first.
+    """
+    stored = opened.header.tensors or {}
+    found = sha256_of_each(stored, opened.file.window)
+    wrong = [name for name, (_, sha256) in stored.items() if found[name] != sha256]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{opened.where} is damaged or was changed: the data of {wrong[0]}{more} do not match their hash; "
+            "copy it again, or load it as it is with verify=False"
+        )
+
+
+def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None) -> None:
     """Give every parameter and buffer its tensor; parameters on meta are replaced, not copied into."""
-    file = opened.tensors
-    uniform = dtype or single_float_dtype(file.dtypes)
+    file = opened.file
+    uniform = dtype or single_float_dtype(file.dtypes.values())
     read = {name: file.tensor(name, device, dtype) for name in file.shapes}
     names = {name: name for name in read} | dict(opened.header.aliases)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -104,14 +230,7 @@ def _fill(model: nn.Module, opened: Opened, device: torch.device, dtype: torch.d
     model.load_state_dict(state, strict=True, assign=True)
     for name, buffer in unstored_buffers(model).items():
         wanted = uniform if uniform is not None and buffer.is_floating_point() else buffer.dtype
-        set_buffer(model, name, read[names[name]] if name in names else buffer.to(device, wanted))
+        value = read[names[name]] if name in names else buffer.to(device, wanted)
+        parent, _, attribute = name.rpartition(".")
+        model.get_submodule(parent).register_buffer(attribute, value, persistent=False)
     model.to(device)
-
-
-def _read_device(device: torch.device | str | None) -> torch.device:
-    try:
-        place = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(f"device {device} cannot be used on this machine: {first_line(error)}") from error
-    return place

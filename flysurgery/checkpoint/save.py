@@ -1,35 +1,50 @@
-"""Write a converted model into a self-describing folder."""
+"""Write a converted model into a self-describing folder, once it is sure that it can be loaded again."""
 
 from __future__ import annotations
 
 import json
 import platform
-import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import timm
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from flysurgery.checkpoint.card import model_card
 from flysurgery.checkpoint.config import config_of
-from flysurgery.checkpoint.current import changed_buffers, current_plan
-from flysurgery.checkpoint.folder import check_target, new_folder
-from flysurgery.checkpoint.hashes import sha256_of_each
-from flysurgery.checkpoint.header import Header, StoredTensor
-from flysurgery.checkpoint.reader import is_converted
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, Stored, collect, read_dtype
-from flysurgery.errors import CheckpointError
-from flysurgery.surgery import LayerPlan, Plan
+from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
+from flysurgery.checkpoint.header import Header
+from flysurgery.checkpoint.load import is_converted
+from flysurgery.checkpoint.meter import Limits
+from flysurgery.checkpoint.shell import build_shell, build_skeleton
+from flysurgery.checkpoint.tensors import (
+    SAFETENSORS_DTYPES,
+    collect,
+    difference,
+    read_dtype,
+    sha256_of_each,
+    shapes_of,
+    single_float_dtype,
+    unstored_buffers,
+)
+from flysurgery.errors import CheckpointError, ModelError, PlanError
+from flysurgery.surgery import LayerPlan, Plan, plan_of
 
 if TYPE_CHECKING:
     from flysurgery.surgery import Report
 
 SLACK_BYTES = 1 << 20
 """Room for the folder's small files, when the free space is looked at before writing."""
+
+ADVICE = "give plan or convert the base= and base_args= that the model was built with"
+
+ROW = ("fqn", "role", "status", "size", "architecture", "params_before", "params_after", "flops_before", "flops_after")
+"""What ``report.json`` holds of each layer of a plan, besides the reason."""
 
 
 def save(
@@ -63,33 +78,26 @@ def save(
         raise CheckpointError(f"expected a model and then a folder, got {type(model).__name__} and {type(folder).__name__}")
     target = check_folder(folder, force=force)
     storage_dtype = read_dtype(dtype)
-    plan = current_plan(model)
-    stored = collect({**model.state_dict(), **changed_buffers(model, plan, storage_dtype)}, storage_dtype)
-    _check_space(target, stored.nbytes)
-    facts = report_json(plan, report, accuracy)
-    dtypes = sorted({_name(tensor.dtype) for tensor in stored.tensors.values() if tensor.is_floating_point()})
+    plan = _current_plan(model)
+    tensors, aliases = collect({**model.state_dict(), **_changed_buffers(model, plan, storage_dtype)}, storage_dtype)
+    check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + SLACK_BYTES)
+    facts = _report_json(plan, report, accuracy)
+    floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan, optimize=optimize)
     with new_folder(target, force=force) as fresh:
-        _write_json(fresh / "config.json", config)
-        _write_json(fresh / "report.json", facts)
-        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(dtypes), config), encoding="utf-8")
-        _write_weights(fresh / "model.safetensors", stored, plan)
-        # safetensors makes files that only their owner may read; these are to be read like their neighbours.
-        (fresh / "model.safetensors").chmod((fresh / "config.json").stat().st_mode)
+        write_json(fresh / "config.json", config)
+        write_json(fresh / "report.json", facts)
+        (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(floats), config), encoding="utf-8")
+        _write_weights(fresh / "model.safetensors", tensors, aliases, plan)
 
 
 def check_folder(folder: str | Path, *, force: bool = False) -> Path:
     """The folder with symbolic links followed, once it is sure that ``save`` may write there.
 
     Raises:
-        CheckpointError: it exists and may not be replaced; the message says why and what to do.
+        CheckpointError: it exists and may not be replaced, or cannot be written to; the message says why and what to do.
     """
-    try:
-        target = Path(folder).expanduser().resolve()
-        check_target(target, replaceable=is_converted(target), force=force)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written to: {error.strerror or error}") from error
-    return target
+    return check_target(folder, is_converted, force=force)
 
 
 def check_report(plan: Plan, report: Mapping[str, Any]) -> None:
@@ -99,63 +107,115 @@ def check_report(plan: Plan, report: Mapping[str, Any]) -> None:
         CheckpointError: it cannot.
     """
     try:
-        model_card("model", plan, json.loads(json.dumps(report_json(plan, report, None))), "float32", {})
+        model_card("model", plan, json.loads(json.dumps(_report_json(plan, report, None))), "float32", {})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError("report.json is damaged, and its content is to go on with the model; mend it, or move it away") from error
 
 
-def report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
+def _report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
     """What ``report.json`` holds: a row for each linear layer, what is known of totals and accuracy, the seed, and the versions."""
     given = {} if report is None else report if isinstance(report, Mapping) else report.to_json()
     facts: dict[str, Any] = {"rows": [_row(layer) for layer in plan.layers]} | dict(given)
-    versions = {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
     if accuracy is not None:
         facts["accuracy"] = dict(accuracy)
+    versions = {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
     return facts | {"seed": torch.initial_seed(), "versions": {"flysurgery": _version(), "python": platform.python_version()} | versions}
 
 
 def _row(layer: LayerPlan) -> dict[str, Any]:
-    return {
-        "fqn": layer.fqn,
-        "role": layer.role,
-        "status": layer.status,
-        "reason": layer.reason and {"code": layer.reason.code, "text": layer.reason.text},
-        "size": layer.size,
-        "architecture": layer.architecture,
-        "params_before": layer.params_before,
-        "params_after": layer.params_after,
-        "flops_before": layer.flops_before,
-        "flops_after": layer.flops_after,
-    }
+    reason = None if layer.reason is None else asdict(layer.reason)
+    return {name: getattr(layer, name) for name in ROW} | {"reason": reason}
 
 
-def _write_weights(file: Path, stored: Stored, plan: Plan) -> None:
+def _write_weights(file: Path, tensors: dict[str, Tensor], aliases: dict[str, str], plan: Plan) -> None:
     dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    tensors = {
-        name: StoredTensor(dtypes[stored.tensors[name].dtype], sha256)
-        for name, sha256 in sha256_of_each(stored.tensors, stored.tensors.__getitem__)
-    }
-    save_file(dict(stored.tensors), file, metadata=Header(plan, stored.aliases, tensors).to_metadata(_version()))
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _check_space(target: Path, nbytes: int) -> None:
-    existing = next(parent for parent in target.parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < nbytes + SLACK_BYTES:
-        raise CheckpointError(
-            f"{target} needs {nbytes / 1e6:.1f} MB and {existing} has {free / 1e6:.1f} MB left; make room or choose another disk"
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    hashes = sha256_of_each(tensors, tensors.__getitem__)
+    listed = {name: (dtypes[tensor.dtype], hashes[name]) for name, tensor in tensors.items()}
+    save_file(tensors, file, metadata=Header(plan, aliases, listed).to_metadata(_version()))
 
 
 def _version() -> str:
     from flysurgery import __version__  # the package is complete by the time that anything is saved
 
     return __version__
+
+
+def _current_plan(model: nn.Module) -> Plan:
+    """The plan that rebuilds ``model``, checked by rebuilding it on meta.
+
+    Where a timm model got another head or input size after it was built (``reset_classifier``, ``set_input_size``), the
+    base's arguments follow it.
+
+    Raises:
+        CheckpointError: the model is not converted, its plan names no base, or the base does not rebuild it.
+    """
+    plan = plan_of(model)
+    if plan is None:
+        raise CheckpointError("the model is not converted, so there is no plan to save; convert it first, or save it with timm")
+    try:
+        plan = replace(plan, base=_known_base(plan.base))
+        limits = _limits(model)
+        skeleton = build_skeleton(plan, limits)
+        before = _traits(skeleton)
+        changed = {name: value for name, value in _traits(model).items() if name in before and before[name] != value}
+        if changed:
+            plan = replace(plan, base_args={**plan.base_args, **changed})
+            skeleton = build_skeleton(plan, limits)
+    except (ModelError, PlanError) as error:
+        raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error
+    wrong = difference(shapes_of(model.state_dict()), shapes_of(skeleton.state_dict()))
+    if wrong:
+        raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model ({wrong}); {ADVICE}")
+    return plan
+
+
+def _changed_buffers(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Buffers outside the state_dict whose values loading would not give: these have to be stored as well.
+
+    A table of positions computed on a GPU may differ in its last bit from one computed on a CPU, for example.
+
+    Raises:
+        CheckpointError: a buffer that the base does not have, or has in another shape.
+    """
+    mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan, _limits(model)))
+    wrong = difference(shapes_of(mine), shapes_of(rebuilt))
+    if wrong:
+        raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model's buffers ({wrong})")
+    uniform = dtype or single_float_dtype(tensor.dtype for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
+    return {name: buffer for name, buffer in mine.items() if not _same(_cast(buffer, dtype), _cast(rebuilt[name], uniform))}
+
+
+def _limits(model: nn.Module) -> Limits:
+    """The limits under which the model will be loaded; a tensor that is used twice is stored once."""
+    state = [tensor for tensor in model.state_dict().values() if isinstance(tensor, Tensor)]
+    stored = {(tensor.device, tensor.data_ptr(), tensor.shape): tensor.shape for tensor in state}
+    return Limits.of_stored(list(stored.values()), len(state))
+
+
+def _known_base(base: str | None) -> str | None:
+    """The base without a weights' tag that timm does not publish, as models from other folders and hubs have it."""
+    if base is None or ":" in base or "." not in base:
+        return base
+    architecture = base.partition(".")[0]
+    return base if base in timm.list_models(f"{architecture}.*", include_tags=True) else architecture
+
+
+def _traits(model: nn.Module) -> dict[str, Any]:
+    """What timm models let their users change after construction."""
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    found = {
+        "num_classes": getattr(model, "num_classes", None),
+        "global_pool": getattr(model, "global_pool", None),
+        "img_size": list(size) if isinstance(size, tuple) else None,
+    }
+    return {name: value for name, value in found.items() if isinstance(value, int | str | list)}
+
+
+def _cast(buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return buffer.to("cpu", dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))

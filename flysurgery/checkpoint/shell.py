@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import build_base
-from flysurgery.checkpoint.limits import LimitError, Limits
-from flysurgery.checkpoint.meter import metered
+from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.errors import ModelError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import Plan, install
@@ -28,12 +26,12 @@ def build_skeleton(plan: Plan, limits: Limits) -> nn.Module:
         ModelError, PlanError: the base cannot be built, or the plan does not fit it.
     """
     limits.check_arguments(plan.base_args)
-    with _no_draws():
-        model = _built(plan, limits, device="meta")
+    with torch.random.fork_rng(devices=[]):
+        model = _try_build(plan, limits, device="meta")
         if model is None:
-            model = _built(plan, limits)
+            model = _try_build(plan, limits)
         if model is None:
-            model = _built_for_real(plan, limits)
+            model = _build(plan, limits, parameters_on_meta=False)
         model = model.to("meta")
         install(plan, model)
     return model
@@ -51,10 +49,10 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
         LimitError, ModelError, PlanError: as ``build_skeleton``.
     """
     limits.check_arguments(plan.base_args)
-    with _no_draws():
-        model = _built(plan, limits)
+    with torch.random.fork_rng(devices=[]):
+        model = _try_build(plan, limits)
         if model is None or _has_meta_state(model):
-            model = _built_for_real(plan, limits)
+            model = _build(plan, limits, parameters_on_meta=False)
         install(plan, model)
     return model
 
@@ -75,11 +73,10 @@ def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _built(plan: Plan, limits: Limits, device: str | None = None) -> nn.Module | None:
+def _try_build(plan: Plan, limits: Limits, device: str | None = None) -> nn.Module | None:
     """The base with its parameters on meta; None where its constructor wants numbers that meta does not have."""
     try:
-        with metered(limits, parameters_on_meta=True):
-            return build_base(_base(plan), plan.base_args, device=device)
+        return _build(plan, limits, parameters_on_meta=True, device=device)
     except LimitError:
         raise
     except ModelError as error:
@@ -88,14 +85,9 @@ def _built(plan: Plan, limits: Limits, device: str | None = None) -> nn.Module |
         raise
 
 
-def _built_for_real(plan: Plan, limits: Limits) -> nn.Module:
-    with metered(limits, parameters_on_meta=False):
-        return build_base(_base(plan), plan.base_args)
-
-
-def _no_draws() -> AbstractContextManager[None]:
-    """Inside, random numbers are drawn as usual; afterwards the CPU's generator is as it was."""
-    return torch.random.fork_rng(devices=[])
+def _build(plan: Plan, limits: Limits, *, parameters_on_meta: bool, device: str | None = None) -> nn.Module:
+    with metered(limits, parameters_on_meta=parameters_on_meta):
+        return build_base(_base(plan), plan.base_args, device=device)
 
 
 def _has_meta_state(model: nn.Module) -> bool:

@@ -1,9 +1,11 @@
-"""The tensors of a model as a file holds them."""
+"""The tensors of a model as a file holds them: their dtypes, names, shapes and hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +29,11 @@ SAFETENSORS_DTYPES = {
 
 FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
+MAX_THREADS = 8
+"""Most threads that hash; memory gives no more than a few can read."""
 
-@dataclass(frozen=True)
-class Stored:
-    """Tensors by name, each stored once, and the further names of those that a model uses twice."""
-
-    tensors: Mapping[str, Tensor]
-    aliases: Mapping[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+SHOWN = 3
+"""How many names a message lists of each kind."""
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -54,10 +49,16 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     raise OptionError(f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {dtype}")
 
 
-def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Stored:
-    """The tensors on the CPU, contiguous, floating-point ones in ``dtype`` if it is given.
+def single_float_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The floating-point dtype that all floating-point tensors share, None where they differ or there are none."""
+    found = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return found.pop() if len(found) == 1 else None
 
-    Names of one and the same tensor give one stored tensor, under the first of them.
+
+def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors on the CPU, contiguous, floating-point ones in ``dtype`` if it is given; and aliases.
+
+    Names of one and the same tensor give one stored tensor, under the first of them; ``aliases`` maps the others to it.
 
     Raises:
         CheckpointError: an entry that is no tensor, is on meta, has a dtype that files cannot hold, or a finite
@@ -79,29 +80,7 @@ def collect(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Stored:
         else:
             seen[identity] = name
             stored[name] = _for_file(name, tensor, dtype)
-    return Stored(stored, aliases)
-
-
-def unstored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers outside the state_dict, which the model's constructor computes, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set
-    }
-
-
-def set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    """Put ``value`` in the place of a buffer outside the state_dict."""
-    parent, _, attribute = name.rpartition(".")
-    model.get_submodule(parent).register_buffer(attribute, value, persistent=False)
-
-
-def single_float_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """The floating-point dtype that all floating-point tensors share, None where they differ or there are none."""
-    found = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
-    return found.pop() if len(found) == 1 else None
+    return stored, aliases
 
 
 def _for_file(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -114,3 +93,50 @@ def _for_file(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     cast = cast.contiguous()
     # Views would write their neighbours' bytes too, and safetensors refuses tensors that share storage.
     return cast if cast.untyped_storage().nbytes() == cast.nbytes else cast.clone()
+
+
+def unstored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers outside the state_dict, which the model's constructor computes, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
+
+
+def shapes_of(tensors: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """The shape of each entry; that of an entry which is no tensor is empty."""
+    return {name: tuple(getattr(tensor, "shape", ())) for name, tensor in tensors.items()}
+
+
+def difference(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str | None:
+    """What is missing, unknown or of another shape in ``found``, as the end of a sentence; None where nothing is."""
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected]
+    reshaped = [
+        f"{name} is {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    parts = ((missing, "missing"), (unknown, "unknown"), (reshaped, "of another shape"))
+    return "; ".join(f"{len(names)} {what}: {_listed(names)}" for names, what in parts if names) or None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def sha256_of_each(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> dict[str, str]:
+    """The SHA-256, in hexadecimal, of the bytes of each named tensor, which is contiguous and on the CPU.
+
+    Several threads share the work, as hashing takes longer than reading.
+    """
+    listed = list(names)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip(listed, threads.map(lambda name: _sha256(tensor_of(name)), listed), strict=True))
+
+
+def _sha256(tensor: Tensor) -> str:
+    # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.
+    return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

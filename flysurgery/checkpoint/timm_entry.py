@@ -12,11 +12,9 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, build_base, first_line, plain_arguments
-from flysurgery.checkpoint.config import describe_data
-from flysurgery.checkpoint.data_config import check_data
+from flysurgery.checkpoint.config import check_data, describe_data
 from flysurgery.checkpoint.folder import FILES
-from flysurgery.checkpoint.load import read_model
-from flysurgery.checkpoint.sentence import in_one_sentence
+from flysurgery.checkpoint.load import in_one_sentence, read_model
 from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
 from flysurgery.errors import CheckpointError, ModelError, PlanError
@@ -123,7 +121,7 @@ def _change_head(model: nn.Module, num_classes: int | None) -> None:
         return
     if not hasattr(model, "reset_classifier"):
         raise CheckpointError(f"num_classes={num_classes} cannot be given: a {type(model).__name__} keeps the head that it was saved with")
-    dtype = single_float_dtype({name: parameter.dtype for name, parameter in model.named_parameters()})
+    dtype = single_float_dtype(parameter.dtype for parameter in model.parameters())
     model.reset_classifier(num_classes)  # pyright: ignore[reportCallIssue]
     if dtype is not None:
         model.to(dtype)

@@ -12,7 +12,6 @@ from flysurgery import checkpoint as storage
 from flysurgery import evaluation, inference, surgery
 from flysurgery.bench import check_plot, draw_tradeoff
 from flysurgery.cli import options
-from flysurgery.cli.output import check_space, check_writable
 from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
 from flysurgery.cli.progress import progress
 from flysurgery.cli.report import print_plan, print_report
@@ -78,7 +77,6 @@ def convert(
     target = device_of_process(device)
     if not dry_run:
         storage.check_folder(folder, force=force)
-        check_writable(folder)
     if allocated or not dry_run:
         source.check_weights(pretrained=pretrained)
     skeleton = source.skeleton()
@@ -140,7 +138,7 @@ def convert(
     if dry_run:
         print_plan(plan, tradeoff, measurement, as_json=as_json)
         return
-    check_space(folder, _bytes(skeleton.model, plan, dtype))
+    storage.check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("converting") as step:
         report = surgery.apply(

@@ -9,7 +9,6 @@ import typer
 
 from flysurgery import checkpoint, surgery
 from flysurgery.cli import options
-from flysurgery.cli.output import check_writable
 from flysurgery.cli.tables import print_json
 from flysurgery.errors import CheckpointError
 
@@ -22,7 +21,6 @@ def densify(
 ) -> None:
     """Multiply the factors out: a converted folder becomes a dense model folder."""
     checkpoint.check_dense_folder(out, force=force)
-    check_writable(out)
     model = checkpoint.load(folder)
     plan = surgery.plan_of(model)
     if plan is None or plan.base is None:

@@ -15,7 +15,6 @@ from torch import nn
 from flysurgery import checkpoint as storage
 from flysurgery import surgery
 from flysurgery.cli import options
-from flysurgery.cli.output import check_space, check_writable
 from flysurgery.cli.progress import progress
 from flysurgery.cli.source import ConvertedFolder, Source, find
 from flysurgery.cli.tables import print_json, print_table
@@ -163,7 +162,7 @@ def finetune(
     find_held_out = held_out_data if evaluate is None else judging_data
     held_out = find_held_out(data if evaluate is None else evaluate, network, root=data_root, teacher=taught)
     judge = None if teacher is None else _teacher(teacher)
-    check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
+    storage.check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
     folder = out.with_name(f"{out.name}.training")
     try:
         with progress("training") as step:
@@ -184,7 +183,6 @@ def _check_out(source: Source, out: Path, *, dense: bool, force: bool) -> None:
     target = check(out, force=force)
     if isinstance(source, ConvertedFolder) and source.folder.resolve() == target:
         raise CheckpointError(f"{out} is the model that is trained; choose another folder with --out")
-    check_writable(out)
 
 
 def _network(source: Source, *, scratch: bool, pretrained: bool, seed: int) -> tuple[nn.Module, tuple[str, dict[str, Any]]]:

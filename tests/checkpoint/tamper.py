@@ -12,9 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flysurgery.checkpoint.hashes import sha256_of_each
 from flysurgery.checkpoint.header import canonical
-from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
@@ -36,7 +35,9 @@ def rewrite(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None
 def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
     """Make the header's list of tensors true of them and of the aliases."""
     dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    listed = {name: [dtypes.get(tensors[name].dtype, "F8_E4M3"), sha256] for name, sha256 in sha256_of_each(tensors, tensors.__getitem__)}
+    listed = {
+        name: [dtypes.get(tensors[name].dtype, "F8_E4M3"), sha256] for name, sha256 in sha256_of_each(tensors, tensors.__getitem__).items()
+    }
     metadata["tensors"] = canonical(listed)
     metadata["tensors_sha256"] = hashlib.sha256((metadata["tensors"] + metadata.get("aliases", "")).encode()).hexdigest()
 

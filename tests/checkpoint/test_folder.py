@@ -173,7 +173,7 @@ def test_failure_while_renaming(failing: int, converted: Converted, folder: Path
 def test_too_little_space_is_seen_before_writing(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs 0\.\d MB and .* has 0\.0 MB left"):
+    with pytest.raises(CheckpointError, match=r"needs 1\.\d MB and .* has 0\.0 MB left"):
         save(converted[0], tmp_path / "a" / "model")
     assert not any(tmp_path.iterdir())
 

@@ -11,8 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.limits import LimitError, Limits
-from flysurgery.checkpoint.meter import metered
+from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.surgery import plan
 from tests.checkpoint.conftest import install_random, need_recorded_arguments

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flysurgery.checkpoint import load, save
-from flysurgery.checkpoint.limits import Limits
+from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import unstored_buffers
 from flysurgery.errors import OptionError

@@ -36,13 +36,6 @@ def test_one_tensor_of_another_dtype(dtype: torch.dtype, folder: Path) -> None:
     assert f"its header lists {NORM} as torch.float32, and it is {dtype}" in refused(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_one_tensor_of_another_dtype_in_an_old_folder(dtype: torch.dtype, folder: Path) -> None:
-    make_old(folder)
-    rewrite(folder, cast(NORM, dtype))
-    assert f"{NORM} is {dtype} instead of torch.float32" in refused(folder)
-
-
 def test_several_dtypes_are_loaded_where_the_header_lists_them(folder: Path) -> None:
     rewrite_listed(folder, cast(NORM, torch.float64))
     assert load(folder).blocks[0].norm1.weight.dtype == torch.float64
