@@ -1,4 +1,4 @@
-"""The dense model, built from a name and plain arguments: code of timm and vit-pytorch runs, and no other."""
+"""The dense model, built from a name and plain arguments: code of timm, vit-pytorch and transformers runs, and no other."""
 
 from __future__ import annotations
 
@@ -23,18 +23,27 @@ REFUSED_ARGUMENTS = frozenset(
 )
 """Arguments of ``timm.create_model`` that would read a file, reach for the network, or decide where the model lives."""
 
+TRANSFORMERS = "transformers:"
+"""What the bases begin with that are classes of transformers."""
+
+REFUSED_CONFIG = frozenset({"auto_map", "attn_implementation", "quantization_config", "use_pretrained_backbone"})
+"""Entries of a configuration of transformers that name code, kernels or weights."""
+
+SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
+"""What timm's names of models from elsewhere begin with."""
+
 
 def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device: torch.device | str | None = None) -> nn.Module:
     """Build the dense model with its own random start, without any weights from elsewhere.
 
-    ``base`` is a timm name, with or without a weights' tag, or ``"vit_pytorch:ViT"`` or
-    ``"vit_pytorch.simple_vit:SimpleViT"``. ``base_args`` are its keyword arguments, JSON values only; lists become
-    tuples. On the meta device only shapes are made, in well under a second for most models.
+    ``base`` is a timm name, with or without a weights' tag, or ``"vit_pytorch:ViT"``, ``"vit_pytorch.simple_vit:SimpleViT"`` or
+    ``"transformers:ViTModel"``. ``base_args`` are its keyword arguments, or the entries of the configuration of a class of transformers,
+    JSON values only; lists become tuples. On the meta device only shapes are made, in well under a second for most models.
 
     Raises:
         ModelError: no such model, an argument that is no plain value or is refused, or the constructor's own complaint.
     """
-    factory = _timm_factory(base) if ":" not in base else _vit_pytorch_factory(base)
+    factory = _factory(base)
     arguments = plain_arguments(base_args or {})
     on_meta = device is not None and torch.device(device).type == "meta"
     try:
@@ -78,6 +87,12 @@ def _plain(value: Any, name: str) -> Any:
     raise ModelError(f"base_args: {name} must be a value that JSON has (text, number, list, ...), got {_shown(value)}")
 
 
+def _factory(base: str) -> Callable[..., nn.Module]:
+    if ":" not in base:
+        return _timm_factory(base)
+    return _transformers_factory(base) if base.startswith(TRANSFORMERS) else _vit_pytorch_factory(base)
+
+
 def _timm_factory(base: str) -> Callable[..., nn.Module]:
     architecture, _, tag = base.partition(".")
     if not re.fullmatch(r"\w+", architecture) or not timm.is_model(architecture) or architecture == ENTRY_POINT:
@@ -90,7 +105,7 @@ def _timm_factory(base: str) -> Callable[..., nn.Module]:
 def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
     parts = re.fullmatch(r"(vit_pytorch(?:\.[A-Za-z]\w*)?):([A-Za-z]\w*)", base)
     if parts is None:
-        raise ModelError(f"a base outside timm is written vit_pytorch:CLASS or vit_pytorch.MODULE:CLASS, got '{base}'")
+        raise ModelError(f"a base outside timm is vit_pytorch:CLASS, vit_pytorch.MODULE:CLASS or transformers:CLASS, got '{base}'")
     module_name, class_name = parts.groups()
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
@@ -100,6 +115,51 @@ def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
     if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.partition(".")[0] == "vit_pytorch"):
         raise ModelError(f"{module_name} has no model class '{class_name}'")
     return found
+
+
+def _transformers_factory(base: str) -> Callable[..., nn.Module]:
+    found = transformers_class(base.removeprefix(TRANSFORMERS))
+
+    def build(**arguments: Any) -> nn.Module:
+        _refuse_sources(arguments)
+        return found(found.config_class.from_dict(_with_lists(arguments)))
+
+    return build
+
+
+def transformers_class(name: str) -> Any:
+    """A model class of transformers by its name.
+
+    Raises:
+        ModelError: transformers is not installed, or has no such model class.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError("transformers is not installed: pip install 'flysurgery[huggingface]'") from error
+    found = getattr(transformers, name, None) if re.fullmatch(r"[A-Za-z]\w*", name) else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.config_class is not None):
+        raise ModelError(f"transformers {transformers.__version__} has no model class '{name}'")
+    return found
+
+
+def _refuse_sources(value: Any) -> None:
+    """Refuse entries of a configuration that name code or weights from elsewhere, at any depth."""
+    if isinstance(value, dict):
+        refused = sorted(key for key in REFUSED_CONFIG if value.get(key))
+        if refused:
+            raise ModelError(f"base_args may not set {', '.join(refused)}: a base is built from its configuration's sizes alone")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ():
+        _refuse_sources(each)
+    if isinstance(value, str) and value.startswith(SOURCES):
+        raise ModelError(f"base_args may not name models from elsewhere, got '{value:.60}'")
+
+
+def _with_lists(value: Any) -> Any:
+    """The value as configurations of transformers hold it."""
+    if isinstance(value, dict):
+        return {key: _with_lists(each) for key, each in value.items()}
+    return [_with_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _shown(value: object) -> str:

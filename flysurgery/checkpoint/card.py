@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flysurgery.checkpoint.base import TRANSFORMERS
 from flysurgery.surgery import Plan
 
 CARD = """---
-library_name: timm
-{task}- timm
+library_name: {library}
+{task}- {library}
 - flysurgery
 ---
 # {name}
@@ -25,10 +26,10 @@ library_name: timm
 ## Load
 
 ```python
-import flysurgery, timm
+import flysurgery, {library}
 
 model = flysurgery.load("DIR")                                    # in eval mode
-model = timm.create_model("local-dir:DIR", pretrained=True)       # the same weights, by way of timm
+{other_way}
 ```
 
 No network, pickle or original weights are needed; `DIR` is the folder that holds this file.
@@ -40,6 +41,11 @@ No network, pickle or original weights are needed; `DIR` is the folder that hold
 ```
 """
 
+OTHER_WAYS = {
+    "timm": 'model = timm.create_model("local-dir:DIR", pretrained=True)       # the same weights, by way of timm',
+    "transformers": 'model = transformers.{name}.from_pretrained("DIR")     # the same weights, by way of transformers',
+}
+
 OPTIMIZED = "- On CUDA `flysurgery.load` fuses groups of layers by `flysurgery.optimize`, where that is faster; the weights are the same\n"
 
 UNKNOWN = "- Its fidelity is unknown, since it was not measured: `flysurgery evaluate DIR --against MODEL --data FOLDER` does\n"
@@ -50,8 +56,11 @@ def model_card(name: str, plan: Plan, report: Mapping[str, Any], dtypes: str, co
     before, after = (sum(getattr(layer, attribute) for layer in plan.replaced) for attribute in ("params_before", "params_after"))
     # The base's tag names weights, and is part of the base even where the weights came from elsewhere.
     plan = replace(plan, base=plan.base if plan.base is None or ":" in plan.base else plan.base.partition(".")[0])
+    library = "transformers" if (plan.base or "").startswith(TRANSFORMERS) else "timm"
     return CARD.format(
         name=name,
+        library=library,
+        other_way=OTHER_WAYS[library].format(name=(plan.base or "").partition(":")[2]),
         task=_task(config.get("num_classes")),
         base=plan.base,
         base_args=json.dumps(dict(plan.base_args)),

@@ -1,4 +1,4 @@
-"""The folder's ``config.json``, in the shape that timm reads, and what a ``pretrained_cfg`` says of images, classes and weights."""
+"""The folder's ``config.json``, as timm or transformers reads it, and what a ``pretrained_cfg`` says of images, classes and weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from typing import Any
 from timm.models import PretrainedCfg, filter_pretrained_cfg
 from torch import nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT
+from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS
 from flysurgery.checkpoint.files import read_json
+from flysurgery.checkpoint.transformers_folder import (
+    check_config_of_transformers,
+    config_of_transformers,
+    describe_labels,
+    is_of_transformers,
+)
 from flysurgery.errors import CheckpointError
 from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import Plan
@@ -75,9 +81,11 @@ KINDS: tuple[tuple[tuple[str, ...], Check, str], ...] = (
 def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
     """What ``config.json`` holds for a converted model; ``optimize`` asks ``load`` for fused modules, and changes no weight.
 
-    The architecture is the registered entry point, never the dense name: under that one timm would fill a model of
-    another number of classes with random dense layers, and only warn.
+    A model of transformers has its own configuration. For others the architecture is the registered entry point, never the dense name:
+    under that one timm would fill a model of another number of classes with random dense layers, and only warn.
     """
+    if (plan.base or "").startswith(TRANSFORMERS):
+        return config_of_transformers(model, plan, optimize=optimize)
     data = data_config(model, plan.base_args)
     config = {
         "architecture": ENTRY_POINT,
@@ -94,13 +102,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Parse ``config.json``.
 
     Raises:
-        CheckpointError: it is missing, no JSON, or not a timm-shaped object.
+        CheckpointError: it is missing, no JSON, or not an object as timm or transformers write it.
     """
     file = folder / "config.json"
     try:
         config = read_json(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no config.json") from error
+    if isinstance(config, dict) and is_of_transformers(config):
+        return config
     if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
         raise CheckpointError(f"{file} is no timm configuration: it names no architecture")
     for name in ("model_args", "pretrained_cfg"):
@@ -115,6 +125,9 @@ def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     Raises:
         CheckpointError: they disagree, or ``config.json`` asks for more; the message names what differs.
     """
+    if is_of_transformers(config):
+        check_config_of_transformers(config, plan, folder / "config.json")
+        return
     if config["architecture"] != ENTRY_POINT:
         raise CheckpointError(f"{folder / 'config.json'} names architecture '{config['architecture']}', expected '{ENTRY_POINT}'")
     expected = {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()}
@@ -137,6 +150,8 @@ def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, f
     Raises:
         CheckpointError: a value that ``timm.data`` cannot use, or another number of classes or features than the model's.
     """
+    if is_of_transformers(config):
+        return
     file = folder / "config.json"
     check_data(config["pretrained_cfg"], f"{file}: pretrained_cfg")
     has = {
@@ -160,6 +175,24 @@ def check_data(data: Mapping[str, Any], where: str) -> None:
             value = data.get(name)
             if value is not None and not is_right(value):
                 raise CheckpointError(f"{where}.{name} must be {wanted}, got {value!r:.60}")
+
+
+def is_converted_config(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a converted model."""
+    return is_of_transformers(config) or config.get("architecture") == ENTRY_POINT
+
+
+def wants_optimize(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` asks ``load`` for fused modules."""
+    return (config["quantization_config"] if is_of_transformers(config) else config).get("optimize") is True
+
+
+def describe(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Tell a loaded model what its ``config.json`` says of images and classes."""
+    if is_of_transformers(config):
+        describe_labels(model, config)
+    else:
+        describe_data(model, config["pretrained_cfg"])
 
 
 def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:

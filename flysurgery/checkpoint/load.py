@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, first_line
-from flysurgery.checkpoint.config import check_config, check_description, describe_data, read_config
+from flysurgery.checkpoint.base import first_line, transformers_class
+from flysurgery.checkpoint.config import check_config, check_description, describe, is_converted_config, read_config, wants_optimize
 from flysurgery.checkpoint.files import TensorFile, open_tensors
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
 from flysurgery.checkpoint.meter import Limits
@@ -26,8 +26,10 @@ from flysurgery.checkpoint.tensors import (
     single_float_dtype,
     unstored_buffers,
 )
+from flysurgery.checkpoint.transformers_folder import base_of, is_of_transformers
 from flysurgery.errors import CheckpointError, ModelError, OptionError, PlanError
 from flysurgery.inference import optimize as make_faster
+from flysurgery.surgery import Plan, transformers_arguments
 
 WEIGHTS = "model.safetensors"
 
@@ -50,10 +52,11 @@ def load(
 
     Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
     dtype; by default they stay as they are stored. Neither the network nor a pickle nor the original weights are used, and
-    no code is named by the files but models of timm and vit-pytorch. Names, shapes and dtypes are checked before
+    no code is named by the files but models of timm, vit-pytorch and transformers. Names, shapes and dtypes are checked before
     memory is taken, which peaks at about twice the model's size. What the files make the base's constructor build is bounded by the
-    size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it; folders of the first
-    versions have none. For a ViT-L this about doubles the time of loading; ``docs/python.md`` has the command that measures it.
+    size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it. Folders of the first
+    versions have none, nor have those that ``save_pretrained`` of transformers wrote. For a ViT-L this about doubles the time of
+    loading; ``docs/python.md`` has the command that measures it.
     ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs
     are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
 
@@ -64,7 +67,7 @@ def load(
     model = read_model(Path(folder), {}, device=device, dtype=dtype, verify=verify).eval()
     if optimize is None:
         on_cuda = next(model.parameters()).is_cuda
-        optimize = on_cuda and read_config(Path(folder)).get("optimize") is True
+        optimize = on_cuda and wants_optimize(read_config(Path(folder)))
     if optimize:
         make_faster(model)
     return model
@@ -74,7 +77,7 @@ def is_converted(folder: str | Path) -> bool:
     """Whether ``folder`` holds a checkpoint of a converted model, a damaged one included. Reads no weights, and never raises."""
     path = Path(folder)
     try:
-        if read_config(path)["architecture"] == ENTRY_POINT:
+        if is_converted_config(read_config(path)):
             return True
     except CheckpointError:
         pass
@@ -114,6 +117,8 @@ def read_model(
         CheckpointError, OptionError: as ``load``; also where ``overrides`` change the base so that the tensors do not fit.
     """
     place, wanted = _read_device(device), read_dtype(dtype)
+    if _is_written_by_transformers(folder):
+        return _read_by_transformers(folder, place, wanted)
     with _open(folder) as opened:
         plan = opened.header.plan
         limits = Limits.of_stored(opened.file.shapes.values(), len(opened.file.shapes) + len(opened.header.aliases))
@@ -131,8 +136,40 @@ def read_model(
             changed = f" with {dict(overrides)}" if overrides else ""
             raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
         _fill(model, opened, place, wanted)
-    describe_data(model, opened.config["pretrained_cfg"])
+    describe(model, opened.config)
     return model
+
+
+def _is_written_by_transformers(folder: Path) -> bool:
+    """Whether ``save_pretrained`` wrote a folder, so that its tensors have transformers' names and no hashes."""
+    if not folder.is_dir() or not is_of_transformers(read_config(folder)):
+        return False
+    with open_tensors(folder / WEIGHTS) as file:
+        return SCHEMA_KEY not in file.metadata
+
+
+def _read_by_transformers(folder: Path, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model in a folder that ``save_pretrained`` wrote, as ``from_pretrained`` reads it.
+
+    Raises:
+        CheckpointError: it takes more to build than the stored tensors justify, or not every parameter is stored.
+    """
+    config = read_config(folder)
+    file = folder / "config.json"
+    with open_tensors(folder / WEIGHTS) as stored:
+        limits = Limits.of_stored(stored.shapes.values(), len(stored.shapes))
+    try:
+        plan = Plan.from_json(config["quantization_config"].get("plan"))
+        build_skeleton(replace(plan, base=base_of(config, file), base_args=transformers_arguments(config)), limits)
+        found = transformers_class(config["architectures"][0])
+        options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        model, problems = found.from_pretrained(folder, dtype=dtype or "auto", **options)
+    except (ModelError, PlanError, ValueError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
+    missing = sorted(map(str, problems["missing_keys"]))
+    if missing:
+        raise CheckpointError(f"{folder / WEIGHTS} does not fit its plan: it lacks {', '.join(missing[:3])}")
+    return model.to(device)
 
 
 def _read_device(device: torch.device | str | None) -> torch.device:

@@ -10,6 +10,7 @@ from flysurgery.surgery.apply import apply as apply
 from flysurgery.surgery.attached_plan import STANDS_FOR as STANDS_FOR
 from flysurgery.surgery.attached_plan import is_optimized as is_optimized
 from flysurgery.surgery.attached_plan import plan_of as plan_of
+from flysurgery.surgery.base import find_base as find_base
 from flysurgery.surgery.candidates import candidates as candidates
 from flysurgery.surgery.candidates import named_candidates as named_candidates
 from flysurgery.surgery.convert import convert as convert
@@ -44,3 +45,7 @@ from flysurgery.surgery.tradeoff import Point as Point
 from flysurgery.surgery.tradeoff import Search as Search
 from flysurgery.surgery.tradeoff import Split as Split
 from flysurgery.surgery.tradeoff import Tradeoff as Tradeoff
+from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD
+from flysurgery.surgery.transformers_models import is_of_transformers as is_of_transformers
+from flysurgery.surgery.transformers_models import quantization_entry as quantization_entry
+from flysurgery.surgery.transformers_models import transformers_arguments as transformers_arguments

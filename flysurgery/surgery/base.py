@@ -10,14 +10,15 @@ import timm
 from torch import nn
 
 from flysurgery.errors import OptionError
+from flysurgery.surgery.transformers_models import is_of_transformers, transformers_arguments
 
 
 def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
     """The base that is given, else the one that a timm model says of itself; ``base_args`` go over what it says.
 
-    A timm model names its architecture and its weights' tag, and keeps the arguments that it was built with; classes,
-    channels, image size and pooling are read from its present state. Other models, and timm models built with
-    arguments that JSON does not have (a function, say), give None: such a model is saved only with a given base.
+    A timm model names its architecture and its weights' tag, and keeps the arguments that it was built with; classes, channels, image
+    size and pooling are read from its present state. A model of transformers has its configuration. Other models, and timm models built
+    with arguments that JSON does not have (a function, say), give None: such a model is saved only with a given base.
 
     Raises:
         OptionError: ``base_args`` do not fit into JSON.
@@ -27,6 +28,8 @@ def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] |
         raise OptionError(f"base_args must be values that JSON has (texts, numbers, lists, ...), got {base_args!r}")
     if base is not None:
         return base, given
+    if is_of_transformers(model):
+        return f"transformers:{type(model).__name__}", transformers_arguments(model.config.to_dict()) | given  # pyright: ignore
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
     if not architecture:

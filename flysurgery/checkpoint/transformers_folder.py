@@ -1,0 +1,73 @@
+"""What ``config.json`` holds for models of transformers: their own configuration, with the plan where quantized models have theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from flysurgery.checkpoint.base import TRANSFORMERS
+from flysurgery.errors import CheckpointError
+from flysurgery.surgery import QUANT_METHOD, Plan, quantization_entry, transformers_arguments
+
+
+def is_of_transformers(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a converted model of transformers."""
+    entry = config.get("quantization_config")
+    return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
+
+
+def config_of_transformers(model: Any, plan: Plan, *, optimize: bool) -> dict[str, Any]:
+    """The configuration as ``save_pretrained`` writes it, values of JSON only."""
+    config = {
+        **model.config.to_dict(),
+        "architectures": [type(model).__name__],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization_config": quantization_entry(plan, optimize=optimize),
+    }
+    return json.loads(json.dumps(config))
+
+
+def check_config_of_transformers(config: Mapping[str, Any], plan: Plan, file: Path) -> None:
+    """Hold a ``config.json`` against the header's plan: transformers builds from the one, the weights were saved with the other.
+
+    Raises:
+        CheckpointError: they disagree, or ``config.json`` asks for more; the message names what differs.
+    """
+    entry = config["quantization_config"]
+    if base_of(config, file) != plan.base:
+        raise CheckpointError(
+            f"{file} names the model class {config['architectures'][0]!s:.60}, and model.safetensors was saved with {plan.base}"
+        )
+    if entry.get("plan") != json.loads(json.dumps(quantization_entry(plan)["plan"])):
+        raise CheckpointError(f"{file} does not match model.safetensors: their plans differ; one was changed")
+    found = transformers_arguments(config)
+    differing = sorted(name for name in found.keys() | plan.base_args.keys() if found.get(name) != plan.base_args.get(name))
+    if differing:
+        raise CheckpointError(f"{file} does not match model.safetensors: {', '.join(differing[:3])} differ; one was changed")
+    if not isinstance(entry.get("optimize", False), bool):
+        raise CheckpointError(f"{file}: 'optimize' must be true or false")
+
+
+def base_of(config: Mapping[str, Any], file: Path) -> str:
+    """The base that ``architectures`` names.
+
+    Raises:
+        CheckpointError: it does not name one class.
+    """
+    architectures = config.get("architectures")
+    if not (isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)):
+        raise CheckpointError(f"{file}: 'architectures' must be a list of one class of transformers, got {architectures!r:.60}")
+    return TRANSFORMERS + architectures[0]
+
+
+def describe_labels(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Give the model's configuration the names of the classes, which do not change what is built."""
+    labels = config.get("id2label")
+    own: Any = model.config
+    if isinstance(labels, dict) and len(labels) == len(own.id2label or {}):
+        own.id2label = {int(number): str(label) for number, label in labels.items() if str(number).isdecimal()}
+        own.label2id = {label: number for number, label in own.id2label.items()}

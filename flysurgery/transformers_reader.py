@@ -1,0 +1,57 @@
+"""How transformers opens and writes converted models: ``AutoModel.from_pretrained(folder)``, by its extension point for replaced layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from flysurgery.errors import PlanError
+from flysurgery.surgery import QUANT_METHOD, Plan, find_base, install
+
+
+@register_quantization_config(QUANT_METHOD)
+class FlysurgeryConfig(QuantizationConfigMixin):
+    """The plan of a converted model, as its ``config.json`` holds it."""
+
+    def __init__(self, plan: dict[str, Any], optimize: bool = False, **others: Any) -> None:
+        self.quant_method = QUANT_METHOD  # pyright: ignore[reportAttributeAccessIssue] - transformers' own methods are an enumeration
+        self.plan, self.optimize = plan, optimize
+
+    def to_dict(self) -> dict[str, Any]:
+        entry = {"quant_method": QUANT_METHOD, "plan": self.plan}
+        return entry | {"optimize": True} if self.optimize else entry
+
+
+@register_quantizer(QUANT_METHOD)
+class FlysurgeryReader(HfQuantizer):
+    """Puts the plan's modules into a model on meta, before transformers loads the weights. Nothing is quantized."""
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config: Any = self.quantization_config
+        try:
+            base, base_args = find_base(model, None, None)
+            install(replace(Plan.from_json(config.plan), base=base, base_args=base_args), model)
+        except PlanError as error:
+            raise ValueError(f"the plan in quantization_config does not fit a {type(model).__name__}: {error}") from error
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Take away the marks of a quantized model, which would forbid ``half()``, ``to()`` and training."""
+        model.is_quantized = False
+        for name in ("hf_quantizer", "quantization_method"):
+            vars(model).pop(name, None)
+        for module in model.modules():
+            vars(getattr(module, "config", self)).pop("_is_quantized", None)
+        model.config.quantization_config = self.quantization_config.to_dict()
+        return model
+
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base has no result
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        return True
