@@ -18,11 +18,10 @@ from recipe import VIT_S, Run
 from torch import Tensor, nn
 
 from flysurgery.bench import Protocol, in_mode, measure, take_stamp
-from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.measuring import NOISE, checked_rows, one_line
 from flysurgery.bench.rows import records_of
 from flysurgery.bench.units import Unit, units
-from flysurgery.bench.variants import VARIANTS, by_definition
+from flysurgery.bench.variants import VARIANTS, by_definition, fused_modules
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, Pattern

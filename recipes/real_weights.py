@@ -46,9 +46,8 @@ from weight_ways import DENSE, Way, plan_of, ways_of
 
 from flysurgery import surgery
 from flysurgery.bench import Measured, Protocol, check_apart, check_plot, in_mode, measure
-from flysurgery.bench.fused import fused_modules
 from flysurgery.bench.measuring import checked_rows, one_line, synchronize
-from flysurgery.bench.variants import by_definition
+from flysurgery.bench.variants import by_definition, fused_modules
 from flysurgery.calibration import Samples
 from flysurgery.cli.options import device_of
 from flysurgery.errors import FlysurgeryError, OptionError

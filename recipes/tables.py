@@ -15,8 +15,8 @@ from recipe import Run
 from torch import Tensor
 
 from flysurgery.bench import Ceilings, Measured, Protocol, Record, Work, draw_ratios, in_mode, measure, measure_ceilings
-from flysurgery.bench.compiled import forget_compiled
 from flysurgery.bench.rows import columns_of
+from flysurgery.bench.variants import forget_compiled
 from flysurgery.cli.options import device_of
 
 if TYPE_CHECKING:

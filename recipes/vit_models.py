@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.bench import EnergyMeter, Measured, Timing, in_mode, noise_of, status_of
-from flysurgery.bench.training import work_of_step
+from flysurgery.bench.ceilings import work_of, work_of_step
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import VARIANTS, by_definition, chosen_backends
-from flysurgery.bench.work import work_of
 from flysurgery.cli.options import names
 from flysurgery.errors import OptionError
 from flysurgery.walker import example_input

@@ -53,7 +53,7 @@ from flysurgery.bench import (
     measure_ceilings,
     share_head,
 )
-from flysurgery.bench.compiled import COMPILED
+from flysurgery.bench.variants import COMPILED
 from flysurgery.cli.bench_show import TIMES
 from flysurgery.cli.options import model_arguments, names
 

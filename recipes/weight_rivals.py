@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery import surgery
-from flysurgery.bench.compiled import forget_compiled
-from flysurgery.bench.variants import INT8_ERROR
+from flysurgery.bench.variants import INT8_ERROR, forget_compiled
 from flysurgery.errors import FlysurgeryError
 
 Run = Callable[[Tensor], Tensor]

@@ -1,18 +1,20 @@
-"""What this machine reaches at best, measured in the same run: bytes by a copy, operations by a matrix product."""
+"""What a computation must spend, and how fast a device moves and computes at best, measured in the same run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from flysurgery.bench.modes import TIMED_MODES, in_mode
-from flysurgery.bench.timing import time_interleaved
+from flysurgery.bench.timing import TIMED_MODES, in_mode, time_interleaved
+from flysurgery.patterns import Pattern
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
-"""Sizes that fill a device: beyond any cache, and with work for every core."""
+"""Sizes that fill a device: larger than any cache, and with work for every core."""
 
 
 @dataclass(frozen=True)
@@ -31,33 +33,65 @@ class Ceilings:
     flops_per_ms: float
 
     def bound_ms(self, work: Work) -> float:
-        """The time below which no implementation gets: the longer of moving and computing."""
+        """Give the time that no implementation can beat: the longer of moving and computing."""
         return max(work.bytes_moved / self.bytes_per_ms, work.flops / self.flops_per_ms)
 
 
+@cache
 def measure_ceilings(mode: str, device: torch.device, *, quick: bool = False) -> Ceilings:
-    """Time a copy far larger than the caches, and a large matrix product in ``mode``.
+    """Time a copy far larger than the caches, and a large matrix product in ``mode``; once for each process.
 
-    Mode ``fp32`` on CUDA takes the better of a float32 product and a third of the half-precision rate: products of float32's grade can
-    be made of three products of halves.
+    Mode ``fp32`` on CUDA takes the better of a float32 product and a third of the half-precision rate: three products of halves can
+    make a product with the accuracy of float32.
     """
     rounds = 5 if quick else 10
     kind = "cuda" if device.type == "cuda" else "cpu"
     block = torch.ones((COPY_BYTES[kind] >> (2 * quick)) // 4, device=device)
     copy = time_interleaved({"copy": _copy}, block, rounds=rounds)["copy"]
+    bytes_moved = 2 * block.nbytes
     del block
     size = PRODUCT_SIZE[kind] >> quick
     rate = _product_rate(mode, size, device, rounds)
     if mode == "fp32" and kind == "cuda":
         rate = max(rate, _product_rate("fp16", size, device, rounds) / 3)
-    return Ceilings(2 * (COPY_BYTES[kind] >> (2 * quick)) / copy.median_ms, rate)
+    return Ceilings(bytes_moved / copy.median_ms, rate)
 
 
 def _copy(x: Tensor) -> Tensor:
-    return x + 1  # a kernel: on some devices faster than the copy engine
+    return x + 1  # a kernel is faster than the copy engine on some devices
 
 
 def _product_rate(mode: str, size: int, device: torch.device, rounds: int) -> float:
     with in_mode(mode), torch.inference_mode():
         x = torch.randn(size, size, device=device, dtype=TIMED_MODES[mode])
         return 2 * size**3 / time_interleaved({"product": lambda a: a @ a}, x, rounds=rounds)["product"].median_ms
+
+
+def work_of(module: nn.Module, x: Tensor) -> Work:
+    """Count bytes of x, the output and the parameters, each once, and operations of all matrix products, on one sample.
+
+    What lies between is left out: a computation that keeps it on the chip does not move it. Norms and activations are not counted.
+    """
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        out = module(x[:1])
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    return Work(weights + x.nbytes + x.shape[0] * out.nbytes, x.shape[0] * counter.get_total_flops())
+
+
+def work_of_factor(pattern: Pattern, rows: int, element_bytes: int) -> Work:
+    """Count bytes of x, y and the factor, each once, and the operations of the product."""
+    entries = rows * (pattern.in_features + pattern.out_features) + pattern.nnz
+    return Work(element_bytes * entries, rows * pattern.flops_per_row)
+
+
+def work_of_step(model: nn.Module, images: Tensor, labels: Tensor) -> Work:
+    """Count what a training step must spend.
+
+    Operations are those of all matrix products forward and backward, counted on one image. Bytes are those of the images, and of each
+    weight and its two moments, read and written by the optimizer.
+    """
+    model.requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        nn.functional.cross_entropy(model(images[:1]), labels[:1]).backward()
+    model.zero_grad(set_to_none=True)
+    return Work(images.nbytes + 6 * sum(each.nbytes for each in model.parameters()), len(images) * counter.get_total_flops())

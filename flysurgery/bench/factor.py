@@ -1,33 +1,59 @@
-"""Times of one factor by every implementation and in both memory layouts: Tables 2, 4 and 7 of Gonon et al. 2024."""
+"""Times one factor by every implementation and in both memory layouts: Tables 2, 4 and 7 of Gonon et al. 2024."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_all_start_methods, get_context
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.layouts import (
-    FIRST,
-    LAST,
-    PRODUCT_ONLY,
-    blocks_of,
-    factor_runs,
-    problem_of_factor,
-    product_only,
-    rows_first,
-    rows_of_blocks,
-)
-from flysurgery.bench.measuring import AGAIN, MOST_ERROR, Measured, Protocol, checked_rows, judged, measure, relative_error
-from flysurgery.bench.modes import in_mode
-from flysurgery.bench.timing import time_interleaved
-from flysurgery.bench.work import work_of_factor
-from flysurgery.factors import ks_einsum
-from flysurgery.patterns import Pattern
+from flysurgery.bench.ceilings import Ceilings, work_of_factor
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.timing import in_mode
+from flysurgery.errors import BackendError
+from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
+from flysurgery.ops import BACKENDS, Problem
+from flysurgery.ops.cuda.configured import factor_configs, factor_product
+from flysurgery.ops.cuda.cubins import find_cubin
+from flysurgery.ops.cuda.kernel import device_arch
+from flysurgery.ops.cuda.obstacles import shared_limit_of
+from flysurgery.ops.cuda.single_choice import candidates, remember
+from flysurgery.ops.cuda.single_tiling import SingleConfig
+from flysurgery.patterns import Architecture, Pattern
+
+Run = Callable[[Tensor], Tensor]
+Case = tuple[Pattern, str]
+"""A pattern and a mode."""
+
+NAMES = ("dense", "cuda", "bmm", "einsum", "bsr", "sparse")
+
+FIRST, LAST = "first", "last"
+"""Batch-size-first: x of shape (rows, features), as models have it. Batch-size-last: (features, rows)."""
+
+PRODUCT_ONLY = "bmm product only"
+"""The batched product of bmm on blocks that are ready, without the copies before and after it."""
+
+ORDER = ("dense", "dense" + AGAIN, "bmm", "bmm" + AGAIN, "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
 
 CHECKED_ROWS = 128
-ORDER = ("dense", "dense" + AGAIN, "bmm", "bmm" + AGAIN, "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
+
+MOST_DENSE_ENTRIES = 1 << 25
+"""Larger dense matrices are left out: they would take most of the run."""
+
+MOST_DENSE_ENTRIES_OF_HALVES = 1 << 30
+"""The same on CUDA in fp16 and bf16, which take a fifteenth of float32's time."""
+
+MOST_CSR_ENTRIES = 1 << 18
+"""The same for matrices in CSR, whose products take tens of times as long as batched ones of as many operations."""
+
+MOST_PROCESSES = 8
+"""This many processes prepare cases faster than the cases are timed, and leave cores to the timing."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +74,8 @@ class FactorRow:
     measured: Measured
 
 
-def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) -> dict[str, object]:
-    """What identifies the rows of one pattern."""
+def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) -> dict[str, Any]:
+    """Give what identifies the rows of one pattern."""
     a, b, c, d = pattern.factor_shape
     return {"a": a, "b": b, "c": c, "d": d, "rows": rows, "mode": mode, "device_type": device.type}
 
@@ -57,57 +83,149 @@ def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) ->
 def bench_factor(pattern: Pattern, rows: int, mode: str, device: torch.device, ceilings: Ceilings, protocol: Protocol) -> list[FactorRow]:
     """Measure one factor, weights uniform with variance 1/(3c) and Gaussian x, first in one layout, then in the other."""
     found: list[FactorRow] = []
+    head: dict[str, Any] = factor_head(pattern, rows, mode, device)
+    head |= {"rewriting": (pattern.b + pattern.c) / (pattern.b * pattern.c), "size": pattern.in_features * pattern.out_features}
     with in_mode(mode) as dtype, torch.no_grad():
         generator = torch.Generator(device=device).manual_seed(protocol.seed)
         x = torch.randn(rows, pattern.in_features, generator=generator, device=device, dtype=dtype)
         factor = torch.empty(pattern.factor_shape, device=device).uniform_(-(pattern.c**-0.5), pattern.c**-0.5, generator=generator)
         factor = factor.to(dtype)
-        checked = checked_rows(rows, CHECKED_ROWS)
-        truth = ks_einsum(x[checked].double(), factor.double())
-        size = pattern.in_features * pattern.out_features
-        work = work_of_factor(pattern, rows, x.element_size())
         for layout in (FIRST, LAST):
-            arranged = x if layout == FIRST else x.T.contiguous()
-            measured = _one_layout(arranged, factor, pattern, layout, checked, truth, mode, ceilings, work, protocol)
-            head = (*pattern.factor_shape, (pattern.b + pattern.c) / (pattern.b * pattern.c), size, rows, mode, device.type, layout)
-            found += [FactorRow(*head, name, measured[name]) for name in ORDER if name in measured]
+            measured = _one_layout(x, factor, pattern, layout, mode, ceilings, protocol)
+            found += [FactorRow(**head, layout=layout, candidate=name, measured=measured[name]) for name in ORDER if name in measured]
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return found
 
 
 def _one_layout(
-    x: Tensor,
-    factor: Tensor,
-    pattern: Pattern,
-    layout: str,
-    checked: list[int],
-    truth: Tensor,
-    mode: str,
-    ceilings: Ceilings,
-    work: Work,
-    protocol: Protocol,
+    x: Tensor, factor: Tensor, pattern: Pattern, layout: str, mode: str, ceilings: Ceilings, protocol: Protocol
 ) -> dict[str, Measured]:
-    rows = x.shape[0 if layout == FIRST else 1]
+    rows = len(x)
     runs, refused = factor_runs(factor, layout, problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32"))
+    checked = checked_rows(rows, CHECKED_ROWS)
+    truth = ks_einsum(x[checked].double(), factor.double())
+    arranged = x if layout == FIRST else x.T.contiguous()
+    inputs = dict.fromkeys(runs, arranged) | {PRODUCT_ONLY: blocks_of(arranged, pattern, layout).contiguous()}
+    truths = dict.fromkeys(runs, truth) | {PRODUCT_ONLY: truth.unflatten(1, (pattern.a, pattern.b, pattern.d))}
     measured = measure(
-        {name: run if layout == FIRST else rows_first(run) for name, run in runs.items()},
-        x,
-        truth,
+        runs | {PRODUCT_ONLY: product_only(factor, layout)},
+        inputs,
+        truths,
         baseline="dense" if "dense" in runs else "bmm",
         rows=checked,
         refused=refused,
-        works=work,
+        works=work_of_factor(pattern, rows, x.element_size()),
         ceilings=ceilings,
         protocol=protocol,
     )
-    if "dense" not in runs:
-        measured = {name: replace(each, ratio_to_dense=None) for name, each in measured.items()}
-    blocks = blocks_of(x, pattern, layout).contiguous()
-    run = product_only(factor, layout)
-    error = relative_error(rows_of_blocks(run(blocks), checked, pattern, layout), truth)
-    right = {PRODUCT_ONLY: run} if error <= MOST_ERROR else {}
-    timings = time_interleaved(right, blocks, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch)
-    status = "ok" if right else f"wrong: relative error {error:.2g}"
-    measured[PRODUCT_ONLY] = judged(status, error, timings.get(PRODUCT_ONLY), None, None, work, ceilings, protocol)
-    return measured
+    without_ratio = (PRODUCT_ONLY,) if "dense" in runs else tuple(measured)
+    return measured | {name: replace(measured[name], ratio_to_dense=None) for name in without_ratio}
+
+
+def factor_runs(factor: Tensor, layout: str, problem: Problem, names: Sequence[str] = NAMES) -> tuple[dict[str, Run], dict[str, str]]:
+    """Give implementations with their weights prepared, by name, and those that cannot run, with the reason.
+
+    An implementation takes x in ``layout`` and gives a tensor of shape (rows, out_features), which is a view for batch-size-last.
+    """
+    runs: dict[str, Run] = {}
+    refused: dict[str, str] = {}
+    pattern = problem.architecture.patterns[0]
+    for name in names:
+        reason = BACKENDS[name].can_run(problem)
+        if name == "dense" and pattern.in_features * pattern.out_features > most_dense_entries(problem):
+            reason = f"left out: {pattern.in_features * pattern.out_features:.1e} entries, nearly all zero"
+        if name == "sparse" and pattern.nnz > MOST_CSR_ENTRIES:
+            reason = f"left out: {pattern.nnz:.1e} entries, which take CSR longer than all others together"
+        if name == "cuda" and layout == LAST:
+            reason = "no: our kernels take batch-size-first, as models have it"
+        if reason is not None:
+            refused[name] = reason
+        else:
+            runs[name] = BACKENDS[name].bind((factor,), None) if layout == FIRST else _last(name, factor, pattern)
+    return runs, refused
+
+
+def most_dense_entries(problem: Problem) -> int:
+    """Give the entries of the largest dense matrix that is timed."""
+    halves = problem.device_type == "cuda" and problem.dtype.itemsize == 2
+    return MOST_DENSE_ENTRIES_OF_HALVES if halves else MOST_DENSE_ENTRIES
+
+
+def problem_of_factor(pattern: Pattern, rows: int, x: Tensor, *, allow_tf32: bool) -> Problem:
+    """Describe the multiplication of one factor."""
+    return Problem(Architecture((pattern,)), rows, x.dtype, x.device.type, allow_tf32=allow_tf32)
+
+
+def blocks_of(x: Tensor, pattern: Pattern, layout: str) -> Tensor:
+    """Arrange x as the batched product wants it: (a*d, rows, c), or (a*d, c, rows) with the batch last."""
+    a, _, c, d = pattern.factor_shape
+    if layout == FIRST:
+        return x.view(-1, a, c, d).permute(1, 3, 0, 2).reshape(a * d, -1, c)
+    return x.view(a, c, d, -1).permute(0, 2, 1, 3).reshape(a * d, c, -1)
+
+
+def product_only(factor: Tensor, layout: str) -> Run:
+    """Make the batched product alone, for an x that ``blocks_of`` made; it gives a view of shape (rows, a, b, d)."""
+    blocks, (a, _, _, d) = to_blocks(factor).contiguous(), factor.shape
+    if layout == FIRST:
+        return lambda x: torch.bmm(x, blocks.mT).unflatten(0, (a, d)).permute(2, 0, 3, 1)
+    return lambda x: torch.bmm(blocks, x).unflatten(0, (a, d)).permute(3, 0, 2, 1)
+
+
+def _last(name: str, factor: Tensor, pattern: Pattern) -> Run:
+    """Make an implementation for x of shape (features, rows)."""
+    if name == "dense":
+        dense = factor_to_dense(factor)
+        return lambda x: (dense @ x).T
+    if name == "einsum":
+        return lambda x: torch.einsum("ipqj,iqjk->ipjk", factor, x.unflatten(0, (pattern.a, pattern.c, pattern.d))).flatten(0, 2).T
+    if name == "bmm":
+        blocks = to_blocks(factor).contiguous()
+        return lambda x: _unblocked(torch.bmm(blocks, blocks_of(x, pattern, LAST)), pattern).T
+    prepare = getattr(BACKENDS[name], "prepare")  # noqa: B009 - a backend that works factor by factor
+    stored = prepare(factor)
+    if name == "sparse":
+        return lambda x: (stored @ x).T
+    return lambda x: _unblocked((stored @ blocks_of(x, pattern, LAST).flatten(0, 1)).unflatten(0, (-1, pattern.b)), pattern).T
+
+
+def _unblocked(product: Tensor, pattern: Pattern) -> Tensor:  # shapes: (a*d, b, rows) -> (a*b*d, rows)
+    return product.unflatten(0, (pattern.a, pattern.d)).transpose(1, 2).flatten(0, 2)
+
+
+def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> Iterator[Case]:
+    """Give the cases in their order, each when its kernels are in the cache folder; at once without CUDA.
+
+    Other processes search for kernels and compile them meanwhile, so that a run of many patterns does not wait for each.
+    """
+    if device.type != "cuda":
+        yield from cases
+        return
+    index = device.index or 0
+    limit = shared_limit_of(index)
+    prepare = partial(prepared, rows=rows, shared_limit=limit, arch=device_arch(index))
+    # the processes must not inherit this one's CUDA device; a fork server imports PyTorch once for all
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), mp_context=context)
+    try:
+        for (pattern, mode), found in zip(cases, pool.map(prepare, cases), strict=True):
+            remember(pattern, mode, limit, found)
+            yield pattern, mode
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def prepared(case: Case, *, rows: int, shared_limit: int, arch: str) -> tuple[SingleConfig, ...]:
+    """Compile what the product takes without a tuned table, and give the configurations that were found for it."""
+    pattern, mode = case
+    found = candidates(pattern, mode, shared_limit)
+    if found:
+        product = factor_product(pattern, mode, factor_configs(pattern, mode, rows, shared_limit)[0], shared_limit)
+        for source, name, defines in product.sources():
+            try:
+                find_cubin(source, defines, arch=arch, name=name)
+            except BackendError:  # the row of that pattern will say so
+                break
+    return found

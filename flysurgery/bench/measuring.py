@@ -1,4 +1,4 @@
-"""Check, then time, candidates for one computation: no time without a right result, and no row without its noise."""
+"""Checks, then times, candidates for one computation: a wrong result gets no time, and every row says how noisy its run was."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.samplers import Run
-from flysurgery.bench.timing import Timing, time_interleaved
+from flysurgery.bench.timing import Run, Timing, time_interleaved
 
 WORST_ERROR = 16.0
-"""A result whose rms error exceeds that of the baseline by more than this factor is wrong, and gets no time."""
+"""A result is wrong, and gets no time, where its rms error exceeds that of the baseline by more than this factor."""
 
 MOST_ERROR = 0.05
-"""A result that is further off than this computes something else, in any mode and whatever the baseline gives."""
+"""A result with a larger error than this computes something else, in any mode and whatever the baseline gives."""
 
 NOISE = {"cuda": 0.03, "cpu": 0.10}
-"""By how much the times of two identical candidates may differ; rows of a run where they differ by more say noisy."""
+"""By how much the times of two identical candidates may differ. Where they differ by more, all rows of the run say noisy."""
 
 AGAIN = " again"
-"""What the name of the baseline's twin adds to the baseline's."""
+"""Ends the name of the baseline's twin, which is the baseline timed a second time."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known about one candidate; times are None where ``status`` says why.
+    """What is known about one candidate. Times are None where ``status`` says why.
 
     ``status`` is "ok", "noisy: ...", "wrong: ..." or the reason why it did not run. ``launch`` is how it was launched.
     ``error`` is the rms error against float64, over the rms of the result. ``noise`` is by how much two identical baselines of
-    this run differ. ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` the time that the ceilings of
-    this run allow for it, and ``share_of_bound`` the part of the measured time that it is.
+    this run differ. ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` is the time that the ceilings of
+    this run allow for it, and ``share_of_bound`` is the bound over the measured time.
     """
 
     launch: str
@@ -63,13 +62,14 @@ DEFAULT_PROTOCOL = Protocol()
 
 
 def launch_on(device: torch.device, protocol: Protocol) -> str:
-    """How calls are launched: there are no graphs without CUDA."""
+    """Say how calls are launched: there are no graphs without CUDA."""
     return protocol.launch if device.type == "cuda" else "eager"
 
 
 def relative_error(got: Tensor, truth: Tensor, base: Tensor | None = None) -> float:
-    """The rms error over the rms of the truth, or of its distance from ``base``; infinite where the result is not finite or has
-    another shape.
+    """Give the rms error over the rms of the truth, or of its distance from ``base``.
+
+    It is infinite where the result is not finite or has another shape.
     """
     if got.shape != truth.shape:
         return float("inf")
@@ -79,13 +79,13 @@ def relative_error(got: Tensor, truth: Tensor, base: Tensor | None = None) -> fl
 
 
 def checked_rows(rows: int, count: int) -> list[int]:
-    """Which rows are held against float64: all where there are few, else the first and the last ``count``, where tails go wrong."""
+    """Choose the rows to hold against float64: all where there are few, else the first and the last ``count``, where tails go wrong."""
     return list(range(rows)) if rows <= 2 * count else [*range(count), *range(rows - count, rows)]
 
 
 def measure(
     candidates: Mapping[str, Run],
-    x: Tensor,
+    x: Tensor | Mapping[str, Tensor],
     truths: Tensor | Mapping[str, Tensor],
     *,
     baseline: str = "dense",
@@ -101,96 +101,113 @@ def measure(
     """Hold each candidate against the truth, time the right ones in one shuffled run, and say what is wrong with the others.
 
     Args:
-        truths: results in float64 for the checked rows, one for all or one for each candidate by its name.
-        baseline: the candidate that ratios refer to. A twin of it, named with ``AGAIN``, is timed with the others.
+        x: the input, one for all or one for each candidate by its name.
+        truths: results in float64 for the checked rows, one for all or one for each candidate.
+        baseline: the candidate that ratios refer to. Its twin, named with ``AGAIN``, is timed with the others.
         worst: how many times the baseline's error a candidate may have.
-        base: what the results are a change of, for the checked rows; errors are relative to that change.
+        base: what the results are a change of, for the checked rows. Errors are then relative to that change.
         rows: which rows (first dimension) the truths hold; all where it is None.
         refused: candidates that cannot run, and why; they get a row.
         allowed: rms errors that a candidate may have on its own account, such as that of quantization.
         works: what the computation must spend, one for all or one for each candidate.
     """
-    protocol = replace(protocol, launch=launch_on(x.device, protocol))
-    found: dict[str, Measured] = {name: Measured(protocol.launch, reason) for name, reason in (refused or {}).items()}
-    errors, statuses = _check(candidates, x, truths, rows, base, baseline, worst, allowed or {})
+    found = {name: Measured(launch_on(_device(x), protocol), reason) for name, reason in (refused or {}).items()}
+    errors, statuses = check(candidates, x, truths, rows=rows, base=base, baseline=baseline, worst=worst, allowed=allowed or {})
+    return found | time_right(candidates, x, statuses, errors, baseline=baseline, works=works, ceilings=ceilings, protocol=protocol)
+
+
+def check(
+    candidates: Mapping[str, Run],
+    x: Tensor | Mapping[str, Tensor],
+    truths: Tensor | Mapping[str, Tensor],
+    *,
+    rows: Sequence[int] | None,
+    baseline: str,
+    base: Tensor | None = None,
+    worst: float = WORST_ERROR,
+    allowed: Mapping[str, float] | None = None,
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Give each candidate's relative rms error, and "ok" or what is wrong with it; the arguments are those of ``measure``."""
+    errors: dict[str, float] = {}
+    statuses = dict.fromkeys(candidates, "ok")
+    for name, run in candidates.items():
+        try:
+            got = run(_own(x, name))
+            errors[name] = relative_error(got if rows is None else got[list(rows)], _own(truths, name), base)
+            del got
+        except Exception as error:  # the failure of one candidate, of whatever library, is its row and does not end the others
+            statuses[name] = f"failed: {one_line(error)}"
+    for name, error in errors.items():
+        most = max((allowed or {}).get(name, 0.0), min(MOST_ERROR, worst * errors.get(baseline, float("inf"))))
+        if not error <= most:
+            statuses[name] = f"wrong: relative error {error:.2g}"
+    return errors, statuses
+
+
+def time_right(
+    candidates: Mapping[str, Run],
+    x: Tensor | Mapping[str, Tensor],
+    statuses: Mapping[str, str],
+    errors: Mapping[str, float],
+    *,
+    baseline: str = "dense",
+    works: Mapping[str, Work] | Work | None = None,
+    ceilings: Ceilings | None = None,
+    protocol: Protocol = DEFAULT_PROTOCOL,
+) -> dict[str, Measured]:
+    """Time the candidates whose status is "ok" in one run, the baseline twice; the others keep their status and get no time."""
+    protocol = replace(protocol, launch=launch_on(_device(x), protocol))
     right = {name: run for name, run in candidates.items() if statuses[name] == "ok"}
+    names = list(statuses)
     if baseline in right:
         right[baseline + AGAIN] = right[baseline]
-        errors[baseline + AGAIN], statuses[baseline + AGAIN] = errors[baseline], "ok"
-    timings = time_interleaved(right, x, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
+        names.append(baseline + AGAIN)
+    inputs = {name: _own(x, name.removesuffix(AGAIN)) for name in right}
+    timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
     noise = noise_of(timings, baseline)
-    right_status = status_of(noise, x.device.type, baseline)
-    for name in statuses:
-        work = works.get(name.removesuffix(AGAIN)) if isinstance(works, Mapping) else works
-        status = right_status if statuses[name] == "ok" else statuses[name]
-        found[name] = judged(status, errors.get(name), timings.get(name), timings.get(baseline), noise, work, ceilings, protocol)
+    right_status = status_of(noise, _device(x).type, baseline)
+    found: dict[str, Measured] = {}
+    for name in names:
+        plain = name.removesuffix(AGAIN)
+        work = works.get(plain) if isinstance(works, Mapping) else works
+        status = right_status if name in right else statuses[name]
+        bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
+        spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
+        if name not in timings:
+            found[name] = Measured(protocol.launch, status, errors.get(plain), noise, **spent)
+            continue
+        timing = timings[name]
+        ratio = timing.median_ms / timings[baseline].median_ms if baseline in timings else None
+        share = None if bound is None else bound / timing.median_ms
+        times = timing.median_ms, timing.iqr_ms, ratio
+        found[name] = Measured(timing.launch, status, errors.get(plain), noise, *times, **spent, share_of_bound=share)
     return found
 
 
-def _check(
-    candidates: Mapping[str, Run],
-    x: Tensor,
-    truths: Tensor | Mapping[str, Tensor],
-    rows: Sequence[int] | None,
-    base: Tensor | None,
-    baseline: str,
-    worst: float,
-    allowed: Mapping[str, float],
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Each candidate's relative rms error, and "ok" or what is wrong with it."""
-    errors: dict[str, float] = {}
-    statuses: dict[str, str] = {}
-    for name, run in candidates.items():
-        try:
-            got = run(x)
-            truth = truths if isinstance(truths, Tensor) else truths[name]
-            errors[name] = relative_error(got if rows is None else got[list(rows)], truth, base)
-            del got
-        except Exception as error:  # one candidate's failure, of whatever library, is its row and not the end of the others
-            statuses[name] = f"failed: {one_line(error)}"
-    for name, error in errors.items():
-        most = max(allowed.get(name, 0.0), min(MOST_ERROR, worst * errors.get(baseline, float("inf"))))
-        statuses[name] = "ok" if error <= most else f"wrong: relative error {error:.2g}"
-    return errors, {name: statuses[name] for name in candidates}
+def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:
+    return each if isinstance(each, Tensor) else each[name]
+
+
+def _device(x: Tensor | Mapping[str, Tensor]) -> torch.device:
+    return x.device if isinstance(x, Tensor) else next(iter(x.values())).device
 
 
 def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | None:
-    """The share by which the times of the baseline and of its twin differ; None where they have none."""
+    """Give the share by which the times of the baseline and of its twin differ; None where they have none."""
     if baseline not in timings:
         return None
     return abs(timings[baseline + AGAIN].median_ms / timings[baseline].median_ms - 1)
 
 
 def status_of(noise: float | None, device_type: str, baseline: str = "dense", measured: str = "timed") -> str:
-    """What right rows of a run say whose twins, ``measured`` both, differ by ``noise``: "ok", or that they are noisy."""
+    """Give the status of right rows of a run whose twins, ``measured`` both, differ by ``noise``: "ok", or that they are noisy."""
     if noise is None or noise <= NOISE["cuda" if device_type == "cuda" else "cpu"]:
         return "ok"
     return f"noisy: {baseline} {measured} twice differs by {noise:.0%}"
 
 
-def judged(
-    status: str,
-    error: float | None,
-    timing: Timing | None,
-    baseline: Timing | None,
-    noise: float | None,
-    work: Work | None,
-    ceilings: Ceilings | None,
-    protocol: Protocol,
-) -> Measured:
-    """What is known of a candidate: its time, if it has one, beside the baseline's and what the ceilings allow for its work."""
-    bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
-    spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
-    if timing is None:
-        return Measured(protocol.launch, status, error, noise, **spent)
-    if bound is not None:
-        spent["share_of_bound"] = bound / timing.median_ms
-    ratio = None if baseline is None else timing.median_ms / baseline.median_ms
-    return Measured(timing.launch, status, error, noise, timing.median_ms, timing.iqr_ms, ratio, **spent)
-
-
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, short enough for a table."""
+    """Give the first line of an error's message, short enough for a table."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if len(text) <= 120 else f"{text[:117]}..."
 

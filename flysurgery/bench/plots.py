@@ -1,4 +1,4 @@
-"""Pictures of result rows, by matplotlib, which is an extra."""
+"""Draws result rows by matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from flysurgery.bench.files import check_file
-from flysurgery.bench.rows import Record
+from flysurgery.bench.rows import Record, check_file
 from flysurgery.errors import OptionError
 
 MOST_LETTERS = 60
-"""Of the labels side by side under bars; more are turned."""
+"""Labels under bars stand side by side up to this many letters, and are turned beyond."""
 
 LONGEST_LINE = 30
-"""Letters of a label in one line; longer texts are broken at a space."""
+"""Labels longer than this are broken at a space."""
 
 LETTER_INCHES = 0.06
 """Width of a letter in a legend."""
 
 RATIO = "ratio_to_"
-"""What the names of columns begin with that hold a time over the time of something."""
+"""Begins the names of columns that hold a time over the time of something."""
 
 Boxes = Mapping[str, Sequence[float]]
 """Values by the label under their box."""
 
 
 def check_plot(path: Path | None) -> None:
-    """See before measuring that the picture can be drawn.
+    """Check before measuring that the picture can be drawn.
 
     Raises:
-        OptionError: matplotlib is missing, or knows no format of this name, or the system lets nothing be written there.
+        OptionError: matplotlib is missing, or knows no format of this name, or nothing can be written there.
     """
     if path is None:
         return
@@ -45,9 +44,9 @@ def check_plot(path: Path | None) -> None:
 def draw_ratios(
     records: Sequence[Record], path: Path, *, group: Sequence[str], series: str = "candidate", ratio: str = RATIO + "dense", title: str = ""
 ) -> None:
-    """Bars of the column ``ratio``, one group for each combination of the columns ``group``, one colour for each value of ``series``.
+    """Draw bars of the column ``ratio``, one group for each combination of the columns ``group``, one colour for each value of ``series``.
 
-    Below the line at 1 a candidate is faster than what its time is divided by. Where a record has a ``paper_ratio``, a short line shows it.
+    A bar below the line at 1 is faster than what its time is divided by. Where a record has a ``paper_ratio``, a short line shows it.
     """
     plt = _pyplot()
     timed = [record for record in records if record.get(ratio)]
@@ -77,7 +76,7 @@ def draw_ratios(
 
 
 def draw_boxes(panels: Mapping[str, tuple[str, str, Boxes]], path: Path, *, title: str = "") -> None:
-    """Box plots side by side: ``panels`` maps a title to the axes' labels and the values under each box.
+    """Draw box plots side by side: ``panels`` maps a title to the axes' labels and the values under each box.
 
     The line is the median, the box the quartiles, the whiskers the 5th and 95th percentile, as in Gonon et al. 2024.
     """
@@ -102,7 +101,7 @@ def draw_boxes(panels: Mapping[str, tuple[str, str, Boxes]], path: Path, *, titl
 def draw_lines(
     series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, across: str, up: str, title: str = "", level: float | None = 1
 ) -> None:
-    """One line for each series of points, both axes logarithmic, and a grey one across at ``level``."""
+    """Draw one line for each series of points, both axes logarithmic, and a grey horizontal line at ``level``."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for name, points in series.items():
@@ -118,7 +117,7 @@ def draw_lines(
 
 
 def draw_tradeoff(curve: Sequence[tuple[float, float]], chosen: tuple[float, float], path: Path, *, unit: str) -> None:
-    """The predicted error over the share of the dense layers' weights or milliseconds, and the point that was chosen."""
+    """Draw the predicted error over the share of the dense layers' weights or milliseconds, and the point that was chosen."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     axes.plot([100 * share for share, _ in curve], [error for _, error in curve], marker="o", markersize=3, label="least error")
@@ -140,7 +139,7 @@ def _pyplot() -> Any:
 
 
 def _plain_numbers(axis: Any) -> None:
-    """Numbers of a logarithmic axis as 0.3, 0.5, 1, not as powers of ten."""
+    """Write the numbers of a logarithmic axis as 0.3, 0.5, 1, not as powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))

@@ -1,4 +1,4 @@
-"""Other ways to make a linear layer cheaper, each on weights of its own: what a butterfly layer has to beat."""
+"""Times a butterfly layer beside other ways to make a linear layer cheaper, each on weights of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench.compiled import forget_compiled
-from flysurgery.bench.measuring import one_line
-from flysurgery.bench.variants import by_definition, dense_linear
+from flysurgery.bench.ceilings import Ceilings, Work
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
+from flysurgery.bench.timing import in_mode
+from flysurgery.bench.variants import by_definition, dense_linear, forget_compiled
 from flysurgery.layers import ButterflyLinear
-from flysurgery.patterns import Architecture, Pattern, low_rank
+from flysurgery.patterns import Architecture, low_rank, named
 
 Run = Callable[[Tensor], Tensor]
 
@@ -24,6 +25,32 @@ CSR = "magnitude pruning, CSR"
 
 DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 """Shares of weights that magnitude pruning keeps, beside the butterfly's own."""
+
+TORCHAO = {
+    "int8 weights": ("Int8WeightOnlyConfig", 0.02),
+    "int8 weights and activations": ("Int8DynamicActivationInt8WeightConfig", 0.05),
+    "fp8 weights and activations": ("Float8DynamicActivationFloat8WeightConfig", 0.1),
+}
+"""Quantizations of torchao, by their configuration there and the relative rms error that each may have."""
+
+CHECKED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RivalRow:
+    """One way to make a layer cheaper. ``density`` is the share of the dense weights that it keeps."""
+
+    layer: str
+    arch: str
+    out_features: int
+    in_features: int
+    rows: int
+    mode: str
+    device_type: str
+    candidate: str
+    density: float
+    note: str
+    measured: Measured
 
 
 @dataclass(frozen=True)
@@ -42,27 +69,71 @@ class Rival:
     note: str = ""
 
 
+def bench_rivals(
+    arch: str,
+    layer: str,
+    out_features: int,
+    in_features: int,
+    rows: int,
+    mode: str,
+    device: torch.device,
+    ceilings: Ceilings,
+    protocol: Protocol,
+    *,
+    densities: tuple[float, ...] = DENSITIES,
+) -> list[RivalRow]:
+    """Measure one layer with bias: dense, the butterfly of the family ``arch``, and the rivals of both."""
+    torch.manual_seed(protocol.seed)
+    with in_mode(mode) as dtype, torch.no_grad():
+        found = {_key(each): each for each in rivals(named(arch, out_features, in_features), device, dtype, densities=densities)}
+        x = torch.randn(rows, in_features, device=device, dtype=dtype)
+        checked = checked_rows(rows, CHECKED_ROWS)
+        wide = x[checked].double()
+        measured = measure(
+            {name: each.run for name, each in found.items() if each.run is not None},
+            x,
+            {name: each.exact(wide) for name, each in found.items() if each.exact is not None},
+            rows=checked,
+            refused={name: each.reason for name, each in found.items() if each.run is None},
+            allowed={name: each.allowed for name, each in found.items()},
+            works={name: _work(each, out_features, in_features, rows, x.element_size()) for name, each in found.items()},
+            ceilings=ceilings,
+            protocol=protocol,
+        )
+    head = (layer, arch, out_features, in_features, rows, mode, device.type)
+    result = []
+    for name, each in found.items():
+        result.append(RivalRow(*head, each.name, each.density, each.note, measured[name]))
+        if name + AGAIN in measured:
+            result.append(RivalRow(*head, each.name + AGAIN, each.density, each.note, measured[name + AGAIN]))
+    return result
+
+
+def _key(rival: Rival) -> str:
+    return "dense" if rival.name == "dense" else f"{rival.name} {rival.density:.4f}"
+
+
+def _work(rival: Rival, out_features: int, in_features: int, rows: int, size: int) -> Work:
+    weights = round(rival.density * out_features * in_features)
+    return Work(size * (rows * (out_features + in_features) + weights + out_features), 2 * rows * weights)
+
+
 def rivals(
     architecture: Architecture, device: torch.device, dtype: torch.dtype, *, densities: tuple[float, ...] = DENSITIES
 ) -> Iterator[Rival]:
-    """Dense, the butterfly, and its rivals for a layer with bias of the same size, random weights."""
-    forget_compiled()  # after eight linears of torchao it would leave the next ones as they are
+    """Make dense, the butterfly, and their rivals for a layer with bias of the same size, with random weights."""
+    forget_compiled()  # after eight linears of torchao the compiler would leave the next ones as they are
     layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     dense = dense_linear(layer)
-    yield Rival("dense", 1.0, dense, _exact(layer))
-    yield Rival("butterfly", architecture.density, layer, _exact(layer))
+    yield Rival("dense", 1.0, dense, by_definition(layer).double())
+    yield Rival("butterfly", architecture.density, layer, by_definition(layer).double())
     yield from _low_rank(architecture, device, dtype)
     for share in dict.fromkeys((architecture.density, *densities)):
         yield _pruned_csr(dense, share)
     yield _semi_structured(dense)
-    yield from _torchao("int8 weights", "Int8WeightOnlyConfig", dense, 0.02)
-    yield from _torchao("int8 weights and activations", "Int8DynamicActivationInt8WeightConfig", dense, 0.05)
-    yield from _torchao("fp8 weights and activations", "Float8DynamicActivationFloat8WeightConfig", dense, 0.1)
+    for name, (config, allowed) in TORCHAO.items():
+        yield from _torchao(name, config, dense, allowed)
     yield from _lazylinop(layer)
-
-
-def _exact(module: nn.Module) -> Run:
-    return by_definition(module).double()
 
 
 def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> Iterator[Rival]:
@@ -74,14 +145,18 @@ def _low_rank(architecture: Architecture, device: torch.device, dtype: torch.dty
     first, second = nn.Linear(other.in_features, rank, bias=False, device="meta"), nn.Linear(rank, other.out_features, device="meta")
     first.weight = nn.Parameter(layer.factors[1].detach().reshape(rank, other.in_features), requires_grad=False)
     second.weight = nn.Parameter(layer.factors[0].detach().reshape(other.out_features, rank), requires_grad=False)
+    second.bias = _bias(layer)
+    for name, run in (("low rank, two linears", nn.Sequential(first, second)), ("low rank, our layer", layer)):
+        yield Rival(name, other.density, run, by_definition(layer).double(), note=f"rank {rank}")
+
+
+def _bias(layer: ButterflyLinear) -> nn.Parameter:
     assert layer.bias is not None, "rivals have a bias"
-    second.bias = layer.bias
-    yield Rival("low rank, two linears", other.density, nn.Sequential(first, second), _exact(layer), note=f"rank {rank}")
-    yield Rival("low rank, our layer", other.density, layer, _exact(layer), note=f"rank {rank}")
+    return layer.bias
 
 
 def _pruned_csr(dense: nn.Linear, share: float) -> Rival:
-    weight = dense.weight.detach()
+    weight, bias = dense.weight.detach(), dense.bias.detach()
     if weight.dtype not in (torch.float32, torch.float64):
         return Rival(CSR, share, None, None, f"no: PyTorch's CSR products sum in the weights' own dtype, {weight.dtype}, or do not exist")
     keep = max(1, round(share * weight.numel()))
@@ -90,10 +165,7 @@ def _pruned_csr(dense: nn.Linear, share: float) -> Rival:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
         stored = pruned.to_sparse_csr()
-    bias = dense.bias.detach()
-    wide, wide_bias = pruned.double(), bias.double()
-    run = lambda x: nn.functional.linear(x, stored) + bias  # noqa: E731
-    return Rival(CSR, share, run, lambda x: x @ wide.T + wide_bias)
+    return Rival(CSR, share, lambda x: nn.functional.linear(x, stored) + bias, _exact(pruned, bias))
 
 
 def _semi_structured(dense: nn.Linear) -> Rival:
@@ -111,12 +183,16 @@ def _semi_structured(dense: nn.Linear) -> Rival:
             nn.functional.linear(torch.zeros(64, weight.shape[1], device=weight.device, dtype=weight.dtype), stored, bias)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return Rival(name, 0.5, None, None, f"no: {one_line(error)}")
-    wide, wide_bias = pruned.double(), bias.double()
-    return Rival(name, 0.5, lambda x: nn.functional.linear(x, stored, bias), lambda x: x @ wide.T + wide_bias)
+    return Rival(name, 0.5, lambda x: nn.functional.linear(x, stored, bias), _exact(pruned, bias))
+
+
+def _exact(weight: Tensor, bias: Tensor) -> Run:
+    wide, wide_bias = weight.double(), bias.double()
+    return lambda x: nn.functional.linear(x, wide, wide_bias)
 
 
 def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterator[Rival]:
-    """A quantization of torchao, an optional package, through the compiler as it tells its users, and operator by operator.
+    """Make a quantization of torchao, an optional package, through the compiler as it tells its users, and operator by operator.
 
     The compiler puts a kernel for few rows in the place of a product with int8 weights in bfloat16.
     """
@@ -131,7 +207,7 @@ def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterat
 
 
 def _quantized(config: str, dense: nn.Linear) -> nn.Module | str:
-    """The layer quantized by torchao, or why it is not."""
+    """Quantize the layer by torchao, or say why not."""
     if importlib.util.find_spec("torchao") is None:
         return "no: torchao is not installed"
     if not dense.weight.is_cuda:
@@ -139,49 +215,35 @@ def _quantized(config: str, dense: nn.Linear) -> nn.Module | str:
     try:
         quantization = importlib.import_module("torchao.quantization")
         model = nn.Sequential(copy.deepcopy(dense))
-        # Its settings of the compiler would let float32 products of the whole process use TF32.
+        # torchao's settings of the compiler would let float32 products of the whole process use TF32
         quantization.quantize_(model, getattr(quantization, config)(set_inductor_config=False))
         model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
-    except Exception as error:  # whatever an optional package of another version raises
+    except Exception as error:  # an optional package of another version may raise anything
         return f"no: {one_line(error)}"
     return model
 
 
 def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
-    """``ksm`` of lazylinop, an optional package: batch-size-last, so with a transposition before and after, and without."""
-    names = ("lazylinop ksm, transposes counted", "lazylinop ksm, transposes not counted")
-    density = layer.architecture.density
-    if importlib.util.find_spec("lazylinop") is None:
-        for name in names:
-            yield Rival(name, density, None, None, "no: lazylinop is not installed")
-        return
+    """Make ``ksm`` of lazylinop, an optional package, which stores factors as ours and takes x with the batch last.
+
+    It is timed with a transposition before and after, and without.
+    """
+    names, density = ("lazylinop ksm, transposes counted", "lazylinop ksm, transposes not counted"), layer.architecture.density
     try:
+        if importlib.util.find_spec("lazylinop") is None:
+            raise ModuleNotFoundError("lazylinop is not installed")
         ksm = importlib.import_module("lazylinop.butterfly").ksm
-        operators = [ksm(_lazylinop_factor(factor, pattern)) for factor, pattern in zip(layer.factors, layer.architecture, strict=True)]
-    except Exception as error:  # whatever an optional package of another version raises
-        for name in names:
-            yield Rival(name, density, None, None, f"no: {one_line(error)}")
+        operators = [ksm(factor.detach()) for factor in layer.factors]
+    except Exception as error:  # an optional package of another version may raise anything
+        yield from (Rival(name, density, None, None, f"no: {one_line(error)}") for name in names)
         return
-    bias = layer.bias
-    assert bias is not None, "rivals have a bias"
+    bias = _bias(layer)
 
-    def turned(x: Tensor) -> Tensor:
-        y = x.T.contiguous()
+    def multiplied(x: Tensor) -> Tensor:  # shapes: (in_features, rows) -> (out_features, rows)
         for operator in reversed(operators):
-            y = operator @ y
-        return y.T.contiguous() + bias
+            x = operator @ x
+        return x
 
-    def in_place(x: Tensor) -> Tensor:
-        y = x.T  # a view: as if x lay there with the batch last
-        for operator in reversed(operators):
-            y = operator @ y
-        return y.T + bias
-
-    yield Rival(names[0], density, turned, _exact(layer))
-    yield Rival(names[1], density, in_place, _exact(layer))
-
-
-def _lazylinop_factor(factor: Tensor, pattern: Pattern) -> Tensor:
-    """lazylinop stores a factor as (a, b, c, d) as we do."""
-    assert tuple(factor.shape) == pattern.factor_shape
-    return factor.detach()
+    exact = by_definition(layer).double()
+    yield Rival(names[0], density, lambda x: multiplied(x.T.contiguous()).T.contiguous() + bias, exact)
+    yield Rival(names[1], density, lambda x: multiplied(x.T).T + bias, exact)  # a view: as if x had the batch last

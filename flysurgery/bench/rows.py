@@ -1,25 +1,32 @@
-"""Result rows, each with the stamp of its run, as CSV or JSON."""
+"""Rows of results as texts, and in CSV files that an interrupted run goes on with."""
 
 from __future__ import annotations
 
 import csv
 import io
+import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from flysurgery.bench.files import replace_text
-from flysurgery.bench.stamp import Stamp
+import torch
+
+from flysurgery.bench.stamp import Stamp, take_stamp
+from flysurgery.errors import OptionError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Record = dict[str, Any]
 
+SETTING = ("device", "driver", "threads", "torch", "flysurgery", "commit")
+"""The columns of a stamp in which kept rows must agree with this run: neither the date nor the clocks."""
+
 
 def flat(row: DataclassInstance) -> Record:
-    """The fields of a row by name; those of a dataclass in one of its fields stand in that field's place."""
+    """Give the fields of a row by name. The fields of a dataclass in one of its fields take that field's place."""
     record: Record = {}
     for field in fields(row):
         value = getattr(row, field.name)
@@ -30,13 +37,8 @@ def flat(row: DataclassInstance) -> Record:
     return record
 
 
-def to_json(rows: Sequence[DataclassInstance], stamp: Stamp) -> dict[str, Any]:
-    """One document: the stamp once, and the rows."""
-    return {"stamp": flat(stamp), "rows": [flat(row) for row in rows]}
-
-
 def columns_of(kind: type[DataclassInstance]) -> list[str]:
-    """The names that ``flat`` gives to the rows of a class, in their order."""
+    """Give the names that ``flat`` gives to the rows of a class, in their order."""
     hints = get_type_hints(kind)
     found: list[str] = []
     for field in fields(kind):
@@ -45,49 +47,21 @@ def columns_of(kind: type[DataclassInstance]) -> list[str]:
     return found
 
 
-def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write records of the same columns; an existing file is replaced whole or not at all."""
-    replace_text(path, as_csv(records))
-
-
-def as_csv(records: Sequence[Mapping[str, Any]], *, header: bool = True) -> str:
-    """Records of the same columns as lines of a CSV file; nothing where there are none."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else [], lineterminator="\n")
-    if header and records:
-        writer.writeheader()
-    writer.writerows({key: cell(value) for key, value in record.items()} for record in records)
-    return text.getvalue()
-
-
-def read_table(path: Path) -> tuple[list[str], list[Record]]:
-    """The columns of a CSV file and its rows as texts; none of both where there is no file.
-
-    Raises:
-        ValueError: the file holds no text.
-    """
-    if not path.exists():
-        return [], []
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        return list(reader.fieldnames or []), [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
-
-
 def cell(value: object) -> str:
-    """How a value stands in a CSV file: numbers to four digits, None as nothing."""
+    """Give a value as it stands in a CSV file: numbers to four digits, None as an empty cell."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def records_of(rows: Iterable[DataclassInstance], stamp: Stamp) -> list[Record]:
-    """The rows with their stamp, as a CSV file shows them."""
+    """Give the rows with their stamp, as a CSV file shows them."""
     return [{key: cell(value) for key, value in (flat(row) | flat(stamp)).items()} for row in rows]
 
 
 def typed(records: Sequence[Record]) -> dict[str, Any]:
-    """Texts as one JSON document: the last row's stamp once, numbers as numbers, None where a cell is empty."""
-    names = [field.name for field in fields(Stamp)]
+    """Give records as one JSON document: the stamp of the last row once, numbers as numbers, None for an empty cell."""
+    names = columns_of(Stamp)
     stamp = {name: records[-1][name] or None for name in names} if records else {}
     return {"stamp": stamp, "rows": [{key: _value(text) for key, text in record.items() if key not in names} for record in records]}
 
@@ -101,3 +75,138 @@ def _value(text: str) -> object:
         except ValueError:
             continue
     return text or None
+
+
+def as_csv(records: Sequence[Mapping[str, Any]], *, header: bool = True) -> str:
+    """Give records of the same columns as lines of a CSV file; an empty text where there are none."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else [], lineterminator="\n")
+    if header and records:
+        writer.writeheader()
+    writer.writerows({key: cell(value) for key, value in record.items()} for record in records)
+    return text.getvalue()
+
+
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records of the same columns. An existing file is replaced completely or stays as it is."""
+    _replace_text(path, as_csv(records))
+
+
+def read_table(path: Path) -> tuple[list[str], list[Record]]:
+    """Read the columns of a CSV file and its rows as texts; both are empty where there is no file.
+
+    Raises:
+        ValueError: the file holds no text.
+    """
+    if not path.exists():
+        return [], []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or []), [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write ``text``. A reader meanwhile, or after a kill in the middle, finds the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def check_file(path: Path, option: str) -> None:
+    """Check that the file that ``option`` names can be written, by making and removing a folder beside it.
+
+    Raises:
+        OptionError: the path is no file, or the system refuses, with its reason.
+    """
+    if path.exists() and not path.is_file():
+        raise OptionError(f"{option} takes a file, and {path} is none; choose another name")
+    folder = next(parent for parent in path.expanduser().absolute().parents if parent.exists())
+    try:
+        if path.exists():
+            path.open("ab").close()
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".flysurgery."):
+            pass
+    except OSError as error:
+        raise OptionError(f"{option} cannot write {path}: {error.strerror or error}; choose another file") from error
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Check that no two options, by name, name the same file, which the last one written would overwrite.
+
+    Raises:
+        OptionError: two do.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is not None:
+            first = seen.setdefault(path.expanduser().resolve(), option)
+            if first != option:
+                raise OptionError(f"{first} and {option} name the same file, {path}; give each its own")
+
+
+class Sheet:
+    """Rows of the class ``kind`` as texts, and in a CSV file where one is named, which is complete after each addition.
+
+    Rows of an earlier run are kept where their device, driver, threads and all versions are those of this run. Changed sources all count
+    as one commit, ``uncommitted``: after a further change to them start anew. ``fresh`` keeps no rows.
+
+    Raises:
+        OptionError: the file cannot be written, or holds something else than such rows; with ``fresh``, no measurements at all.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, kind: type[DataclassInstance], *, fresh: bool = False) -> None:
+        self.path = path
+        self.device = device
+        self.records: list[Record] = []
+        self.dropped = 0
+        self._columns = [*columns_of(kind), *columns_of(Stamp)]
+        self._found: dict[tuple[str, ...], set[tuple[str | None, ...]]] = {}
+        if path is not None:
+            check_file(path, "--out")
+            self._read(path, fresh=fresh)
+        self._text = as_csv(self.records)
+
+    def _read(self, path: Path, *, fresh: bool) -> None:
+        try:
+            columns, found = read_table(path)
+        except (ValueError, csv.Error):
+            columns, found = ["no text"], []
+        measurements = set(SETTING) <= set(columns)
+        if columns and not (measurements if fresh else columns == self._columns):
+            what = "a table of other measurements, or of another version" if measurements else "no table of measurements"
+            names = ", ".join((*columns[:8], *(["..."] if len(columns) > 8 else ())))
+            raise OptionError(f"{path} is {what}, with the columns {names}; name another file with --out")
+        if fresh:
+            return
+        stamp = take_stamp(self.device)
+        setting = {name: cell(getattr(stamp, name)) for name in SETTING}
+        self.records = [row for row in found if all(row[name] == value for name, value in setting.items())]
+        self.dropped = len(found) - len(self.records)
+
+    def rows(self, key: Mapping[str, object]) -> list[Record]:
+        """Give the rows with these values."""
+        wanted = {name: cell(value) for name, value in key.items()}
+        return [record for record in self.records if all(record[name] == value for name, value in wanted.items())]
+
+    def has(self, key: Mapping[str, object]) -> bool:
+        """Say whether there is a row with these values. An index for each set of names keeps this fast for thousands of rows."""
+        names = tuple(key)
+        if names not in self._found:
+            self._found[names] = {tuple(record.get(name) for name in names) for record in self.records}
+        return tuple(cell(value) for value in key.values()) in self._found[names]
+
+    def add(self, rows: Sequence[DataclassInstance]) -> list[Record]:
+        """Add rows with a stamp of now, write the file, and give the rows as texts."""
+        if not rows:
+            return []
+        new = records_of(rows, take_stamp(self.device))
+        self.records += new
+        self._found.clear()
+        self._text += as_csv(new, header=not self._text)
+        if self.path is not None:
+            _replace_text(self.path, self._text)
+        return new

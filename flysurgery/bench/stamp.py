@@ -1,18 +1,19 @@
-"""Where and with what a measurement was taken."""
+"""Says where and with what a measurement was taken."""
 
 from __future__ import annotations
 
+import importlib
 import platform
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import flysurgery
-from flysurgery.bench.clocks import clocks_mhz
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,32 @@ def take_stamp(device: torch.device) -> Stamp:
     )
 
 
+def nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
+    """Give NVML and its handle of a CUDA device; None without ``nvidia-ml-py``, without a driver, or where NVML does not see the device."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except Exception:  # NVML makes its error classes at run time
+        return None
+
+
+def clocks_mhz(device: torch.device) -> str | None:
+    """Give the present clocks of multiprocessors and memory as ``"1980/3201"``; None away from CUDA or where they cannot be read."""
+    if device.type != "cuda":
+        return None
+    found = nvml_handle(device)
+    if found is None:
+        clocks = _nvidia_smi("clocks.sm,clocks.mem", device.index or 0)
+        return clocks and clocks.replace(", ", "/")
+    nvml, handle = found
+    try:
+        return f"{nvml.nvmlDeviceGetClockInfo(handle, 1)}/{nvml.nvmlDeviceGetClockInfo(handle, 2)}"
+    except Exception:  # a virtual device may not tell
+        return None
+
+
 def _cpu_name() -> str:
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -58,23 +85,28 @@ def _cpu_name() -> str:
 
 @cache
 def _driver() -> str | None:
-    return _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return _nvidia_smi("driver_version")
 
 
 @cache
 def _commit() -> str:
-    """The commit of the sources that this process found at its first stamp, ``uncommitted`` where they differ from it or there is none,
-    ``installed`` outside git.
+    """Give the commit of the sources at the first stamp of this process.
+
+    It is ``uncommitted`` where the sources differ from their commit or there is none, and ``installed`` outside git.
     """
-    sources = Path(flysurgery.__file__).parent
-    if _first_line(["git", "-C", str(sources), "rev-parse", "--is-inside-work-tree"]) != "true":
+    git = ("git", "-C", str(Path(flysurgery.__file__).parent))
+    if _first_line(*git, "rev-parse", "--is-inside-work-tree") != "true":
         return "installed"
-    if _first_line(["git", "-C", str(sources), "status", "--porcelain", "--", "."]) is not None:
+    if _first_line(*git, "status", "--porcelain", "--", ".") is not None:
         return "uncommitted"
-    return _first_line(["git", "-C", str(sources), "rev-parse", "--short=12", "HEAD"]) or "uncommitted"
+    return _first_line(*git, "rev-parse", "--short=12", "HEAD") or "uncommitted"
 
 
-def _first_line(command: list[str]) -> str | None:
+def _nvidia_smi(query: str, index: int = 0) -> str | None:
+    return _first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={index}")
+
+
+def _first_line(*command: str) -> str | None:
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):

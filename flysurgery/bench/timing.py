@@ -1,31 +1,55 @@
-"""Interleaved timing: all candidates in every round, in a new order each time, so that drift hits all alike."""
+"""Times candidates in one precision and one run: every round has all of them, in a new order, so that drift affects all alike."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import quantiles
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn
 
-from flysurgery.bench.samplers import Run, Sample, cpu_sampler, eager_sampler, graph_sampler, rotating
+from flysurgery.errors import OptionError
+from flysurgery.inference.clock import between_events, no_waiting
+from flysurgery.ops.cuda.modes import MODES
+
+Run = Callable[[Tensor], Any]
+Sample = Callable[[], float]
+"""Takes one sample; gives the milliseconds of one call."""
+
+TIMED_MODES = {mode: MODES[mode] for mode in ("fp32", "tf32", "fp16", "bf16")}
+"""The name of each mode and the dtype of its tensors. ``fp32`` and ``tf32`` differ in what CUDA may round products to."""
 
 FEWEST_ROUNDS = 3
-"""Samples of each candidate at least, however long they take."""
+"""Each candidate gets at least this many samples, however long they take."""
 
 STEADY = 0.01
-"""Two rounds in a row whose sum of samples differs by less: the clocks are steady."""
+"""The clocks are steady when two rounds in a row differ by less than this share."""
 
 WARM_UP_SECONDS = 1.0
-"""Longest warm-up; where the samples have less time, it has no more than they."""
+"""The longest warm-up. Where the samples get less time, so does the warm-up."""
+
+SAMPLE_MS = 2.0
+"""The shortest sample on the CPU: faster candidates are called several times a sample."""
+
+LONG_MS = 100.0
+"""Calls on the CPU that take longer than this fill the caches themselves, whatever ran before."""
+
+CACHE_MULTIPLE = 3
+"""On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
+
+MOST_INPUTS = 64
+"""The most inputs of one sample. This bounds the capture of a whole model on one image, whose weights fill the cache anyway."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds for one call: the median and the quartiles of all rounds. ``launch`` is ``graph`` or ``eager``."""
+    """Milliseconds of one call: the median and the quartiles of all rounds. ``launch`` is ``graph`` or ``eager``."""
 
     median_ms: float
     lower_ms: float
@@ -47,21 +71,34 @@ def time_interleaved(
     launch: str = "graph",
     seed: int = 0,
 ) -> dict[str, Timing]:
-    """Time each candidate on ``x``, with warm caches on the CPU and cold ones on CUDA.
+    """Time each candidate on ``x``, with warm caches on the CPU and cold caches on CUDA.
 
-    On the CPU by the wall clock, each sample after a call that is not timed. On CUDA each candidate runs over copies of x larger
-    together than the L2 cache, so that neither inputs nor outputs are found there: in a captured graph, where the time of
-    launching from Python does not count (``launch="graph"``), or launched one by one (``"eager"``). A candidate that cannot be captured
-    is launched one by one, and its ``Timing`` says so. On CUDA nothing counts before the clocks are steady.
+    On the CPU the wall clock is used, and an untimed call precedes each sample. On CUDA each candidate runs over copies of x that are
+    together larger than the L2 cache, so that neither inputs nor outputs are found there. ``launch="graph"`` replays a captured graph,
+    which leaves out the time of launching from Python; ``"eager"`` launches the calls one by one. A candidate that cannot be captured is
+    launched one by one, and its ``Timing`` says so. On CUDA sampling starts when the clocks are steady.
 
     Args:
         x: one input for all, or one for each candidate by its name.
-        rounds: samples of each candidate at most.
-        seconds: time for the samples of one candidate; after it a candidate that has ``FEWEST_ROUNDS`` samples gets no more.
+        rounds: the most samples of each candidate.
+        seconds: the time for the samples of one candidate. After it, a candidate that has ``FEWEST_ROUNDS`` samples gets no more.
     """
-    inputs = dict(x) if isinstance(x, Mapping) else dict.fromkeys(candidates, x)
-    samplers, launches = _samplers(candidates, inputs, launch)
-    if any(each.is_cuda for each in inputs.values()):
+    inputs = x if isinstance(x, Mapping) else dict.fromkeys(candidates, x)
+    on_cuda = any(each.is_cuda for each in inputs.values())
+    pool = torch.cuda.graph_pool_handle() if on_cuda and launch == "graph" else None
+    copies: dict[int, list[Tensor]] = {}
+    samplers: dict[str, Sample] = {}
+    launches: dict[str, str] = {}
+    for name, run in candidates.items():
+        own = inputs[name]
+        if not own.is_cuda:
+            samplers[name], launches[name] = cpu_sampler(run, own), "eager"
+            continue
+        if id(own) not in copies:
+            copies[id(own)] = rotating(own)
+        calls, launches[name] = all_calls(run, copies[id(own)], launch, pool)
+        samplers[name] = between_events(calls, len(copies[id(own)]))
+    if on_cuda:
         _warm_up(list(samplers.values()), WARM_UP_SECONDS if seconds is None else min(WARM_UP_SECONDS, seconds * len(samplers)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     spent = dict.fromkeys(candidates, 0.0)
@@ -74,37 +111,130 @@ def time_interleaved(
             start = time.perf_counter()
             samples[name].append(samplers[name]())
             spent[name] += time.perf_counter() - start
-    return {name: _summary(values, launches[name]) for name, values in samples.items()}
-
-
-def _samplers(candidates: Mapping[str, Run], inputs: Mapping[str, Tensor], launch: str) -> tuple[dict[str, Sample], dict[str, str]]:
-    samplers: dict[str, Sample] = {}
-    launches: dict[str, str] = {}
-    copies: dict[int, list[Tensor]] = {}
-    pool = torch.cuda.graph_pool_handle() if launch == "graph" and any(x.is_cuda for x in inputs.values()) else None
-    for name, run in candidates.items():
-        x = inputs[name]
-        if not x.is_cuda:
-            samplers[name], launches[name] = cpu_sampler(run, x), "eager"
-            continue
-        rotation = copies.get(id(x)) or copies.setdefault(id(x), rotating(x))
-        if launch == "graph":
-            try:
-                samplers[name], launches[name] = graph_sampler(run, rotation, pool), "graph"
-                continue
-            except RuntimeError:  # an operation that waits for the device
-                torch.cuda.synchronize()
-        samplers[name], launches[name] = eager_sampler(run, rotation), "eager"
-    return samplers, launches
+    found: dict[str, Timing] = {}
+    for name, values in samples.items():
+        lower, middle, upper = quantiles(values, n=4, method="inclusive")
+        found[name] = Timing(middle, lower, upper, launches[name])
+    return found
 
 
 def _warm_up(samplers: Sequence[Sample], seconds: float) -> None:
-    """Run all once, and on until two rounds in a row take the same time, or the seconds are over."""
+    """Sample until two rounds in a row take the same time, or until the seconds are over."""
     end, before, now = time.perf_counter() + seconds, 0.0, sum(sample() for sample in samplers)
     while time.perf_counter() < end and abs(now - before) > STEADY * now:
         before, now = now, sum(sample() for sample in samplers)
 
 
-def _summary(samples: Sequence[float], launch: str) -> Timing:
-    lower, median, upper = quantiles(samples, n=4, method="inclusive")
-    return Timing(median, lower, upper, launch)
+def rotating(x: Tensor) -> list[Tensor]:
+    """Give ``x`` and copies of it, together larger than the L2 cache; on the CPU x alone.
+
+    Copies of an inference tensor are inference tensors: a compiler would make another graph for any others during the capture.
+    """
+    if not x.is_cuda:
+        return [x]
+    cache_bytes = torch.cuda.get_device_properties(x.device).L2_cache_size
+    copies = min(MOST_INPUTS - 1, CACHE_MULTIPLE * cache_bytes // max(1, x.nbytes))
+    with torch.inference_mode(x.is_inference()):
+        return [x, *(x.clone() for _ in range(copies))]
+
+
+def cpu_sampler(run: Run, x: Tensor) -> Sample:
+    """Sample one call by the wall clock, with the caches as its own last call left them."""
+
+    def sample(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run(x)
+        return (time.perf_counter() - start) * 1e3 / calls
+
+    def after_itself(calls: int) -> float:
+        run(x)  # leaves the cache and the allocator as a call of this candidate finds them in use
+        return sample(calls)
+
+    if after_itself(1) > LONG_MS:
+        return lambda: sample(1)
+    calls = max(1, round(SAMPLE_MS / after_itself(1)))
+    return lambda: after_itself(calls)
+
+
+def all_calls(run: Run, inputs: Sequence[Tensor], launch: str, pool: Any) -> tuple[Callable[[], None], str]:
+    """Give one call for each CUDA input as one piece of work, and how it is launched.
+
+    That is the replay of a captured graph where ``launch`` is ``graph`` and ``run`` can be captured, and single launches elsewhere.
+    """
+    if launch == "graph":
+        try:
+            return captured(run, inputs, pool).replay, "graph"
+        except RuntimeError:  # an operation waits for the device
+            torch.cuda.synchronize()
+
+    def calls() -> None:
+        for x in inputs:
+            run(x)
+
+    for _ in range(3):
+        run(inputs[0])
+    return calls, "eager"
+
+
+def captured(run: Run, inputs: Sequence[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture a graph of one call for each input.
+
+    All outputs of one graph lie in different places, so that none is found in the cache. Graphs of one ``pool`` use the same memory one
+    after the other, so their outputs must not be read.
+
+    Raises:
+        RuntimeError: ``run`` waits for the device. This is checked before the capture, because a failed capture leaves PyTorch's random
+            numbers and its memory pool unusable.
+    """
+    stream = torch.cuda.Stream(inputs[0].device)
+    stream.wait_stream(torch.cuda.current_stream(inputs[0].device))
+    with torch.cuda.stream(stream):
+        try:
+            with no_waiting():
+                run(inputs[0])
+        except RuntimeError:  # only the first call may wait
+            run(inputs[0])
+            with no_waiting():
+                run(inputs[0])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, pool=pool):
+        outputs = [run(x) for x in inputs]
+    del outputs
+    return graph
+
+
+def modes_of(text: str, device: torch.device) -> tuple[str, ...]:
+    """Read modes such as ``fp32,bf16``; ``all`` is every mode that the device has.
+
+    Raises:
+        OptionError: an unknown mode, or one that the device does not have.
+    """
+    known = _known_modes(device)
+    found = known if text == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
+    for mode in found:
+        if mode not in known:
+            raise OptionError(f"there is no mode '{mode}' on {device.type}; choose from {', '.join(known)}")
+    if not found:
+        raise OptionError(f"expected modes such as fp32,bf16, got '{text}'")
+    return found
+
+
+def _known_modes(device: torch.device) -> tuple[str, ...]:
+    """List the modes of a device. Only CUDA has TF32. GPUs before compute capability 8.0 have neither it nor bfloat16."""
+    if device.type != "cuda":
+        return "fp32", "fp16", "bf16"
+    return tuple(TIMED_MODES) if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
+
+
+@contextmanager
+def in_mode(mode: str) -> Iterator[torch.dtype]:
+    """Let float32 products and convolutions on CUDA use TF32 in mode ``tf32`` only, and set it back afterwards."""
+    matmul, convolution = torch.backends.cuda.matmul, cast(Any, cudnn)
+    before = matmul.allow_tf32, convolution.allow_tf32
+    matmul.allow_tf32 = convolution.allow_tf32 = mode == "tf32"
+    try:
+        yield TIMED_MODES[mode]
+    finally:
+        matmul.allow_tf32, convolution.allow_tf32 = before

@@ -1,4 +1,4 @@
-"""The parts of a ViT that are timed, converted, each with the input that it takes: by the paper's protocol and by today's."""
+"""The parts of a ViT that are timed, converted, each with its input: as Gonon et al. 2024 time them, and as timm builds them today."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import timm
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from flysurgery.bench.paper_vit import Make, PaperAttention, PaperBlock, PaperFeedForward, PaperVit, VitSizes
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import named
@@ -20,6 +20,26 @@ from flysurgery.surgery import install, plan
 
 PROTOCOLS = ("paper", "today")
 """``paper``: separate q, k, v, attention written out. ``today``: timm's model, one qkv, ``scaled_dot_product_attention``."""
+
+Make = Callable[[int, int, bool], nn.Module]
+"""Makes the linear layer of ``(out_features, in_features, bias)``."""
+
+
+@dataclass(frozen=True)
+class VitSizes:
+    """The sizes of a ViT. ``tokens`` are those of its patches alone."""
+
+    width: int
+    heads: int
+    depth: int
+    image: int
+    patch: int
+    classes: int = 1000
+
+    @property
+    def tokens(self) -> int:
+        """Patches of one image."""
+        return (self.image // self.patch) ** 2
 
 
 @dataclass(frozen=True)
@@ -32,36 +52,27 @@ class Unit:
     rows: int
 
 
-class Residual(nn.Module):
-    """``x + inner(norm(x))``, what a block does with its attention and its FFN."""
-
-    def __init__(self, norm: nn.Module, inner: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.inner = norm, inner
-
-    def forward(self, x: Tensor) -> Tensor:  # shape: (batch, tokens, width), unchanged
-        return x + self.inner(self.norm(x))
-
-
 def units(protocol: str, model: str, model_args: Mapping[str, Any], arch: str, seed: int) -> list[Unit]:
-    """The parts of ``model``, a timm ViT, under a protocol, from single linears to the whole model.
+    """List the parts of ``model``, a timm ViT, under a protocol, from single linears to the whole model.
 
     Raises:
         OptionError: no such protocol, or the model is no ViT with ``blocks``, ``embed_dim`` and ``patch_embed``.
     """
     if protocol not in PROTOCOLS:
         raise OptionError(f"there is no protocol '{protocol}'; choose from {', '.join(PROTOCOLS)}")
-    sizes = vit_sizes(model, model_args)
-    return list((_paper_units if protocol == "paper" else _today_units)(sizes, model, model_args, arch, seed))
+    sizes, prefix_tokens = vit_sizes(model, model_args)
+    if protocol == "paper":
+        return list(_paper_units(sizes, arch, seed))
+    return list(_today_units(sizes, sizes.tokens + prefix_tokens, _seeded(seed, lambda: converted_timm(model, model_args, arch))))
 
 
 def model_name(model: str, model_args: Mapping[str, Any]) -> str:
-    """How rows call a model: its name, and what its constructor is told besides, so that a run that goes on takes no other for it."""
+    """Name a model in rows with the arguments of its constructor, so that a run that goes on takes no other for it."""
     return ", ".join((model, *(f"{name}={value}" for name, value in model_args.items())))
 
 
-def vit_sizes(model: str, model_args: Mapping[str, Any]) -> VitSizes:
-    """The sizes of a timm ViT, read off it on the meta device.
+def vit_sizes(model: str, model_args: Mapping[str, Any]) -> tuple[VitSizes, int]:
+    """Read the sizes of a timm ViT, and how many tokens precede its patches, off the model on the meta device.
 
     Raises:
         OptionError: timm does not know the model, or it is built otherwise.
@@ -70,52 +81,24 @@ def vit_sizes(model: str, model_args: Mapping[str, Any]) -> VitSizes:
         with torch.device("meta"):
             vit: Any = timm.create_model(model, pretrained=False, **model_args)
         image, patch = vit.patch_embed.img_size[0], vit.patch_embed.patch_size[0]
-        return VitSizes(vit.embed_dim, vit.blocks[0].attn.num_heads, len(vit.blocks), image, patch, vit.num_classes)
+        sizes = VitSizes(vit.embed_dim, vit.blocks[0].attn.num_heads, len(vit.blocks), image, patch, vit.num_classes)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"'{model}' is no ViT of timm that can be taken apart: {error}") from error
+    return sizes, int(getattr(vit, "num_prefix_tokens", 0))
 
 
-def _paper_units(sizes: VitSizes, model: str, model_args: Mapping[str, Any], arch: str, seed: int) -> Iterator[Unit]:
-    make = _maker(arch)
-    width, tokens = sizes.width, sizes.tokens
-    for name, out_features, in_features in (("N x N", width, width), ("4N x N", 4 * width, width), ("N x 4N", width, 4 * width)):
-        for bias in (False, True):
-            label = f"linear {name}{' + bias' if bias else ''}"
-            build = _seeded(seed, lambda out=out_features, inner=in_features, bias=bias: make(out, inner, bias))
-            yield Unit(label, build, (tokens, in_features), tokens)
-    for label, part in (("FFN", PaperFeedForward), ("attention", PaperAttention), ("block", PaperBlock)):
-        yield Unit(label, _seeded(seed, lambda part=part: part(sizes, make)), (tokens, width), tokens)
-    yield Unit("model", _seeded(seed, lambda: PaperVit(sizes, make)), (3, sizes.image, sizes.image), tokens)
-
-
-def _today_units(sizes: VitSizes, model: str, model_args: Mapping[str, Any], arch: str, seed: int) -> Iterator[Unit]:
-    built = cache(_seeded(seed, lambda: converted_timm(model, model_args, arch)))  # its plan takes seconds
-
-    def whole() -> nn.Module:
-        return copy.deepcopy(built())
-
-    def part(of: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: copy.deepcopy(of(built())).eval()  # what was put around parts of the model is in training mode
-
-    tokens = sizes.tokens + _prefix_tokens(model, model_args)
-    token, wide = (tokens, sizes.width), (tokens, 4 * sizes.width)
-    yield Unit("qkv + bias", part(lambda vit: vit.blocks[0].attn.qkv), token, tokens)
-    yield Unit("linear 4N x N + bias", part(lambda vit: vit.blocks[0].mlp.fc1), token, tokens)
-    yield Unit("linear N x 4N + bias", part(lambda vit: vit.blocks[0].mlp.fc2), wide, tokens)
-    yield Unit("FFN", part(lambda vit: Residual(vit.blocks[0].norm2, vit.blocks[0].mlp)), token, tokens)
-    yield Unit("attention", part(lambda vit: Residual(vit.blocks[0].norm1, vit.blocks[0].attn)), token, tokens)
-    yield Unit("block", part(lambda vit: vit.blocks[0]), token, tokens)
-    yield Unit("model", whole, (3, sizes.image, sizes.image), tokens)
-
-
-def _prefix_tokens(model: str, model_args: Mapping[str, Any]) -> int:
-    with torch.device("meta"):
-        vit: Any = timm.create_model(model, pretrained=False, **model_args)
-    return int(getattr(vit, "num_prefix_tokens", 0))
+def fits(arch: str, width: int) -> str | None:
+    """Say why an architecture does not exist at this width; None when it does."""
+    try:
+        for out_features, in_features in ((width, width), (4 * width, width), (width, 4 * width)):
+            named(arch, out_features, in_features)
+    except PatternError as error:
+        return str(error)
+    return None
 
 
 def converted_timm(model: str, model_args: Mapping[str, Any], arch: str) -> nn.Module:
-    """A timm model in eval mode, converted with random factors: nothing is projected, as times do not depend on values."""
+    """Build a timm model in eval mode, converted with random factors: nothing is projected, as times do not depend on values."""
     vit = timm.create_model(model, pretrained=False, **model_args).eval()
     install(plan(vit, arch), vit)
     reset(vit)
@@ -129,13 +112,6 @@ def reset(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def _maker(arch: str) -> Make:
-    def make(out_features: int, in_features: int, bias: bool) -> nn.Module:
-        return ButterflyLinear(named(arch, out_features, in_features), bias=bias)
-
-    return make
-
-
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         torch.manual_seed(seed)
@@ -144,11 +120,105 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]
     return build
 
 
-def fits(arch: str, width: int) -> str | None:
-    """Why an architecture does not exist at this width; None when it does."""
-    try:
-        for out_features, in_features in ((width, width), (4 * width, width), (width, 4 * width)):
-            named(arch, out_features, in_features)
-    except PatternError as error:
-        return str(error)
-    return None
+def _paper_units(sizes: VitSizes, arch: str, seed: int) -> Iterator[Unit]:
+    def make(out_features: int, in_features: int, bias: bool) -> nn.Module:
+        return ButterflyLinear(named(arch, out_features, in_features), bias=bias)
+
+    width, tokens = sizes.width, sizes.tokens
+    for name, out_features, in_features in (("N x N", width, width), ("4N x N", 4 * width, width), ("N x 4N", width, 4 * width)):
+        for bias in (False, True):
+            label = f"linear {name}{' + bias' if bias else ''}"
+            build = _seeded(seed, lambda out=out_features, inner=in_features, bias=bias: make(out, inner, bias))
+            yield Unit(label, build, (tokens, in_features), tokens)
+    for label, part in (("FFN", PaperFeedForward), ("attention", PaperAttention), ("block", PaperBlock)):
+        yield Unit(label, _seeded(seed, lambda part=part: part(sizes, make)), (tokens, width), tokens)
+    yield Unit("model", _seeded(seed, lambda: PaperVit(sizes, make)), (3, sizes.image, sizes.image), tokens)
+
+
+def _today_units(sizes: VitSizes, tokens: int, build: Callable[[], nn.Module]) -> Iterator[Unit]:
+    built = cache(build)  # its plan takes seconds
+
+    def part(of: Callable[[Any], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: copy.deepcopy(of(built())).eval()  # a Residual around parts of the model is in training mode
+
+    token, wide = (tokens, sizes.width), (tokens, 4 * sizes.width)
+    yield Unit("qkv + bias", part(lambda vit: vit.blocks[0].attn.qkv), token, tokens)
+    yield Unit("linear 4N x N + bias", part(lambda vit: vit.blocks[0].mlp.fc1), token, tokens)
+    yield Unit("linear N x 4N + bias", part(lambda vit: vit.blocks[0].mlp.fc2), wide, tokens)
+    yield Unit("FFN", part(lambda vit: Residual(vit.blocks[0].norm2, vit.blocks[0].mlp)), token, tokens)
+    yield Unit("attention", part(lambda vit: Residual(vit.blocks[0].norm1, vit.blocks[0].attn)), token, tokens)
+    yield Unit("block", part(lambda vit: vit.blocks[0]), token, tokens)
+    yield Unit("model", part(lambda vit: vit), (3, sizes.image, sizes.image), tokens)
+
+
+class Residual(nn.Module):
+    """``x + inner(norm(x))``, what a block does with its attention and its FFN."""
+
+    def __init__(self, norm: nn.Module, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = norm, inner
+
+    def forward(self, x: Tensor) -> Tensor:  # shape: (batch, tokens, width), unchanged
+        return x + self.inner(self.norm(x))
+
+
+def dense_layer(out_features: int, in_features: int, bias: bool) -> nn.Module:
+    """Make what stays dense in the paper's models: the projection after attention, the patch embedding and the head."""
+    return nn.Linear(in_features, out_features, bias=bias)
+
+
+class PaperAttention(nn.Module):
+    """Norm, q, k and v by ``make``, softmax of q kᵀ, and a dense projection; no biases. Shapes: (batch, tokens, width), unchanged."""
+
+    def __init__(self, sizes: VitSizes, make: Make) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.scale = (sizes.width // sizes.heads) ** -0.5
+        self.norm = nn.LayerNorm(sizes.width)
+        self.q, self.k, self.v = (make(sizes.width, sizes.width, False) for _ in range(3))
+        self.out = dense_layer(sizes.width, sizes.width, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        weights = torch.softmax(q @ k.mT * self.scale, dim=-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class PaperFeedForward(nn.Sequential):
+    """Norm, linear to four times the width, GELU, linear back. Shapes: (batch, tokens, width), unchanged."""
+
+    def __init__(self, sizes: VitSizes, make: Make) -> None:
+        width = sizes.width
+        super().__init__(nn.LayerNorm(width), make(4 * width, width, True), nn.GELU(), make(width, 4 * width, True))
+
+
+class PaperBlock(nn.Module):
+    """Attention and feed-forward, each added to its input. Shapes: (batch, tokens, width), unchanged."""
+
+    def __init__(self, sizes: VitSizes, make: Make) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = PaperAttention(sizes, make), PaperFeedForward(sizes, make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.feed_forward(x)
+
+
+class PaperVit(nn.Module):
+    """A ViT as Gonon et al. 2024 time it: no class token, patches averaged at the end. (batch, 3, image, image) to (batch, classes)."""
+
+    def __init__(self, sizes: VitSizes, make: Make) -> None:
+        super().__init__()
+        self.patch = sizes.patch
+        inputs = 3 * sizes.patch**2
+        self.embed = nn.Sequential(nn.LayerNorm(inputs), dense_layer(sizes.width, inputs, True), nn.LayerNorm(sizes.width))
+        self.position = nn.Parameter(torch.randn(sizes.tokens, sizes.width) * 0.02)
+        self.blocks = nn.Sequential(*(PaperBlock(sizes, make) for _ in range(sizes.depth)))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = dense_layer(sizes.classes, sizes.width, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = rearrange(x, "n c (h p) (w q) -> n (h w) (p q c)", p=self.patch, q=self.patch)
+        x = self.embed(patches) + self.position
+        return self.head(self.norm(self.blocks(x)).mean(dim=1))

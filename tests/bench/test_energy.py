@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings
-from flysurgery.bench.energy import Busy, Energy, EnergyMeter
-from flysurgery.bench.energy_rows import EnergyRow, energy_of_factor, energy_of_model
+from flysurgery.bench.energy import Busy, Energy, EnergyMeter, EnergyRow, energy_of_factor, energy_of_model
 from flysurgery.bench.measuring import status_of
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import VARIANTS
@@ -48,7 +47,7 @@ def test_a_factors_rows_have_bounds_and_say_why_they_lack_joules() -> None:
 
 
 def test_a_wrong_result_has_no_joules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.bench.energy_rows.ks_einsum", lambda x, factor: 2 * x.new_ones(len(x), 30))
+    monkeypatch.setattr("flysurgery.bench.energy.ks_einsum", lambda x, factor: 2 * x.new_ones(len(x), 30))
     row = rows_of_factor()["bmm", "first"]
     assert row.energy.status.startswith("wrong") and row.energy.joules is None and row.share_of_bound is None
 
@@ -107,7 +106,8 @@ def test_power_is_told_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPa
             return 10.0
 
     monkeypatch.setattr("flysurgery.bench.energy.Busy", Waiting)
-    monkeypatch.setattr("flysurgery.bench.energy._work", lambda run, inputs: (lambda: time.sleep(1e-4), 2))
+    monkeypatch.setattr("flysurgery.bench.energy.all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
+    monkeypatch.setattr("flysurgery.bench.energy.rotating", lambda x: [x, x])
     energy = Stepping().measure(lambda x: x, torch.zeros(1), windows=3, seconds=0.05, idle_watts=20.0)
     assert energy.windows == 3 and energy.window_s is not None and energy.window_s >= 0.05
     assert energy.watts == pytest.approx(100, rel=0.02)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from flysurgery.bench import PROTOCOLS, LayerSettings, bench_layers
+from flysurgery.bench.ceilings import work_of
 from flysurgery.bench.units import converted_timm, units
 from flysurgery.bench.variants import VARIANTS, by_definition
-from flysurgery.bench.work import work_of
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.layers import ButterflyLinear, SplitLinear
 

@@ -20,7 +20,7 @@ from flysurgery.bench import (
     sentence,
     slower_layers,
 )
-from flysurgery.bench.candidates import architectures_for
+from flysurgery.bench.model import architectures_for
 from flysurgery.checkpoint import build_base
 from flysurgery.surgery import Plan
 

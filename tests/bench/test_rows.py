@@ -1,18 +1,22 @@
-"""Rows on disk."""
+"""Rows as texts and on disk, and what an interrupted run keeps of them."""
 
 from __future__ import annotations
 
 import csv
-import json
-from dataclasses import dataclass
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from flysurgery.bench import Stamp, take_stamp, to_json, write_records
-from flysurgery.bench.rows import flat
+from flysurgery.bench import Sheet, Stamp, rows, take_stamp, typed, write_records
+from flysurgery.bench.rows import flat, records_of
+from flysurgery.errors import OptionError
 
+CPU = torch.device("cpu")
 STAMP = Stamp(date="2026-01-02", device="a CPU", driver=None, threads=2, torch="2.11", flysurgery="0.1.0", commit="abc")
 
 
@@ -26,8 +30,8 @@ def test_csv_rows_carry_the_stamp(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.csv"
     write_records(path, [flat(row) | flat(STAMP) for row in (Row("(1,2,3,4),(5,6,7,8)", 1.23456789), Row("refused", None))])
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows[0] == {
+        found = list(csv.DictReader(file))
+    assert found[0] == {
         "name": "(1,2,3,4),(5,6,7,8)",
         "ms": "1.235",
         "date": "2026-01-02",
@@ -39,28 +43,8 @@ def test_csv_rows_carry_the_stamp(tmp_path: Path) -> None:
         "commit": "abc",
         "clocks_mhz": "",
     }
-    assert (rows[1]["name"], rows[1]["ms"]) == ("refused", "")
+    assert (found[1]["name"], found[1]["ms"]) == ("refused", "")
     assert [entry.name for entry in path.parent.iterdir()] == ["rows.csv"]
-
-
-def test_an_existing_file_survives_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("precious")
-
-    def fail(self: Path, target: Path) -> Path:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_records(path, [flat(Row("a", 1.0))])
-    assert path.read_text() == "precious"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
-
-
-def test_json_holds_the_stamp_once() -> None:
-    document = json.loads(json.dumps(to_json([Row("a", 1.5)], STAMP)))
-    assert document["stamp"]["torch"] == "2.11"
-    assert document["rows"] == [{"name": "a", "ms": 1.5}]
 
 
 def test_the_stamp_describes_this_machine() -> None:
@@ -70,3 +54,107 @@ def test_the_stamp_describes_this_machine() -> None:
     assert stamp.device
     assert stamp.driver is None
     assert stamp.commit
+
+
+def test_json_has_the_stamp_once_and_numbers_as_numbers() -> None:
+    document = typed(records_of([Row("a", 1.5), Row("b", None)], STAMP))
+    assert document["stamp"]["torch"] == "2.11" and document["stamp"]["driver"] is None
+    assert document["rows"] == [{"name": "a", "ms": 1.5}, {"name": "b", "ms": None}]
+
+
+def test_rows_of_the_same_setting_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    first = Sheet(path, CPU, Row)
+    first.add([Row("a", 1.25)])
+    assert first.has({"name": "a"}) and not first.has({"name": "b"})
+    first.add([Row("b", None)])
+    assert first.has({"name": "b"})
+    second = Sheet(path, CPU, Row)
+    assert second.has({"name": "a"}) and second.has({"name": "b", "ms": None}) and not second.has({"name": "c"})
+    second.add([Row("c", 3.0)])
+    assert [record["name"] for record in Sheet(path, CPU, Row).records] == ["a", "b", "c"]
+    assert Sheet(path, CPU, Row, fresh=True).records == []
+
+
+def test_rows_of_another_version_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.csv"
+    Sheet(path, CPU, Row).add([Row("a", 1.0)])
+    now = take_stamp(CPU)
+    monkeypatch.setattr(rows, "take_stamp", lambda device: replace(now, date="2000-01-01"))
+    assert Sheet(path, CPU, Row).has({"name": "a"})
+    monkeypatch.setattr(rows, "take_stamp", lambda device: replace(now, commit="another"))
+    later = Sheet(path, CPU, Row)
+    assert (later.records, later.dropped) == ([], 1)
+
+
+@dataclass(frozen=True)
+class Other:
+    name: str
+    joules: float
+
+
+@pytest.mark.parametrize("text", ["fruit,price\napple,1\n", "fruit,price\n", "a letter to a friend\n", "\xff\x00"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str, fresh: bool) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(OptionError, match=r"rows\.csv is no table of measurements, .* name another file"):
+        Sheet(path, CPU, Row, fresh=fresh)
+    assert path.read_bytes() == text.encode("latin1")
+
+
+def test_rows_of_another_table_stay_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    Sheet(path, CPU, Other).add([Other("a", 1.0)])
+    before = path.read_text()
+    with pytest.raises(OptionError, match="a table of other measurements, or of another version, with the columns name, joules, date"):
+        Sheet(path, CPU, Row)
+    assert path.read_text() == before
+    Sheet(path, CPU, Row, fresh=True).add([Row("b", 2.0)])
+    assert [record["name"] for record in Sheet(path, CPU, Row).records] == ["b"]
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/no/rows.csv", "."])
+def test_where_nothing_can_be_kept_is_said_before_measuring(path: str) -> None:
+    with pytest.raises(OptionError, match=r"--out (takes a file|cannot write)"):
+        Sheet(Path(path), CPU, Row)
+
+
+def test_an_addition_that_fails_leaves_the_rows_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.csv"
+    sheet = Sheet(path, CPU, Row)
+    sheet.add([Row("a", 1.0)])
+    before = path.read_text()
+
+    def half(self: Path, text: str, **_: object) -> None:
+        self.write_bytes(text[:-9].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space"):
+        sheet.add([Row("b", 1.0)])
+    assert path.read_text() == before and [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_a_kill_in_the_middle_leaves_whole_groups(tmp_path: Path) -> None:
+    """Groups of two rows, written as fast as they come, by a process that is killed."""
+    path = tmp_path / "rows.csv"
+    code = f"""
+import itertools, torch
+from pathlib import Path
+from tests.bench.test_rows import Row
+from flysurgery.bench import Sheet
+sheet = Sheet(Path({str(path)!r}), torch.device("cpu"), Row)
+for index in itertools.count():
+    sheet.add([Row(f"{{index}}", 1.0), Row(f"{{index}} again", 2.0)])
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        while not path.exists() or path.stat().st_size < 10_000:
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    names = [record["name"] for record in Sheet(path, CPU, Row).records]
+    assert names == [f"{index}{kind}" for index in range(len(names) // 2) for kind in ("", " again")]

@@ -1,4 +1,4 @@
-"""The timer calls what it should; how long that takes is nobody's test."""
+"""What the timer calls, and the modes it calls in. Durations are not tested."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.bench import samplers, time_interleaved
+from flysurgery.bench import TIMED_MODES, in_mode, modes_of, time_interleaved
 from flysurgery.bench import timing as module
+from flysurgery.errors import OptionError
 
 
 def test_every_candidate_is_sampled_in_every_round_in_changing_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "SAMPLE_MS", 0.0)  # one call a sample
+    monkeypatch.setattr(module, "SAMPLE_MS", 0.0)  # one call a sample
     calls: list[str] = []
 
     def candidate(name: str) -> object:
@@ -32,7 +33,7 @@ def test_every_candidate_is_sampled_in_every_round_in_changing_order(monkeypatch
 
 
 def test_a_long_call_on_a_cpu_is_not_called_again_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "LONG_MS", 0.0)
+    monkeypatch.setattr(module, "LONG_MS", 0.0)
     calls: list[str] = []
     time_interleaved({"a": lambda x: calls.append("a")}, torch.ones(3), rounds=4)
     assert len(calls) == 2 + 4
@@ -66,14 +67,6 @@ def test_what_a_graph_cannot_hold_is_launched_one_by_one() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_run_on_the_gpu() -> None:
-    x = torch.randn(512, 384, device="cuda")
-    weight = torch.randn(384, 384, device="cuda")
-    timing = time_interleaved({"product": lambda x: x @ weight}, x, rounds=5)["product"]
-    assert 0 < timing.lower_ms <= timing.median_ms <= timing.upper_ms
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
 def test_a_compiler_makes_one_graph_for_all_inputs_of_a_sample(made_in_inference_mode: bool) -> None:
     graphs: list[torch.fx.GraphModule] = []
@@ -89,3 +82,30 @@ def test_a_compiler_makes_one_graph_for_all_inputs_of_a_sample(made_in_inference
         timing = time_interleaved({"a": torch.compile(lambda x: x.sin(), backend=keep)}, x, rounds=2)["a"]
     assert timing.launch == "graph"
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), ("fp32", "fp16")), ((8, 0), tuple(TIMED_MODES)), ((10, 0), tuple(TIMED_MODES))]
+)
+def test_all_are_those_that_the_gpu_computes_in(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert modes_of("all", torch.device("cuda")) == expected
+    if "tf32" not in expected:
+        with pytest.raises(OptionError, match=r"there is no mode 'tf32' on cuda; choose from fp32, fp16$"):
+            modes_of("fp32,tf32", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("mode", TIMED_MODES)
+def test_tf32_is_on_in_its_own_mode_alone_and_set_back(mode: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    try:
+        for allowed in (True, False):
+            matmul.allow_tf32 = allowed
+            with in_mode(mode) as dtype:
+                assert (matmul.allow_tf32, dtype) == (mode == "tf32", TIMED_MODES[mode])
+            assert matmul.allow_tf32 is allowed
+    finally:
+        matmul.allow_tf32 = before

@@ -16,8 +16,7 @@ from torch.nn import functional
 from vit_pytorch.simple_vit import SimpleViT
 
 import flysurgery
-from flysurgery.bench.paper_vit import PaperBlock, PaperFeedForward, VitSizes, dense_layer
-from flysurgery.bench.units import Residual
+from flysurgery.bench.units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
 from flysurgery.errors import InferenceError, SurgeryError
 from flysurgery.inference import clock
 from flysurgery.inference.standin import StandIn

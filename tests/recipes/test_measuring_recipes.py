@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.bench import EnergyRow, FactorRow, RivalRow, Stamp, layouts
+from flysurgery.bench import EnergyRow, FactorRow, RivalRow, Stamp, factor
 from flysurgery.bench.rows import columns_of, read_table
 from flysurgery.ops import Problem
 from flysurgery.patterns import Architecture, Pattern
@@ -31,10 +31,10 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
 
 
 def test_a_wrong_product_of_blocks_has_no_time(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = layouts.product_only
-    monkeypatch.setattr("flysurgery.bench.factor.product_only", lambda factor, layout: right(1.1 * factor, layout))
+    right = factor.product_only
+    monkeypatch.setattr("flysurgery.bench.factor.product_only", lambda weights, layout: right(1.1 * weights, layout))
     rows = run_recipe("factors.py patterns", "--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
-    products = [row for row in rows if row["candidate"] == layouts.PRODUCT_ONLY]
+    products = [row for row in rows if row["candidate"] == factor.PRODUCT_ONLY]
     assert {(row["status"], row["median_ms"]) for row in products} == {("wrong: relative error 0.1", "")}
 
 
@@ -45,7 +45,7 @@ def test_no_pattern_is_small_enough(run_recipe: RunRecipe, tmp_path: Path) -> No
 
 
 def test_without_dense_there_is_no_ratio_to_it(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.bench.layouts.MOST_DENSE_ENTRIES", 1)
+    monkeypatch.setattr("flysurgery.bench.factor.MOST_DENSE_ENTRIES", 1)
     rows = run_recipe("factors.py patterns", "--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
     timed = {row["candidate"]: row for row in rows if row["median_ms"]}
     assert {row["ratio_to_dense"] for row in timed.values()} == {""}
@@ -53,7 +53,7 @@ def test_without_dense_there_is_no_ratio_to_it(run_recipe: RunRecipe, monkeypatc
 
 
 def test_halves_on_cuda_have_larger_dense_matrices() -> None:
-    pattern, most = Pattern(1, 48, 48, 4), layouts.most_dense_entries
+    pattern, most = Pattern(1, 48, 48, 4), factor.most_dense_entries
     kinds = ((torch.float32, "cuda"), (torch.float16, "cpu"), (torch.float16, "cuda"), (torch.bfloat16, "cuda"))
     entries = [most(Problem(Architecture((pattern,)), 8, dtype, device)) for dtype, device in kinds]
     assert entries == [1 << 25, 1 << 25, 1 << 30, 1 << 30]

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled, time_patterns
-from flysurgery.bench.wins import CLAIMS, count_wins, panels, shares_table, times_by_pattern, wins_table
+from flysurgery.bench.paper_patterns import (
+    CLAIMS,
+    ROWS,
+    count_wins,
+    energy_patterns,
+    panels,
+    shares_table,
+    shuffled,
+    time_patterns,
+    times_by_pattern,
+    wins_table,
+)
 from flysurgery.patterns import Pattern
 
 

@@ -1,4 +1,4 @@
-"""Kernels are searched for and compiled in other processes: what they give is what this one would find."""
+"""Kernels that other processes search for and compile are those that this process would find."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flysurgery.bench import compiled_ahead
-from flysurgery.bench.ahead import prepared
+from flysurgery.bench.factor import prepared
 from flysurgery.ops.cuda import single_choice
 from flysurgery.ops.cuda.cubins import cubin_folder
 from flysurgery.ops.cuda.single_choice import candidates, remember
