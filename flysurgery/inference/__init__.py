@@ -8,4 +8,4 @@ from flysurgery.inference.measuring import measure_groups as measure_groups
 from flysurgery.inference.optimize import optimize as optimize
 from flysurgery.inference.report import OptimizeReport as OptimizeReport
 from flysurgery.inference.report import OptimizeRow as OptimizeRow
-from flysurgery.inference.restoring import restore as restore
+from flysurgery.inference.standin import restore as restore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
-from flysurgery.inference.candidate import Candidate, decide
+from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
-from flysurgery.inference.replacement import Builder, Replacement
+from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
 from flysurgery.inference.report import OptimizeReport, OptimizeRow
-from flysurgery.inference.restoring import put
-from flysurgery.inference.whole import not_slower
+from flysurgery.inference.standin import Fused, put, view
 from flysurgery.surgery import Reason, is_optimized
 from flysurgery.walker import example_input
 
 MEASURED_IMAGES = 64
 """The number of images in the measurement on CUDA, if no example is given."""
+
+Times = tuple[float, float]
+"""Milliseconds of one call, with the model's own modules and with the fused ones."""
 
 
 def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> OptimizeReport:
@@ -60,11 +63,11 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     _refuse(model)
     device, dtype = _place_of(model)
     found = find_groups(model, _example(model, device) if example is None else example)
-    built = Builder(model, found).build()
-    measured: dict[object, tuple[float, float]] = {}
+    built = find_replacements(model, found)
+    measured: dict[object, Times] = {}
     for replacement in built.replacements:
         _decide(replacement, dtype, device, measured)
-    fused, whole = not_slower(model, built.replacements, found.seen.example)
+    fused, whole = _not_slower(model, built.replacements, found.seen.example)
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
@@ -91,16 +94,70 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
+def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster.
+
+    ``measured`` keeps the milliseconds of equal groups.
+    """
     hindrance = replacement.condition.obstacle()
     for candidate in replacement.candidates:
         if hindrance is not None:
             code, module = hindrance
             text = "is in training mode; call model.eval() first" if code == "training" else "has hooks, which a fused module would not run"
-            candidate.reason = Reason(code, f"its {type(module).__name__} {text}")
-            candidate.step.enabled = False
-        else:
-            decide(candidate, dtype, device, measured)
+            candidate.leave(Reason(code, f"its {type(module).__name__} {text}"))
+            continue
+        with torch.no_grad():
+            # No data is needed: the answer follows from shapes, dtypes and the device.
+            way = candidate.step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
+            if isinstance(way, str):
+                candidate.leave(Reason("no-kernel", way))
+                continue
+            candidate.launches = way.launches()
+            if device.type != "meta":
+                _decide_by_times(candidate, dtype, device, measured)
+
+
+def _decide_by_times(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    step = candidate.step
+    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
+    if key not in measured:
+        plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), clock.random_inputs(candidate.shapes, dtype, device))
+        measured[key] = plain_ms, fused_ms
+    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
+    if fused_ms >= plain_ms:
+        candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
+
+
+def _not_slower(model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...]) -> tuple[Fused, Times | None]:
+    """What is put into ``model``, so that it is not slower than without, and both times.
+
+    While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
+    if no group is fused, on the meta device, and if the example contains anything other than tensors.
+    """
+    while True:
+        fused = Fused({}, {})
+        for replacement in replacements:
+            if any(candidate.reason is None for candidate in replacement.candidates):
+                replacement.put(fused)
+        if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+            return fused, None
+        with torch.no_grad():
+            plain_ms, fused_ms = clock.medians_ms((model, view(model, *fused)), example, most_copies=clock.MOST_COPIES)
+        if fused_ms <= plain_ms:
+            return fused, (plain_ms, fused_ms)
+        _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))
+
+
+def _leave_least(fused: Sequence[Candidate], whole: Times) -> None:
+    def gain(candidate: Candidate) -> float:
+        assert candidate.plain_ms is not None and candidate.fused_ms is not None  # on a device every fused group has been measured
+        return candidate.plain_ms - candidate.fused_ms
+
+    least = min(fused, key=gain)
+    text = f"with it fused the whole model takes {whole[1]:.3g} ms here, without fused modules {whole[0]:.3g} ms"
+    for candidate in fused:
+        if (candidate.group, candidate.plain_ms, candidate.fused_ms) == (least.group, least.plain_ms, least.fused_ms):
+            candidate.leave(Reason("slower-model", text))
 
 
 def _row(candidate: Candidate) -> OptimizeRow:

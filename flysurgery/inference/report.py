@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from flysurgery.inference.restoring import restore
+from flysurgery.inference.standin import restore
 from flysurgery.surgery import Reason, grouped, text_table
 
 HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
