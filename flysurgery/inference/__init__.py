@@ -5,7 +5,7 @@ from flysurgery.inference.capture import capture as capture
 from flysurgery.inference.choosing import Setting as Setting
 from flysurgery.inference.choosing import choose_measured as choose_measured
 from flysurgery.inference.measuring import measure_groups as measure_groups
+from flysurgery.inference.optimize import OptimizeReport as OptimizeReport
+from flysurgery.inference.optimize import OptimizeRow as OptimizeRow
 from flysurgery.inference.optimize import optimize as optimize
-from flysurgery.inference.report import OptimizeReport as OptimizeReport
-from flysurgery.inference.report import OptimizeRow as OptimizeRow
-from flysurgery.inference.restoring import restore as restore
+from flysurgery.inference.standin import restore as restore

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Data
 from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError
-from flysurgery.inference.measuring import Progress, first_line, measure_groups
+from flysurgery.inference.measuring import Progress, WholeTimer, WholeTimes, first_line, measure_groups
 from flysurgery.inference.optimize import MEASURED_IMAGES
-from flysurgery.inference.whole_ms import WholeTimer, WholeTimes
 from flysurgery.surgery import (
     Allocation,
     ExampleInput,

@@ -16,10 +16,19 @@ from torch import Tensor
 from flysurgery.ops import taking
 
 Way = Callable[..., Any]
+Shapes = tuple[tuple[int, ...], ...]
 
 CUDA_ROUNDS, OTHER_ROUNDS = 9, 3
 CACHE_MULTIPLE = 2
 """On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
+MOST_COPIES = 64
+"""The most inputs of one sample of a whole model. Its weights fill the cache anyway, and capturing hundreds of forwards takes long."""
+
+
+def random_inputs(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors to time a group with, the same ones in every call."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes]
 
 
 def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: int | None = None) -> tuple[float, ...]:

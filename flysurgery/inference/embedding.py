@@ -9,6 +9,7 @@ and the forward gives it the images. So nothing in between reads the patches or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,11 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import WalkError
-from flysurgery.inference.call_forms import Seen, once_with_one_tensor, watch
-from flysurgery.inference.graph_steps import is_idle, origin, sole_user
-from flysurgery.inference.groups import Embedding, Held
-from flysurgery.inference.methods import StandInMethod, Together
-from flysurgery.inference.standin import Condition
+from flysurgery.inference.graph import Calls, below, is_idle, origin, sole_user, watch
+from flysurgery.inference.match import Held
+from flysurgery.inference.standin import Condition, StandInMethod, Together
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of, survey
 
@@ -35,18 +34,35 @@ _MOVES = frozenset(("flatten", "permute", "reshape", "transpose", "unflatten", "
 _IMAGES = 2
 
 
-def embedding_of(seen: Survey, calls: Mapping[str, Seen], fqn: str) -> Embedding | Reason:
+@dataclass(frozen=True)
+class Embedding:
+    """``METHOD`` of a module behind its child ``patches``, which ``caller``, another method, calls one after the other.
+
+    They are a convolution of images of the size ``image`` (channels, height, width), with a position added to its patches and tokens
+    put before them, or one of the two. ``called`` are the modules that run. All names but ``fqn`` are those below the module.
+    """
+
+    fqn: str
+    caller: str
+    patches: str
+    convolution: str
+    position: Held | None
+    prefix: tuple[Held, ...]
+    image: tuple[int, ...]
+    called: tuple[str, ...]
+
+
+def embedding_of(seen: Survey, calls: Mapping[str, Calls], fqn: str) -> Embedding | Reason:
     """What ``METHOD`` of the module ``fqn`` makes of the patches; ``calls`` are those of all modules and methods in one forward."""
-    module, notes = seen.owners.modules[fqn], calls[below(fqn, METHOD)]
-    if not once_with_one_tensor(notes) or not isinstance(notes.first_result, Tensor):
+    module, given = seen.owners.modules[fqn], calls[below(fqn, METHOD)]
+    if not given.one_of_one_tensor or not isinstance(given.first_result, Tensor):
         return Reason("call-form", f"{METHOD} is not called once with one tensor alone, for another one")
-    child = next((name for name, _ in module.named_children() if _gives(calls.get(below(fqn, name)), notes.first_input)), None)
-    caller = next((name for name in CALLERS if below(fqn, name) in calls and len(calls[below(fqn, name)].calls) == 1), None)
+    children = {name: calls.get(below(fqn, name), Calls()) for name, _ in module.named_children()}
+    child = next((name for name, each in children.items() if each.one_of_one_tensor and each.first_result is given.first_input), None)
+    caller = next((name for name in CALLERS if len(calls.get(below(fqn, name), ())) == 1), None)
     if child is None or caller is None:
         return Reason("call-form", f"{METHOD} is not given what a module of its own made of one tensor, in {' or '.join(CALLERS)}")
-    if caller in vars(module) or METHOD in vars(module):
-        return Reason("own-forward", "a method was set on the module itself, in whose place no other is put")
-    images = calls[below(fqn, child)].first_input
+    images = children[child].first_input
     together = Together(module, METHOD, child)
     try:
         inner = survey(together, torch.empty((_IMAGES, *images.shape[1:]), dtype=images.dtype))
@@ -58,8 +74,8 @@ def embedding_of(seen: Survey, calls: Mapping[str, Seen], fqn: str) -> Embedding
     convolution, position, prefix = found
     if not _same_operators(seen, module, caller, together):
         return Reason("shared", f"between its patch embedding and {METHOD} the model computes something else as well")
-    called = tuple(name.removeprefix("module.") for name, notes in watch(inner).items() if notes.calls and name.startswith("module."))
-    return Embedding(fqn, caller, METHOD, child, convolution, position, prefix, tuple(images.shape[1:]), called)
+    called = tuple(name.removeprefix("module.") for name, each in watch(inner).items() if len(each) and name.startswith("module."))
+    return Embedding(fqn, caller, child, convolution, position, prefix, tuple(images.shape[1:]), called)
 
 
 def inline_embedding(seen: Survey, convolution: Node) -> tuple[str, Reason] | None:
@@ -71,17 +87,8 @@ def inline_embedding(seen: Survey, convolution: Node) -> tuple[str, Reason] | No
     found = None if user is None else reader.added(user) or reader.put_before(user)
     if found is None:
         return None
-    held = found[1][0] if isinstance(found[1], list) else found[1]
+    held = found[1] if isinstance(found[1], Held) else found[1][0]
     return below(held.fqn, held.leaf), Reason("inline", f"a forward that does more uses it with the patches, no method {METHOD} of its own")
-
-
-def below(fqn: str, name: str) -> str:
-    """The full name of an object with this name in the module ``fqn``."""
-    return f"{fqn}.{name}" if fqn else name
-
-
-def _gives(notes: Seen | None, value: object) -> bool:
-    return notes is not None and once_with_one_tensor(notes) and notes.first_result is value
 
 
 class _Reader:

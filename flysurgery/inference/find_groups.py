@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from flysurgery.inference.call_forms import Seen, watch
-from flysurgery.inference.embedding import CALLERS, METHOD, below, embedding_of, inline_embedding
-from flysurgery.inference.graph_steps import origin
-from flysurgery.inference.groups import AttentionOut, Block, Embedding, FeedForwardGroup, LoneNorm, PatchesGroup, ProjectionGroup
-from flysurgery.inference.match import Matcher
-from flysurgery.inference.match_block import BlockMatcher, modules_around
-from flysurgery.inference.operands import is_plain
+from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
+from flysurgery.inference.graph import Calls, below, is_idle, modules_around, origin, watch
+from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
+from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, name_of, shadow, survey
@@ -26,21 +23,36 @@ class Findings:
     """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
     follows it; of a norm by itself, its own), and the reasons of those that are none.
 
-    ``calls`` are those of every module in one forward. ``open_blocks`` says, by the same name, why a feed-forward group or an
-    attention's output lies in no proven block.
+    ``calls`` are those of every module in one forward, ``around`` the modules around each node. ``open_blocks`` says, by the same name,
+    why a feed-forward group or an attention's output lies in no proven block.
     """
 
     seen: Survey
-    calls: dict[str, Seen]
+    calls: dict[str, Calls]
+    around: dict[Node, tuple[str, ...]]
     blocks: dict[str, Block] = field(default_factory=dict)
     projections: dict[str, ProjectionGroup] = field(default_factory=dict)
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
     outs: dict[str, AttentionOut] = field(default_factory=dict)
-    patches: dict[str, PatchesGroup] = field(default_factory=dict)
+    patches: dict[str, Node] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
-    norms: dict[str, LoneNorm] = field(default_factory=dict)
+    norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
     open_blocks: dict[str, Reason] = field(default_factory=dict)
+
+    def inside(self, fqn: str) -> list[Node]:
+        """The nodes that run in the forward of a module."""
+        return [node for node, names in self.around.items() if fqn in names]
+
+    def common_module(self, nodes: frozenset[Node]) -> str | None:
+        """The innermost module in whose forward all nodes run, idle ones aside."""
+        first, *others = [self.around[node] for node in nodes if not is_idle(node)]
+        common = [fqn for fqn in first if all(fqn in other for other in others)]
+        return common[-1] if common else None
+
+    def consists_of(self, fqn: str, nodes: frozenset[Node]) -> bool:
+        """Whether a module computes these nodes and nothing else."""
+        return all(node in nodes or is_idle(node) or not node.users for node in self.inside(fqn))
 
 
 def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> Findings:
@@ -50,7 +62,7 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
         WalkError: as ``flysurgery.walker.survey``.
     """
     seen = survey(_with_linears(model), example)
-    matcher, found = Matcher(seen), Findings(seen, watch(seen, (METHOD, *CALLERS)))
+    matcher, found = Matcher(seen), Findings(seen, watch(seen, (METHOD, *CALLERS)), modules_around(seen))
     for role, group, match, kept in (
         ("qkv", "qkv", matcher.projection, found.projections),
         ("attn_out", "attn_out", matcher.attention_out, found.outs),
@@ -84,7 +96,7 @@ def _find_blocks(found: Findings) -> None:
         else:
             sums.setdefault(fqn, {})[name] = group
     for fqn, groups in sums.items():
-        outcome = BlockMatcher(found.seen, fqn, groups.values(), found.projections.values()).match()
+        outcome = BlockMatcher(found.seen, found.around, fqn, groups.values(), found.projections.values()).match()
         if isinstance(outcome, Reason):
             found.open_blocks |= dict.fromkeys(groups, outcome)
         else:
@@ -100,14 +112,14 @@ def _find_patches(found: Findings) -> None:
         fqn = seen.owners.innermost(node) or ""
         module = seen.owners.modules[fqn]
         if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
-            found.patches[fqn] = PatchesGroup(fqn, node)
+            found.patches[fqn] = node
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
 
 
 def _find_embeddings(found: Findings) -> None:
     """Patches with the method behind them, by the name of the patch embedding; and for others the reason why not."""
-    having = [fqn for fqn, _ in found.seen.double.named_modules() if (notes := found.calls.get(below(fqn, METHOD))) and notes.calls]
+    having = [fqn for fqn, _ in found.seen.double.named_modules() if found.calls.get(below(fqn, METHOD))]
     for fqn in having:
         outcome = embedding_of(found.seen, found.calls, fqn)
         if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
@@ -117,7 +129,7 @@ def _find_embeddings(found: Findings) -> None:
         else:
             found.embeddings[below(fqn, outcome.patches)] = outcome
     for patches in () if having else found.patches.values():
-        inline = inline_embedding(found.seen, patches.node)
+        inline = inline_embedding(found.seen, patches)
         if inline is not None:
             found.reasons[inline[0]] = ("patches", inline[1])
 
@@ -128,9 +140,9 @@ def _find_norms(matcher: Matcher, found: Findings) -> None:
     taken = {node for group in groups for node in group.nodes}
     for node in found.seen.trace.graph.nodes:
         norm = matcher.norm(node)
-        if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in modules_around(found.seen, node)):
+        if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in found.around[node]):
             continue
-        found.norms[norm.fqn] = LoneNorm(norm, node)
+        found.norms[norm.fqn] = norm
 
 
 def _is_tiling(module: nn.Conv2d) -> bool:

@@ -1,63 +1,160 @@
-"""Transformer blocks, and halves and rows of them, made of fused modules and the blocks' own attention."""
+"""Transformer blocks, and halves and rows of them, made of fused modules and the blocks' own attention; and how they may be called."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
-from flysurgery.inference.attending import Attending
-from flysurgery.inference.fused_modules import FeedForwardStep, LinearResidualStep
-from flysurgery.inference.operands import watched
+from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, watched
+from flysurgery.inference.graph import Calls
+from flysurgery.inference.match import Attended, Block, Lone
 from flysurgery.inference.standin import Condition, StandIn
+from flysurgery.surgery import Reason
+from flysurgery.walker import name_of, shape_of
+
+_SWITCHES = (bool, str, type(None))
+
+Arguments = Mapping[int | str, Any]
+"""The arguments of a call behind the first: positional ones by number, from 0, and named ones by name."""
+_NO_ARGUMENTS: Arguments = {}
 
 
 @dataclass(frozen=True)
 class Given:
-    """An argument that the block passes on to its attention, by its position behind the first or by its name."""
+    """An argument that a block passes on to its attention, by its key among the block's arguments."""
 
     key: int | str
-
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Its value in a call of the block."""
-        return args[self.key] if isinstance(self.key, int) else kwargs[self.key]
-
-
-@dataclass(frozen=True)
-class Handed:
-    """The arguments of an attention behind the first: values, and ``Given`` ones."""
-
-    positional: tuple[Any, ...] = ()
-    named: tuple[tuple[str, Any], ...] = ()
-
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The attention's arguments in a call of the block with these behind its first."""
-        positional = [each.of(args, kwargs) if isinstance(each, Given) else each for each in self.positional]
-        return positional, {name: each.of(args, kwargs) if isinstance(each, Given) else each for name, each in self.named}
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a block is called behind its first argument: the values seen, or ``Tensor`` where a tensor came.
+    """How a block is called: its arguments in the trace, with ``Tensor`` where a tensor came.
 
-    ``handed`` is what each of its attentions, by name, is called with.
+    ``handed`` is what each of its attentions, by name, is called with: values, and ``Given`` ones.
     """
 
-    positional: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
-    handed: dict[str, Handed]
+    arguments: Arguments
+    handed: Mapping[str, Arguments]
 
-    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def fits(self, arguments: Arguments) -> bool:
         """Whether a call is of this form."""
-        if len(args) != len(self.positional) or len(kwargs) != len(self.named):
-            return False
-        named = all(name in kwargs and _alike(seen, kwargs[name]) for name, seen in self.named)
-        return named and all(map(_alike, self.positional, args))
+        same = len(arguments) == len(self.arguments)
+        return same and all(key in arguments and _alike(seen, arguments[key]) for key, seen in self.arguments.items())
+
+
+def form_of(block: Block, calls: Mapping[str, Calls]) -> Form | Reason:
+    """The form of the block's only call, or why a fused block cannot replace it."""
+    norms, readers, attentions = list[str](), list[str](), list[Attended]()  # readers: the first modules of the parts
+    once = [block.fqn]
+    for part in block.parts:
+        if isinstance(part, Attended):
+            attentions.append(part)
+            norms += [] if part.norm is None else [part.norm]
+            readers.append(part.norm or part.attention)
+            once += [part.attention, *([] if part.projection is None else [part.projection.norm.fqn])]
+        elif isinstance(part, Lone):
+            norms.append(part.fqn)
+            readers.append(part.fqn)
+        else:
+            readers.append(part.norm.fqn)
+    if any(len(calls[fqn]) != 1 for fqn in (*once, *readers)):
+        return Reason("calls", "it is called more than once in one forward")
+    own = calls[block.fqn]
+    arguments = _behind_first(own)
+    if own.first_input is None or calls[readers[0]].first_input is not own.first_input or not isinstance(own.first_result, Tensor):
+        return Reason("call-form", "its first argument is not its input")
+    foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor)) and not _is_number(each)), None)
+    if foreign is not None:
+        return Reason("call-form", f"it is called with a {type(foreign).__name__}")
+    if not all(calls[fqn].one_of_one_tensor and isinstance(calls[fqn].first_result, Tensor) for fqn in norms):
+        return Reason("call-form", "one of its modules is not called with one tensor alone, for another one")
+    handed: dict[str, Arguments] = {}
+    for part in attentions:
+        found = _handed_to(calls[part.attention], None if part.norm is None else calls[part.norm].first_result, arguments)
+        if isinstance(found, Reason):
+            return found
+        handed[part.attention] = found
+    return Form({key: Tensor if isinstance(value, Tensor) else value for key, value in arguments.items()}, handed)
+
+
+def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Arguments | Reason:
+    """The arguments of an attention besides its input, which is ``normed`` if there is a norm: values, or arguments of the block."""
+    x, given = attention.first_input, {id(value): Given(key) for key, value in arguments.items() if isinstance(value, Tensor)}
+    if not isinstance(attention.first_result, Tensor):
+        return Reason("call-form", "its attention gives more than one tensor")
+    if not isinstance(x, Tensor) or id(x) in given or (normed is not None and x is not normed):
+        return Reason("call-form", "its attention's first argument is not its input or the normed input")
+    handed = _behind_first(attention)
+    for value in handed.values():
+        if isinstance(value, Tensor):
+            if id(value) not in given:
+                return Reason("call-form", "its attention takes a tensor that is not one of its own arguments")
+        elif not isinstance(value, (*_SWITCHES, int, float, tuple)):
+            return Reason("call-form", f"its attention is called with a {type(value).__name__}")
+        elif not isinstance(value, _SWITCHES) and not any(_is_number(each) and each == value for each in arguments.values()):
+            return Reason("call-form", "its attention takes a number that is not one of its own arguments, and may be the input's size")
+    return {key: given.get(id(value), value) for key, value in handed.items()}
+
+
+def _behind_first(calls: Calls) -> Arguments:
+    args, kwargs = calls.arguments[0]
+    return {**dict(enumerate(args[1:])), **kwargs}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number or several, such as the size of a grid of tokens."""
+    return all(isinstance(each, (bool, int, float)) for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _alike(seen: Any, value: Any) -> bool:
+    return isinstance(value, Tensor) if seen is Tensor else value is seen or (type(value) is type(seen) and value == seen)
+
+
+class Attending(TorchFunctionMode):
+    """A block in which ``step`` computes the attention of calls without mask and dropout and with the scale that it was made for."""
+
+    def __init__(self, step: AttentionStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        named = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            operands = _operands(*args, **named)
+            if operands is not None and named.get("scale") == self.step.scale:
+                return self.step(*operands)
+        return func(*args, **named)
+
+
+def attention_among(nodes: Iterable[Node]) -> Node | None:
+    """The only call of scaled_dot_product_attention, without mask and dropout; None where there is no such call."""
+    calls = [node for node in nodes if name_of(node) == functional.scaled_dot_product_attention.__name__]
+    if len(calls) != 1 or _operands(*calls[0].args, **calls[0].kwargs) is None:
+        return None
+    return calls[0] if all(len(shape_of(node) or ()) == 4 for node in calls[0].args[:3] if isinstance(node, Node)) else None
+
+
+def _operands(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> tuple[Any, Any, Any] | None:
+    """The operands of a call of scaled_dot_product_attention; None where the call does more than the kernel."""
+    return None if attn_mask is not None or dropout_p or is_causal or enable_gqa else (query, key, value)
 
 
 class FusedPart:
@@ -66,32 +163,35 @@ class FusedPart:
     def __init__(self, step: nn.Module) -> None:
         self.step = step
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
         return self.step(x)
 
 
 class FusedAttended(FusedPart):
     """``x + scale*attention(norm(x))``; ``step`` computes everything behind attention.
 
-    ``attention`` is a view of the block's own attention module without the output projection. Where ``norm`` is None, it includes the
-    norm. ``attending`` replaces its call of PyTorch's attention.
+    ``attention`` is a view of the block's own attention module without the output projection, called with ``handed`` behind its first
+    argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention.
     """
 
     def __init__(
-        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidualStep, handed: Handed
+        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidualStep, handed: Arguments
     ) -> None:
         super().__init__(step)
         self.out = step
-        self.norm, self.attention, self.attending, self.handed = norm, attention, attending, handed
+        self.norm, self.attention, self.attending = norm, attention, attending
+        self._positional = [value for key, value in handed.items() if isinstance(key, int)]
+        self._named = {key: value for key, value in handed.items() if isinstance(key, str)}
 
-    def attended(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def attended(self, x: Tensor, arguments: Arguments) -> Tensor:
         """What ``step`` takes beside x."""
-        positional, named = self.handed.of(args, kwargs)
+        positional = [_present(value, arguments) for value in self._positional]
+        named = {key: _present(value, arguments) for key, value in self._named.items()}
         with self.attending or nullcontext():
             return self.attention(x if self.norm is None else self.norm(x), *positional, **named)
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return self.out(self.attended(x, args, kwargs), x)
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+        return self.out(self.attended(x, arguments), x)
 
 
 class FusedPair(FusedPart):
@@ -101,23 +201,11 @@ class FusedPair(FusedPart):
         super().__init__(step)
         self.first, self.out, self.then = first, first.out, step
 
-    def __call__(self, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        attended = self.first.attended(x, args, kwargs)
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
+        attended = self.first.attended(x, arguments)
         if self.then.reads_moments(x) and self.out.leaves_moments(attended, x):
             return self.then(*self.out.with_moments(attended, x))
         return self.then(self.out(attended, x))
-
-
-def paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
-    """The same parts, with attention and feed-forward joined to a ``FusedPair`` where possible: only a dense layer gives moments."""
-    found: list[FusedPart] = []
-    for part in parts:
-        before = found[-1] if found else None
-        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForwardStep):
-            found[-1] = FusedPair(before, part.step)
-        else:
-            found.append(part)
-    return found
 
 
 class FusedBlock(StandIn):
@@ -130,7 +218,7 @@ class FusedBlock(StandIn):
     def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
         super().__init__(original, condition)
         self.form = form
-        self._parts = tuple(paired(parts))  # in a tuple, so that they are no children
+        self._parts = tuple(_paired(parts))  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
         self._sums = all(isinstance(part.step, FeedForwardStep | LinearResidualStep) for part in self._parts)
         self.seal = ops.Seal(self)
@@ -140,20 +228,33 @@ class FusedBlock(StandIn):
         self.seal = ops.Seal(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        others = args[1:]
-        if len(args) == 1 and not kwargs and self._sums and self._repeating.repeats and self.seal.applies(args[0]):
+        alone = len(args) == 1 and not kwargs
+        if alone and self._sums and self._repeating.repeats and self.seal.applies(args[0]):
             return self.seal(args[0])
-        if not args or not self.condition.holds() or not self.form.fits(others, kwargs):
+        arguments: Arguments = _NO_ARGUMENTS if alone else {**dict(enumerate(args[1:])), **kwargs}
+        if not args or not self.condition.holds() or not self.form.fits(arguments):
             return self.plain(*args, **kwargs)
-        if others or kwargs or watched():
-            return self._fused(args[0], others, kwargs)
+        if not alone or watched():
+            return self._fused(args[0], arguments)
         return self._repeating(self._fused, self.original.modules, args[0])
 
-    def _fused(self, x: Tensor, others: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
+    def _fused(self, x: Tensor, arguments: Arguments = _NO_ARGUMENTS) -> Tensor:
         for part in self._parts:
-            x = part(x, others, kwargs)
+            x = part(x, arguments)
         return x
 
 
-def _alike(seen: Any, value: Any) -> bool:
-    return isinstance(value, Tensor) if seen is Tensor else value is seen or (type(value) is type(seen) and value == seen)
+def _paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
+    """The same parts, with attention and feed-forward joined to a ``FusedPair`` where possible: only a dense layer gives moments."""
+    found: list[FusedPart] = []
+    for part in parts:
+        before = found[-1] if found else None
+        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForwardStep):
+            found[-1] = FusedPair(before, part.step)
+        else:
+            found.append(part)
+    return found
+
+
+def _present(value: Any, arguments: Arguments) -> Any:
+    return arguments[value.key] if isinstance(value, Given) else value

@@ -3,43 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery import ops
-from flysurgery.inference import operands
-from flysurgery.ops import Way
+from flysurgery.inference.standin import Together, is_plain
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Stage, Way
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
 
 Normalized = tuple[nn.Module, float]
 """A layer norm's module, and its epsilon."""
 
+Parameter = tuple[nn.Module, str]
+"""A parameter that any module may hold: this module, and its name there."""
+
 _ACTIVATIONS = {"gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "silu": functional.silu}
 
 
 class Step(nn.Module):
-    """A group of operators. ``enabled`` is false if the kernel must not be used although it could run."""
+    """A group of operators. ``enabled`` is false if the kernel must not be used although it could run.
+
+    Its children are the modules of the group; ``held`` are the parameters that it reads of other modules. ``options`` are what
+    groups of equal shapes may differ in.
+    """
 
     enabled = True
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[Parameter | None] = (), options: tuple[object, ...] = ()) -> None:
         super().__init__()
+        self.held, self.options = tuple(held), options
         self._repeating = ops.Repeating()
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        """How the kernel computes the group for these inputs, or why it cannot."""
-        raise NotImplementedError
-
-    def likeness(self) -> tuple[object, ...]:
-        """A key that differs for groups that take different times, besides the sizes of their inputs."""
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+        """The group as an operation on its present parameters, or why no kernel knows it."""
         raise NotImplementedError
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         """The group by its own modules."""
         raise NotImplementedError
+
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        """How the kernel computes the group for these inputs, or why it cannot."""
+        operation = self.operation(x, *others)
+        return operation if isinstance(operation, str) else ops.way(x, operation)
+
+    def likeness(self) -> tuple[object, ...]:
+        """A key that differs for groups that take different times, besides the sizes of their inputs."""
+        shapes = tuple((name, parameter.shape) for name, parameter in self.named_parameters())
+        return shapes, tuple(each is None for each in self.held), self.options
 
     def fused(self, x: Tensor, *others: Tensor) -> Tensor | None:
         """The group by its kernel; None where this does not take the inputs."""
@@ -48,15 +64,20 @@ class Step(nn.Module):
 
     def read(self) -> Iterable[nn.Module]:
         """The modules whose own parameters, not those of their children, ``fused`` reads."""
-        return self.modules()
+        return [*self.modules(), *(each[0] for each in self.held if each is not None)]
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        with operands.unwatched(x):
-            if self.enabled and operands.under_autocast(x) is None:
+        with _unwatched(x):
+            if self.enabled and not _under_autocast(x):
                 y = self._repeating(self.fused, self.read, x, *others)
                 if y is not None:
                     return y
         return self.plain(x, *others)
+
+    def _held(self, index: int) -> Tensor | None:
+        """A held parameter as it is now."""
+        held = self.held[index]
+        return None if held is None else getattr(*held)
 
 
 class NormLinearStep(Step):
@@ -66,12 +87,11 @@ class NormLinearStep(Step):
         super().__init__()
         self.norm, self.eps, self.linear = norm, eps, linear
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        group = operands.group_of(self.linear)
-        return UNKNOWN if group is None else ops.way(x, ops.NormLinears(operands.norm_of(self.norm, self.eps), group))
-
-    def likeness(self) -> tuple[object, ...]:
-        return shapes_of(self.norm, self.linear)
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+        split = type(self.linear) is SplitLinear and is_plain(self.linear)
+        group = [linear_of(part) for part in (self.linear._modules.values() if split else (self.linear,))]
+        known = tuple(each for each in group if each is not None)
+        return ops.NormLinears(norm_of(self.norm, self.eps), known) if len(known) == len(group) else UNKNOWN
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.linear(self.norm(x))
@@ -85,13 +105,10 @@ class LayerNormStep(Step):
         super().__init__()
         self.norm, self.eps = norm, eps
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
         if torch.compiler.is_compiling():
             return "a compiler takes norms by itself"
-        return ops.way(x, ops.LayerNorm(operands.norm_of(self.norm, self.eps)))
-
-    def likeness(self) -> tuple[object, ...]:
-        return shapes_of(self.norm)
+        return ops.LayerNorm(norm_of(self.norm, self.eps))
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.norm(x)
@@ -100,36 +117,29 @@ class LayerNormStep(Step):
 class LinearResidualStep(Step):
     """``residual + scale * linear(x)``; called with x and the residual."""
 
-    def __init__(self, linear: nn.Module, scale: tuple[nn.Module, str] | None) -> None:
-        super().__init__()
+    def __init__(self, linear: nn.Module, scale: Parameter | None) -> None:
+        super().__init__((scale,))
         self.linear = linear
-        self._scale = scale
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        linear = operands.linear_of(self.linear)
-        return UNKNOWN if linear is None else ops.way(x, ops.LinearResidual(linear, others[0], value_of(self._scale)))
-
-    def read(self) -> Iterable[nn.Module]:
-        return _with_owner(self.modules(), self._scale)
+    def operation(self, x: Tensor, *others: Tensor) -> ops.LinearResidual | str:
+        linear = linear_of(self.linear)
+        return UNKNOWN if linear is None else ops.LinearResidual(linear, others[0], self._held(0))
 
     def leaves_moments(self, x: Tensor, residual: Tensor) -> bool:
         """Whether ``with_moments`` can be called for these inputs."""
-        linear = operands.linear_of(self.linear)
-        if not self.enabled or linear is None or operands.under_autocast(x) is not None:
+        if not self.enabled or _under_autocast(x):
             return False
-        return ops.leaves_moments(x, ops.LinearResidual(linear, residual, value_of(self._scale)))
+        operation = self.operation(x, residual)
+        return not isinstance(operation, str) and ops.leaves_moments(x, operation)
 
     def with_moments(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The group by its kernel, and the moments of the rows of its result, which a ``FeedForwardStep`` may read."""
-        linear = operands.linear_of(self.linear)
-        assert linear is not None
-        return ops.run_with_moments(x, ops.LinearResidual(linear, residual, value_of(self._scale)))
-
-    def likeness(self) -> tuple[object, ...]:
-        return (*shapes_of(self.linear), self._scale is None)
+        operation = self.operation(x, residual)
+        assert not isinstance(operation, str)  # leaves_moments has said so
+        return ops.run_with_moments(x, operation)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return others[0] + _scaled(self.linear(x), self._scale)
+        return others[0] + _scaled(self.linear(x), self._held(0))
 
 
 class AttentionStep(Step):
@@ -139,11 +149,8 @@ class AttentionStep(Step):
         super().__init__()
         self.scale = scale
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        return ops.way(x, ops.Attention(others[0], others[1], self.scale))
-
-    def likeness(self) -> tuple[object, ...]:
-        return ()
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+        return ops.Attention(others[0], others[1], self.scale)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, others[0], others[1], scale=self.scale)
@@ -153,47 +160,42 @@ class FeedForwardStep(Step):
     """``x + scale * second(inner(hidden(norm(x))))``; without ``x +`` where ``residual`` is false, ``inner`` a norm or nothing.
 
     ``hidden`` is ``activation(first(x))``. Where ``gate`` is the index of a gate, ``first`` gives it and a value, by two layers or as the
-    halves of one's outputs, and ``hidden`` is ``activation(gate) * value``.
+    halves of one's outputs, and ``hidden`` is ``activation(gate) * value``. The moments of the rows of x may be a second argument.
     """
 
     def __init__(
         self,
         norm: Normalized,
-        first: tuple[nn.Module, ...],
+        first: Iterable[nn.Module],
         gate: int | None,
         activation: str,
         inner: Normalized | None,
         second: nn.Module,
-        scale: tuple[nn.Module, str] | None,
+        scale: Parameter | None,
         residual: bool,
     ) -> None:
-        super().__init__()
-        self.norms, self.first, self.second = nn.ModuleList([norm[0], *inner[:1]] if inner else [norm[0]]), nn.ModuleList(first), second
-        self.eps = (norm[1], *inner[1:]) if inner else (norm[1],)
-        self.gate, self.activation, self._scale, self.residual = gate, activation, scale, residual
+        super().__init__((scale,), (gate, activation, residual))
+        norms = [norm] if inner is None else [norm, inner]
+        self.norms, self.eps = nn.ModuleList(each for each, _ in norms), [eps for _, eps in norms]
+        self.first, self.second = nn.ModuleList(first), second
+        self.gate, self.activation, self.residual = gate, activation, residual
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        first, second = [operands.linear_of(each) for each in self.first], operands.linear_of(self.second)
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+        first, second = [linear_of(each) for each in self.first], linear_of(self.second)
         known = [each for each in first if each is not None]
         if second is None or len(known) != len(first):
             return UNKNOWN
-        norm, *inner = [operands.norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
+        norm, *inner = [norm_of(each, eps) for each, eps in zip(self.norms, self.eps, strict=True)]
         up = known[0] if self.gate is None else ops.Gated(tuple(known), self.gate)
         last = inner[0] if inner else None
-        return ops.way(x, ops.FeedForward(norm, up, second, self.activation, value_of(self._scale), self.residual, last, *others))
-
-    def read(self) -> Iterable[nn.Module]:
-        return _with_owner(self.modules(), self._scale)
+        return ops.FeedForward(norm, up, second, self.activation, self._held(0), self.residual, last, *others)
 
     def reads_moments(self, x: Tensor) -> bool:
         """Whether a call with x can use the moments of its rows as a second argument."""
-        if not self.enabled or operands.under_autocast(x) is not None:
+        if not self.enabled or _under_autocast(x):
             return False
         way = self.way(x)
         return not isinstance(way, str) and way.launches()[:1] == (ops.MOMENTS,)
-
-    def likeness(self) -> tuple[object, ...]:
-        return (*shapes_of(self.norms, self.first, self.second), self.gate, self.activation, self._scale is None, self.residual)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         activation, normed = _ACTIVATIONS[self.activation], self.norms[0](x)
@@ -205,23 +207,102 @@ class FeedForwardStep(Step):
             hidden = activation(parts[self.gate]) * parts[1 - self.gate]
         for inner in self.norms[1:]:
             hidden = inner(hidden)
-        branch = _scaled(self.second(hidden), self._scale)
+        branch = _scaled(self.second(hidden), self._held(0))
         return x + branch if self.residual else branch
 
 
-def shapes_of(*modules: nn.Module) -> tuple[object, ...]:
-    """The names and shapes of the parameters of each module."""
-    return tuple(tuple((name, parameter.shape) for name, parameter in module.named_parameters()) for module in modules)
+class PatchesStep(Step):
+    """A convolution whose stride is its kernel's size, as one product of the flattened patches and a matrix.
+
+    Gives what the convolution gives, (images, features, rows, columns), with the features of a patch side by side in memory.
+    """
+
+    def __init__(self, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.convolution = convolution
+
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+        operation = ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
+        return operation.wrong(x) or operation
+
+    def way(self, x: Tensor, *others: Tensor) -> Way | str:
+        operation = self.operation(x)
+        if isinstance(operation, str):
+            return operation
+        way = ops.way(x, operation)
+        stages = (Stage((), _patches_product),) if isinstance(way, str) else way.stages
+        return Way((*stages, Stage((), _as_image)), x, operation)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.convolution(x)
 
 
-def value_of(scale: tuple[nn.Module, str] | None) -> Tensor | None:
-    """The tensor of a layer scale, given by its module and its name there."""
-    return None if scale is None else getattr(*scale)
+class EmbeddingStep(Step):
+    """Patches with their position and the tokens before them: the result of ``together`` for images of the traced size."""
+
+    def __init__(
+        self,
+        together: Together,
+        convolution: nn.Conv2d,
+        position: Parameter | None,
+        prefix: Iterable[Parameter],
+        image: tuple[int, ...],
+    ) -> None:
+        super().__init__((position, *prefix))
+        self.convolution, self.image = convolution, image
+        self._together = (together,)  # in a tuple, so that it is no child: it holds the whole model
+
+    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+        if tuple(x.shape[1:]) != self.image:
+            return f"position is that of images of {self.image}, got {tuple(x.shape)}"
+        prefix = [getattr(*each) for each in self.held[1:] if each is not None]
+        return ops.PatchEmbedding(self.convolution.weight, self.convolution.bias, self._held(0), prefix)
+
+    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self._together[0](x)
 
 
-def _with_owner(modules: Iterable[nn.Module], scale: tuple[nn.Module, str] | None) -> list[nn.Module]:
-    return [*modules, *(() if scale is None else scale[:1])]
+def linear_of(linear: nn.Module | None) -> Linear | None:
+    """The factors or the weight of a linear layer, and its bias, as they are now; None for any other module."""
+    if linear is None or not is_plain(linear):
+        return None
+    if type(linear) is ButterflyLinear:
+        return FusedFactors(*linear.own_parameters())
+    return Dense(linear.weight, linear.bias) if type(linear) is nn.Linear else None
 
 
-def _scaled(branch: Tensor, scale: tuple[nn.Module, str] | None) -> Tensor:
-    return branch if scale is None else branch * getattr(*scale)
+def norm_of(norm: nn.Module, eps: float) -> Norm:
+    """The weight and bias of a layer norm as they are now."""
+    return Norm(getattr(norm, "weight", None), getattr(norm, "bias", None), eps)
+
+
+def watched() -> bool:
+    """Whether a compiler, a mode that watches functions of PyTorch, or a hook on all modules must see all calls of a module."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_function_stack() or nn.modules.module._has_any_global_hook())
+
+
+def _unwatched(x: Tensor) -> AbstractContextManager[object]:
+    """A block in which modes that watch functions of PyTorch, such as ``Attending``, do not see accesses to plain tensors."""
+    plain = type(x) is Tensor and not torch.compiler.is_compiling()
+    return torch._C.DisableTorchFunction() if plain else nullcontext()
+
+
+def _under_autocast(x: Tensor) -> bool:
+    """Whether autocast decides the dtype of each operation here, so that no kernel, which computes in the dtype of x, may run."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def _scaled(branch: Tensor, scale: Tensor | None) -> Tensor:
+    return branch if scale is None else branch * scale
+
+
+def _patches_product(y: Tensor, x: Tensor, given: ops.PatchEmbedding) -> Tensor:
+    """By PyTorch's product, on any device and with gradients."""
+    (images, channels, height, width), (_, _, high, wide) = x.shape, given.weight.shape
+    patches = x.reshape(images, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
+    return functional.linear(patches.reshape(images, -1, channels * high * wide), given.weight.flatten(1), given.bias)
+
+
+def _as_image(y: Tensor, x: Tensor, given: ops.PatchEmbedding) -> Tensor:
+    _, _, high, wide = given.weight.shape
+    return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))

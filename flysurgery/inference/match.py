@@ -1,17 +1,120 @@
-"""Find the groups of a traced graph that kernels compute together, by dataflow and not by names."""
+"""Find the groups of a traced graph that kernels compute together, and the blocks made of them, by dataflow and not by names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from torch import nn
 from torch.fx import Node
 
-from flysurgery.inference.graph_steps import between, half_of, origin, sole_user, summands, users
-from flysurgery.inference.groups import AttentionOut, FeedForwardGroup, NormModule, ProjectionGroup, Scale, Tail
+from flysurgery.inference.graph import between, half_of, is_idle, origin, sole_user, summands, users
 from flysurgery.surgery import Reason
 from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
 
 _ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
+
+
+@dataclass(frozen=True)
+class NormModule:
+    """A layer norm over the last dimension: the module that holds its weight and bias, if any, its epsilon, and its node."""
+
+    fqn: str
+    eps: float
+    node: Node
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter, by the module that holds it and its name there."""
+
+    fqn: str
+    leaf: str
+
+    def of(self, model: nn.Module) -> tuple[nn.Module, str]:
+        """The module in ``model``, and the parameter's name in it."""
+        return model.get_submodule(self.fqn), self.leaf
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The operators behind a linear: a layer scale, if any, and the sum with a residual stream, if any; ``nodes`` includes idle ones."""
+
+    scale: Held | None
+    residual: Node | None
+    result: Node
+    nodes: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class ProjectionGroup:
+    """[LN -> linear]: the norm and the one linear that reads it. ``source`` is what the norm reads."""
+
+    norm: NormModule
+    linear: str
+    source: Node
+    nodes: frozenset[Node]
+
+
+@dataclass(frozen=True)
+class FeedForwardGroup:
+    """[LN -> linear -> activation -> linear], and the tail; ``nodes`` are without the tail's.
+
+    In a gated block, ``first`` has the linears of the gate and of the value, or one linear whose outputs are both in turn. ``gate``
+    is then the index of the gate. ``inner`` is a norm between activation and last linear.
+    """
+
+    norm: NormModule
+    first: tuple[str, ...]
+    gate: int | None
+    activation: str
+    inner: NormModule | None
+    second: str
+    source: Node
+    nodes: frozenset[Node]
+    tail: Tail
+
+
+@dataclass(frozen=True)
+class AttentionOut:
+    """[linear after attention], what it reads, its node, and its tail."""
+
+    linear: str
+    source: Node
+    branch: Node
+    tail: Tail
+
+
+@dataclass(frozen=True)
+class Attended:
+    """``x + scale*attention(norm(x))``: ``attention`` is the module whose last step is ``out``, ``norm`` the one that alone reads x.
+
+    ``norm`` is None where ``attention`` reads x itself. ``projection`` is None where it is not one linear alone that reads a layer norm.
+    """
+
+    attention: str
+    norm: str | None
+    projection: ProjectionGroup | None
+    out: AttentionOut
+
+
+@dataclass(frozen=True)
+class Lone:
+    """A module without children that is called with x alone, such as a last norm."""
+
+    fqn: str
+
+
+BlockPart = Attended | FeedForwardGroup | Lone
+"""One step of a block, from x to the next x; of a feed-forward group with its residual."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that applies ``parts`` to its input, one after the other, and does nothing else. ``fqn`` is "" for the model itself."""
+
+    fqn: str
+    parts: tuple[BlockPart, ...]
 
 
 @dataclass(frozen=True)
@@ -38,19 +141,17 @@ class Matcher:
 
     def projection(self, call: Call) -> ProjectionGroup | Reason:
         """[LN -> q, k, v], from the projection's linear."""
-        norm = self.norm(origin(call.source))
+        node = origin(call.source)
+        norm = self.norm(node)
         if isinstance(norm, Reason):
             return norm
-        node = origin(call.source)
         if users(node) != [call.node]:
             together = all(self.roles.get(user) == "qkv" for user in users(node))
             text = "q, k and v are modules of their own" if together else "its norm's result is used by something else as well"
             return Reason("norm-shared", text)
         if not _is_plain(call):
             return Reason("weight-read", "the weight is not used by a linear module that its parent calls")
-        source = node.args[0]
-        assert isinstance(source, Node)  # self.norm has checked it
-        return ProjectionGroup(norm, node, call.fqn, origin(source), call.node, frozenset({node, call.node} | between(node, call.node)))
+        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node} | between(node, call.node)))
 
     def feed_forward(self, call: Call) -> FeedForwardGroup | Reason:
         """[LN -> FFN -> layer scale -> residual], from the last linear."""
@@ -78,15 +179,13 @@ class Matcher:
         covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
         first = tuple(each.fqn for each in gated.first)
         source, tail = _operand(norm_node), self.tail(call.node)
-        return FeedForwardGroup(
-            norm, norm_node, first, gated.gate, gated.activation, inner, call.fqn, source, call.node, frozenset(covered), tail
-        )
+        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(covered), tail)
 
     def attention_out(self, call: Call) -> AttentionOut | Reason:
         """[attention output projection -> layer scale -> residual], from the linear."""
         if not _is_plain(call):
             return Reason("weight-read", "the weight is not used by a linear module that its parent calls")
-        return AttentionOut(call.fqn, call.node, self.tail(call.node))
+        return AttentionOut(call.fqn, call.source, call.node, self.tail(call.node))
 
     def norm(self, node: Node) -> NormModule | Reason:
         """The layer norm that a node is: over the last dimension, in a module that holds its weight and bias under these names."""
@@ -98,7 +197,7 @@ class Matcher:
         expected = [f"{fqn}.{leaf}" if each is not None else None for leaf, each in (("weight", weight), ("bias", bias))]
         if not fqn or names != expected or not isinstance(sizes, (list, tuple)) or len(sizes) != 1:
             return Reason("norm-form", "its layer norm is not a module's over the last dimension, with weight and bias of its own")
-        return NormModule(fqn, float(eps))  # pyright: ignore[reportArgumentType]  aten gives a number here
+        return NormModule(fqn, float(eps), node)  # pyright: ignore[reportArgumentType]  aten gives a number here
 
     def tail(self, node: Node) -> Tail:
         """The layer scale and the sum that are the only users of a linear's result."""
@@ -117,7 +216,7 @@ class Matcher:
             return Tail(scale, None, last, frozenset(nodes))
         return Tail(scale, origin(residual), user, frozenset(nodes | {user} | between(last, user)))
 
-    def _scale(self, node: Node, user: Node) -> Scale | None:
+    def _scale(self, node: Node, user: Node) -> Held | None:
         """The layer scale by which ``user`` multiplies ``node``."""
         if name_of(user) != "mul" or len(user.args) != 2:
             return None
@@ -127,7 +226,7 @@ class Matcher:
         if other is None or name is None or shape is None or shape_of(other) != shape[-1:]:
             return None
         fqn, _, leaf = name.rpartition(".")
-        return Scale(fqn, leaf)
+        return Held(fqn, leaf)
 
     def _activated(self, node: Node) -> _Hidden | Reason:
         """The hidden units made by one linear and an activation."""
@@ -162,6 +261,105 @@ class Matcher:
             return other
         first = self.calls.get(origin(one.whole))
         return other if first is None else _Hidden((first,), one.place, kind, (node, active[0], gate, value, one.split, another.split))
+
+
+class BlockMatcher:
+    """Proves by the graph that the module ``fqn`` is a block.
+
+    ``groups`` are those whose residual sums its own forward computes; ``around`` has the modules in whose forward each node ran.
+    """
+
+    def __init__(
+        self,
+        seen: Survey,
+        around: Mapping[Node, tuple[str, ...]],
+        fqn: str,
+        groups: Iterable[AttentionOut | FeedForwardGroup],
+        projections: Iterable[ProjectionGroup],
+    ) -> None:
+        self.seen, self.fqn, self.projections = seen, fqn, tuple(projections)
+        self.sums = {group.tail.result: group for group in groups}
+        self.inside = {node: names[names.index(fqn) + 1 :] for node, names in around.items() if fqn in names}
+
+    def match(self) -> Block | Reason:
+        """The block, followed from its result back to its input. Every operator of its forward must belong to a part."""
+        ends = self._leaving({*self.inside})
+        if len(ends) != 1:
+            return Reason("exits", f"values inside of {self._name} are used in other places as well")
+        value, parts, covered = ends.pop(), list[BlockPart](), set[Node]()
+        while value in self.inside:
+            found = self._part(value)
+            if isinstance(found, Reason):
+                return found
+            part, nodes, value = found
+            parts.insert(0, part)
+            covered |= nodes
+        others = [node for node in self.inside if node not in covered and node.users and not is_idle(node)]
+        more = next((node for node in others if "_assert" not in name_of(node)), None)
+        return Block(self.fqn, tuple(parts)) if more is None else self._more(more)
+
+    def _part(self, value: Node) -> tuple[BlockPart, set[Node], Node] | Reason:
+        """The part that gives ``value``, its nodes, and the value that it reads."""
+        group = self.sums.get(value)
+        if isinstance(group, FeedForwardGroup):
+            return group, {*group.nodes, *group.tail.nodes}, group.source
+        if group is not None:
+            return self._attended(group)
+        lone = self._lone(value)
+        return self._more(value) if lone is None else (Lone(lone[0]), lone[1], lone[2])
+
+    def _attended(self, out: AttentionOut) -> tuple[BlockPart, set[Node], Node] | Reason:
+        x, attention = out.tail.residual, self._child(out.branch)
+        assert x is not None  # it is among the sums
+        if attention is None or not out.linear.startswith(f"{attention}."):
+            return Reason("no-module", f"attention is not a module of its own inside of {self._name}")
+        nodes = self._nodes_in(attention)
+        if self._leaving(nodes) != {out.branch}:
+            return Reason("exits", f"values inside of {attention}, besides its output projection's, are used in other places as well")
+        read = self._read_by(nodes)
+        norm, normed = None, nodes
+        if x not in read:
+            found = next((lone for each in read if (lone := self._lone(each)) is not None and lone[2] is x), None)
+            if found is None:
+                return Reason("no-residual", "its result is not added to what attention reads, as it is or through a norm")
+            norm, normed = found[0], nodes | found[1]
+        projection = next((each for each in self.projections if each.source is x and each.nodes <= normed), None)
+        named = [] if projection is None else [projection.linear, *([projection.norm.fqn] if norm is None else [])]
+        if not all(fqn.startswith(f"{attention}.") for fqn in named):  # they have other names elsewhere, so other modules may use them
+            projection = None
+        return Attended(attention, norm, projection, out), normed | out.tail.nodes, x
+
+    def _lone(self, value: Node) -> tuple[str, set[Node], Node] | None:
+        """The module without children that alone computes ``value`` from one other value: its name, its nodes, and that other value."""
+        name = self._child(value)
+        if name is None or any(self.seen.owners.modules[name].children()):
+            return None
+        nodes = self._nodes_in(name)
+        read = self._read_by(nodes)
+        return (name, nodes, read.pop()) if len(read) == 1 and self._leaving(nodes) == {value} else None
+
+    def _child(self, node: Node) -> str | None:
+        """The module, called by the block itself, in whose forward the node ran."""
+        return next(iter(self.inside.get(node, ())), None)
+
+    def _nodes_in(self, fqn: str) -> set[Node]:
+        return {node for node, around in self.inside.items() if fqn in around}
+
+    def _read_by(self, nodes: set[Node]) -> set[Node]:
+        """The values from elsewhere that ``nodes`` use, without weights and constants."""
+        read = {each for node in nodes for each in node.all_input_nodes if each not in nodes}
+        return {origin(each) for each in read if each in self.seen.trace.inputs or each.op not in ("placeholder", "get_attr")}
+
+    def _leaving(self, nodes: set[Node]) -> set[Node]:
+        """The values of ``nodes`` that others use."""
+        return {origin(node) for node in nodes if any(user not in nodes for user in node.users)}
+
+    def _more(self, node: Node) -> Reason:
+        return Reason("more", f"{self._name} also computes {name_of(node) or node.name}")
+
+    @property
+    def _name(self) -> str:
+        return f"the block {self.fqn}" if self.fqn else "the model itself"
 
 
 def _operand(node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""The times of groups of layers with each of their choices, on the device and in the dtype of the model."""
+"""Times groups of layers with each of their choices, and whole models, on the device and in the dtype of the model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
-from flysurgery.inference.candidate import Candidate, Shapes, random_inputs
 from flysurgery.inference.find_groups import Findings, find_groups
-from flysurgery.inference.replacement import Builder
+from flysurgery.inference.optimize import optimize
+from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import LayerPlan, Plan, Reason, TimedChoice, TimedGroup, install, named_candidates
@@ -46,7 +46,7 @@ class _Way:
 class _TimingProblem:
     """All ways to compute one thing from inputs of the same shapes."""
 
-    shapes: Shapes
+    shapes: clock.Shapes
     ways: tuple[_Way, ...]
 
     @property
@@ -79,9 +79,10 @@ def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool
     options = {layer.fqn: _options(layer) for layer in plan.replaced}
     names = dict.fromkeys(name for each in options.values() for name in each)
     variants = {DENSE: model} | {name: random_variant(_with_choice(plan, options, name), model) for name in names}
-    groups = _fused_groups(plan, found, variants) if fused else {}
+    planned = [layer.fqn for layer in plan.replaced]
+    groups = _fused_groups(planned, found, variants) if fused else {}
     covered = {fqn for fqns in groups for fqn in fqns}
-    groups |= {(layer.fqn,): _alone(layer.fqn, found, variants, options) for layer in plan.replaced if layer.fqn not in covered}
+    groups |= {(fqn,): _alone(fqn, found, variants, options) for fqn in planned if fqn not in covered}
     distinct = {problem.key: (problem, fqns[0]) for fqns, problems in groups.items() for problem in problems}
     timed: dict[object, _Timed] = {}
     for done, (key, (problem, fqn)) in enumerate(distinct.items(), start=1):
@@ -124,10 +125,14 @@ def _with_choice(plan: Plan, options: Mapping[str, Mapping[str, Architecture]], 
     return replace(plan, layers=tuple(layers)).keeping({fqn: reason for fqn, each in options.items() if name not in each})
 
 
-def _fused_groups(plan: Plan, found: Findings, variants: Mapping[str, nn.Module]) -> dict[tuple[str, ...], list[_TimingProblem]]:
+def _fused_groups(
+    planned: Sequence[str], found: Findings, variants: Mapping[str, nn.Module]
+) -> dict[tuple[str, ...], list[_TimingProblem]]:
     """The groups that have planned layers, by the names of these, as one problem each."""
-    planned = {layer.fqn for layer in plan.replaced}
-    candidates = {name: _candidates(variant, found) for name, variant in variants.items()}
+    candidates: dict[str, dict[str, Candidate]] = {}
+    for name, variant in variants.items():
+        replacements = find_replacements(variant, found).replacements
+        candidates[name] = {each.fqn: each for replacement in replacements for each in replacement.candidates}
     groups: dict[tuple[str, ...], list[_TimingProblem]] = {}
     for fqn, dense in candidates[DENSE].items():
         linears = (*found.feed_forwards[fqn].first, fqn) if dense.group == "ffn" else (fqn,)
@@ -136,10 +141,6 @@ def _fused_groups(plan: Plan, found: Findings, variants: Mapping[str, nn.Module]
             ways = [way for name, each in candidates.items() if fqn in each for way in _ways(name, each[fqn])]
             groups[members] = [_TimingProblem(dense.shapes, tuple(ways))]
     return groups
-
-
-def _candidates(model: nn.Module, found: Findings) -> dict[str, Candidate]:
-    return {each.fqn: each for replacement in Builder(model, found).build().replacements for each in replacement.candidates}
 
 
 def _ways(name: str, candidate: Candidate) -> list[_Way]:
@@ -157,17 +158,14 @@ def _alone(
 ) -> list[_TimingProblem]:
     """The layer by itself, one problem for each of its calls in a forward."""
     modules = {name: variant.get_submodule(fqn) for name, variant in variants.items() if name == DENSE or name in options[fqn]}
-    ways = tuple(_Way(name, False, module, _shapes(module)) for name, module in modules.items())
+    shapes = {name: tuple((leaf, each.shape) for leaf, each in module.named_parameters()) for name, module in modules.items()}
+    ways = tuple(_Way(name, False, module, (type(module), shapes[name])) for name, module in modules.items())
     return [_TimingProblem((shape_of(call.source) or (),), ways) for call in found.seen.calls if call.fqn == fqn]
-
-
-def _shapes(module: nn.Module) -> object:
-    return (type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters()))
 
 
 @torch.no_grad()
 def _time(problem: _TimingProblem, fqn: str, example: Tensor) -> _Timed:
-    inputs = random_inputs(problem.shapes, example.dtype, example.device)
+    inputs = clock.random_inputs(problem.shapes, example.dtype, example.device)
     failed: dict[str, str] = {}
     ways: list[_Way] = []
     for way, reason in zip(problem.ways, _failures(problem.ways, inputs), strict=True):
@@ -222,3 +220,38 @@ def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: Mapping[str,
             choices.append(TimedChoice(name, each, sum(ms for ms, _ in times), all(fused for _, fused in times)))
     failed = {name: reason for found in timed for name, reason in found.failed.items()}
     return TimedGroup(fqns, tuple(choices), max(found.noise for found in timed), failed)
+
+
+@dataclass(frozen=True)
+class WholeTimes:
+    """Milliseconds of one forward of the whole model; ``dense_optimized_ms`` is None where dense was not optimized."""
+
+    dense_ms: float
+    dense_optimized_ms: float | None
+    converted_ms: float
+
+    @property
+    def reference_ms(self) -> float:
+        """The fastest time of dense."""
+        return self.dense_ms if self.dense_optimized_ms is None else min(self.dense_ms, self.dense_optimized_ms)
+
+
+class WholeTimer:
+    """Times the models that plans make of ``dense``, with random weights, beside dense."""
+
+    def __init__(self, dense: nn.Module, example: Tensor, *, optimized: bool) -> None:
+        self.example = example
+        self._dense, self._optimized = dense, optimized
+        self._references = [dense]
+        if optimized:
+            self._references.append(shadow(dense))
+            optimize(self._references[1], example)
+
+    def times(self, plan: Plan) -> WholeTimes:
+        """The times of dense, of optimized dense and of the plan's model, taken in turns."""
+        converted = random_variant(plan, self._dense)
+        if self._optimized:
+            optimize(converted, self.example)
+        with torch.no_grad():
+            *dense_ms, converted_ms = clock.medians_ms([*self._references, converted], (self.example,), most_copies=clock.MOST_COPIES)
+        return WholeTimes(dense_ms[0], dense_ms[1] if self._optimized else None, converted_ms)

@@ -1,7 +1,9 @@
-"""Put fused modules into a model where they are proven right, have a kernel, and are faster."""
+"""Put fused modules into a model where they are proven right, have a kernel, and are faster; and say what was done."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -9,17 +11,75 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import InferenceError
-from flysurgery.inference.candidate import Candidate, decide
+from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
-from flysurgery.inference.replacement import Builder, Replacement
-from flysurgery.inference.report import OptimizeReport, OptimizeRow
-from flysurgery.inference.restoring import put
-from flysurgery.inference.whole import not_slower
-from flysurgery.surgery import Reason, is_optimized
+from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
+from flysurgery.inference.standin import Fused, put, restore, view
+from flysurgery.surgery import Reason, grouped, is_optimized, text_table
 from flysurgery.walker import example_input
 
+_HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
 MEASURED_IMAGES = 64
 """The number of images in the measurement on CUDA, if no example is given."""
+
+Times = tuple[float, float]
+"""Milliseconds of one call, with the model's own modules and with the fused ones."""
+
+
+@dataclass(frozen=True)
+class OptimizeRow:
+    """One group, by the name of its last linear or convolution, of the attention module, or of the norm. Patches with the method behind
+    them have the name of the patch embedding.
+
+    ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
+    of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
+    is not known.
+    """
+
+    fqn: str
+    group: str
+    status: str
+    reason: Reason | None
+    plain_ms: float | None
+    fused_ms: float | None
+    launches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OptimizeReport:
+    """All groups that were found. ``device`` and ``dtype`` are those of the measurement.
+
+    ``whole_ms`` are the milliseconds of one forward, with the model's own modules and with the fused ones; None where it was not timed.
+    """
+
+    rows: tuple[OptimizeRow, ...]
+    device: str
+    dtype: str
+    seconds: float
+    model: nn.Module = field(repr=False, compare=False)
+    whole_ms: tuple[float, float] | None = None
+
+    @property
+    def fused(self) -> tuple[OptimizeRow, ...]:
+        """The rows of the fused groups."""
+        return tuple(row for row in self.rows if row.status == "fused")
+
+    def restore(self) -> int:
+        """Put the model's own modules back; gives the number of modules."""
+        return restore(self.model)
+
+    def to_json(self) -> dict[str, Any]:
+        """The rows as JSON values, with the device and dtype of the measurement."""
+        head = {"device": self.device, "dtype": self.dtype, "seconds": self.seconds, "whole_ms": self.whole_ms}
+        return head | {"rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        head = f"fused {len(self.fused)} of {len(self.rows)} groups for {self.device} in {self.dtype}, in {self.seconds:.1f} s"
+        if self.whole_ms is not None:
+            head += f"; one forward took {self.whole_ms[0]:.3g} ms before and takes {self.whole_ms[1]:.3g} ms now"
+        groups = grouped(self.rows, lambda row: row.fqn, lambda row: (row.group, row.status, row.reason, row.launches))
+        lines = [_line(name, members) for name, members in groups]
+        return "\n\n".join([head, text_table(_HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
 
 
 def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> OptimizeReport:
@@ -60,11 +120,11 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
     _refuse(model)
     device, dtype = _place_of(model)
     found = find_groups(model, _example(model, device) if example is None else example)
-    built = Builder(model, found).build()
-    measured: dict[object, tuple[float, float]] = {}
+    built = find_replacements(model, found)
+    measured: dict[object, Times] = {}
     for replacement in built.replacements:
         _decide(replacement, dtype, device, measured)
-    fused, whole = not_slower(model, built.replacements, found.seen.example)
+    fused, whole = _not_slower(model, built.replacements, found.seen.example)
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
@@ -91,16 +151,70 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, tuple[float, float]]) -> None:
+def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster.
+
+    ``measured`` keeps the milliseconds of equal groups.
+    """
     hindrance = replacement.condition.obstacle()
     for candidate in replacement.candidates:
         if hindrance is not None:
             code, module = hindrance
             text = "is in training mode; call model.eval() first" if code == "training" else "has hooks, which a fused module would not run"
-            candidate.reason = Reason(code, f"its {type(module).__name__} {text}")
-            candidate.step.enabled = False
-        else:
-            decide(candidate, dtype, device, measured)
+            candidate.leave(Reason(code, f"its {type(module).__name__} {text}"))
+            continue
+        with torch.no_grad():
+            # No data is needed: the answer follows from shapes, dtypes and the device.
+            way = candidate.step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
+            if isinstance(way, str):
+                candidate.leave(Reason("no-kernel", way))
+                continue
+            candidate.launches = way.launches()
+            if device.type != "meta":
+                _decide_by_times(candidate, dtype, device, measured)
+
+
+def _decide_by_times(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    step = candidate.step
+    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
+    if key not in measured:
+        plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), clock.random_inputs(candidate.shapes, dtype, device))
+        measured[key] = plain_ms, fused_ms
+    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
+    if fused_ms >= plain_ms:
+        candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
+
+
+def _not_slower(model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...]) -> tuple[Fused, Times | None]:
+    """What is put into ``model``, so that it is not slower than without, and both times.
+
+    While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
+    if no group is fused, on the meta device, and if the example contains anything other than tensors.
+    """
+    while True:
+        fused = Fused({}, {})
+        for replacement in replacements:
+            if any(candidate.reason is None for candidate in replacement.candidates):
+                replacement.put(fused)
+        if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+            return fused, None
+        with torch.no_grad():
+            plain_ms, fused_ms = clock.medians_ms((model, view(model, *fused)), example, most_copies=clock.MOST_COPIES)
+        if fused_ms <= plain_ms:
+            return fused, (plain_ms, fused_ms)
+        _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))
+
+
+def _leave_least(fused: Sequence[Candidate], whole: Times) -> None:
+    def gain(candidate: Candidate) -> float:
+        assert candidate.plain_ms is not None and candidate.fused_ms is not None  # on a device every fused group has been measured
+        return candidate.plain_ms - candidate.fused_ms
+
+    least = min(fused, key=gain)
+    text = f"with it fused the whole model takes {whole[1]:.3g} ms here, without fused modules {whole[0]:.3g} ms"
+    for candidate in fused:
+        if (candidate.group, candidate.plain_ms, candidate.fused_ms) == (least.group, least.plain_ms, least.fused_ms):
+            candidate.leave(Reason("slower-model", text))
 
 
 def _row(candidate: Candidate) -> OptimizeRow:
@@ -116,3 +230,10 @@ def _place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
         raise InferenceError(f"a model with parameters on one device can be optimized, this one has them on: {where}")
     dtypes = [parameter.dtype for parameter in parameters]
     return devices.pop(), max(set(dtypes), key=dtypes.count)
+
+
+def _line(name: str, rows: Sequence[OptimizeRow]) -> tuple[str, ...]:
+    first = rows[0]
+    times = ["" if value is None else f"{value:.3g}" for value in (first.plain_ms, first.fused_ms)]
+    why = " | ".join(first.launches) if first.reason is None else f"{first.reason.code}: {first.reason.text}"
+    return (name, str(len(rows)), first.group, first.status, *times, why)

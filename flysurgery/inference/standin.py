@@ -1,10 +1,10 @@
-"""Modules that replace others: the same parameters, buffers, children and hooks, and another forward."""
+"""Modules and methods that replace others, with the same parameters, buffers, children and hooks; puts them in, and restores the own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,11 @@ from flysurgery.surgery import STANDS_FOR
 _DICTIONARIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 _training = attrgetter("training")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the forward of a module is that of its class. A forward that is set on the module itself may compute anything."""
+    return "forward" not in vars(module)
 
 
 class Condition:
@@ -108,13 +113,6 @@ class StandIn(nn.Module):
             return getattr(self.__dict__[STANDS_FOR][0], name)
 
 
-class Passed(StandIn):
-    """A norm that a later fused module computes: returns its input as long as that module runs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.condition.holds() else self.plain(x)
-
-
 class Stepped(StandIn):
     """A module that ``step`` computes, for calls with one argument."""
 
@@ -127,11 +125,9 @@ class Stepped(StandIn):
         return self._step[0](*args) if fits and self.condition.holds() else self.plain(*args, **kwargs)
 
 
-class Through(nn.Module):
-    """Returns its input, in a view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def passed(original: nn.Module, condition: Condition) -> Stepped:
+    """Replaces a module whose work a later fused module does: returns its input as long as that module runs."""
+    return Stepped(original, nn.Identity(), condition)
 
 
 class Undropped(nn.Dropout):
@@ -181,3 +177,73 @@ def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
     """``module`` and the modules on the way to these names below it. A ``view`` that replaces these names has copies of them."""
     parts = [path.split(".")[:-1] for path in paths]
     return [module.get_submodule(path) for path in {".".join(names[:count]): None for names in parts for count in range(len(names) + 1)}]
+
+
+class Together(nn.Module):
+    """``method`` of a module behind its child ``before``."""
+
+    def __init__(self, module: nn.Module, method: str, before: str) -> None:
+        super().__init__()
+        self.module, self.method, self.before = module, method, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self.module, self.method)(self.module.get_submodule(self.before)(x))
+
+    def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
+        """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
+        before = passed(self.module.get_submodule(self.before), Condition(()))
+        return view(self.module, {**others, self.before: before}, {("", self.method): step})
+
+
+class StandInMethod:
+    """Replaces a method of ``module``. It calls the method on the view ``inner`` as long as the condition holds."""
+
+    def __init__(self, module: nn.Module, method: str, inner: nn.Module, condition: Condition) -> None:
+        self.module, self.method, self.inner, self.condition = module, method, inner, condition
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holder = self.inner if self.condition.holds() else self.module
+        return getattr(type(holder), self.method)(holder, *args, **kwargs)
+
+
+class Fused(NamedTuple):
+    """What is put into a model: modules by the names of those that they replace, and methods by the names of modules and their own."""
+
+    modules: dict[str, StandIn]
+    methods: dict[tuple[str, str], StandInMethod]
+
+
+def put(model: nn.Module, fused: Fused) -> None:
+    """Put modules in place under all names of the old ones, and methods on modules. For ``model`` itself, set its forward."""
+    methods = list[tuple[nn.Module, str, Callable[..., Any]]]()
+    methods += [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
+    old = {id(model.get_submodule(fqn)): module for fqn, module in fused.modules.items()}
+    for parent, name, child in _children(model):
+        if id(child) in old:
+            parent._modules[name] = old[id(child)]
+    if "" in fused.modules:
+        methods.append((model, "forward", fused.modules[""].forward))
+    for module, name, method in methods:
+        vars(module).update({name: method, STANDS_FOR: (module, name)})
+    for each in (*fused.modules.values(), *fused.methods.values()):
+        each.condition.settle()
+
+
+def restore(model: nn.Module) -> int:
+    """Put back the modules that ``optimize`` replaced, in ``model`` and in modules of it that were optimized separately.
+
+    Returns the number of these modules and of those on which a method was set; 0 for a model that is not optimized.
+    """
+    replaced = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
+    for parent, name, child in replaced:
+        parent._modules[name] = child.original
+    themselves = [module for module in model.modules() if STANDS_FOR in vars(module)]
+    for module in themselves:
+        _, name = vars(module).pop(STANDS_FOR)
+        del vars(module)[name]
+    return len(replaced) + len(themselves)
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Each module in ``model`` with its parent and its name there, as they are now."""
+    return [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child is not None]

@@ -15,8 +15,15 @@ from torch import nn
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
 from flysurgery.inference import clock
-from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LayerNormStep, LinearResidualStep, NormLinearStep
-from flysurgery.inference.fused_patches import EmbeddingStep, PatchesStep
+from flysurgery.inference.fused_modules import (
+    AttentionStep,
+    EmbeddingStep,
+    FeedForwardStep,
+    LayerNormStep,
+    LinearResidualStep,
+    NormLinearStep,
+    PatchesStep,
+)
 from flysurgery.inference.standin import StandIn
 from tests.inference.models import SMALL, WHOLE, images, ready
 from tests.support.tolerance import assert_equal

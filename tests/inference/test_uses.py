@@ -20,7 +20,7 @@ import flysurgery
 from flysurgery.errors import InferenceError
 from flysurgery.inference import standin
 from flysurgery.inference.fused_modules import LayerNormStep, LinearResidualStep
-from flysurgery.inference.standin import Passed, StandIn
+from flysurgery.inference.standin import StandIn, Stepped
 from flysurgery.ops.weight_cache import derived
 from tests.inference.models import SMALL, images, ready
 from tests.support.tolerance import assert_equal
@@ -178,7 +178,7 @@ def test_a_norm_that_is_replaced_later_takes_back_its_work(called: list[str]) ->
     x = images(model)
     flysurgery.optimize(model)
     block = model.get_submodule("layers.0.blocks.1")
-    assert isinstance(block.norm2, Passed)
+    assert isinstance(block.norm2, Stepped)
     block.norm2 = nn.Identity()
     called.clear()
     y = model(x)

@@ -1,0 +1,186 @@
+"""Questions to a traced model: where a value comes from and who uses it, which modules run around a node, how modules are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+from flysurgery.errors import WalkError
+from flysurgery.walker import Survey, is_in_place, name_of, one_line, run_fake, shape_of
+
+_COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift_fresh"))
+_CASTS = frozenset(("to", "_to_copy", "type_as"))
+_DROPOUTS = frozenset(("dropout", "feature_dropout"))
+_SPLITS = frozenset(("chunk", "split"))
+
+
+def is_idle(node: Node) -> bool:
+    """Whether the node returns its first argument unchanged: an inactive dropout, a copy, a cast to the same dtype."""
+    name = name_of(node)
+    if name in _DROPOUTS:
+        return len(node.args) > 2 and node.args[2] is False
+    if name in _CASTS:
+        return _kind(node) is not None and _kind(node) == _kind(node.args[0])
+    return name in _COPIES
+
+
+def origin(node: Node) -> Node:
+    """The node itself, or the node whose value it passes on if it is idle."""
+    while is_idle(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def users(node: Node) -> list[Node]:
+    """The nodes that use a value, followed past idle ones. An idle end counts as a user; the exporter's assertions do not."""
+    found: list[Node] = []
+    for user in node.users:
+        if "_assert" in name_of(user):
+            continue
+        beyond = users(user) if is_idle(user) else []
+        found += beyond or [user]
+    return list(dict.fromkeys(found))
+
+
+def sole_user(node: Node) -> Node | None:
+    """The only node that uses a value; None where there are several or none."""
+    found = users(node)
+    return found[0] if len(found) == 1 else None
+
+
+def between(start: Node, end: Node) -> set[Node]:
+    """The idle nodes through which ``end`` takes the value of ``start``."""
+    found: set[Node] = set()
+    pending = [start]
+    while pending:
+        idle = [user for user in pending.pop().users if user is not end and is_idle(user)]
+        found.update(idle)
+        pending += idle
+    return found
+
+
+def summands(node: Node) -> tuple[Node, Node] | None:
+    """The two operands of a sum of tensors of one shape that is a new tensor; None for any other node."""
+    if name_of(node) != "add" or is_in_place(node) or node.kwargs or len(node.args) != 2:
+        return None
+    left, right = node.args
+    if not (isinstance(left, Node) and isinstance(right, Node)) or shape_of(left) is None or shape_of(left) != shape_of(right):
+        return None
+    return left, right
+
+
+class Half(NamedTuple):
+    """One half of a value's last dimension: the value, the half's place (0 or 1), and the node that split it."""
+
+    whole: Node
+    place: int
+    split: Node
+
+
+def half_of(node: Node) -> Half | None:
+    """The half that a node is; None where it is none."""
+    split, place = node.args[:2] if name_of(node) == "getitem" else (None, None)
+    if not isinstance(split, Node) or name_of(split) not in _SPLITS or not isinstance(split.args[0], Node) or len(split.meta["val"]) != 2:
+        return None
+    whole, after = shape_of(split.args[0]), shape_of(node)
+    if not isinstance(place, int) or place not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
+        return None
+    return Half(split.args[0], place, split)
+
+
+def _kind(node: object) -> tuple[Any, ...] | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return (value.dtype, value.device) if isinstance(value, Tensor) else None
+
+
+def modules_around(seen: Survey) -> dict[Node, tuple[str, ...]]:
+    """For each node, the first names of the modules in whose forward it ran, the outermost first."""
+    modules, found = seen.owners.modules, dict[Node, tuple[str, ...]]()
+    for node in seen.trace.graph.nodes:
+        paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path in modules]
+        found[node] = tuple(seen.owners.first_name(modules[path]) for path in paths)
+    return found
+
+
+@dataclass
+class Calls:
+    """The calls of one module in one forward: positional arguments, named arguments and results."""
+
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    @property
+    def first_input(self) -> Any:
+        """The first positional argument of the first call; None where there is none."""
+        return self.arguments[0][0][0] if self.arguments and self.arguments[0][0] else None
+
+    @property
+    def first_result(self) -> Any:
+        """The result of the first call; None where there is none."""
+        return self.results[0] if self.results else None
+
+    @property
+    def one_of_one_tensor(self) -> bool:
+        """Whether there was one call, with one tensor and nothing else."""
+        return len(self) == 1 and len(self.arguments[0][0]) == 1 and isinstance(self.first_input, Tensor) and not self.arguments[0][1]
+
+    def take(self, value: object) -> bool:
+        """Whether there was one call, with this tensor and nothing else."""
+        return self.one_of_one_tensor and self.first_input is value
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record one call."""
+        self.arguments.append((args, kwargs))
+        self.results.append(result)
+
+
+def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
+    """Run the surveyed stand-in once on fake tensors, and record the calls of every module, by its first name.
+
+    Calls of ``methods`` of a class, if it has them, are recorded under the name that a child of that name would have.
+
+    Raises:
+        WalkError: the forward needs values of tensors, for example to select rows by them.
+    """
+    found: dict[str, Calls] = {}
+    handles, set_on = [], list[tuple[nn.Module, str]]()
+    for fqn, module in seen.double.named_modules():
+        calls = found[fqn] = Calls()
+        handles.append(module.register_forward_hook(lambda _, *call, calls=calls: calls.note(*call), with_kwargs=True))
+        for name in methods:
+            if callable(getattr(type(module), name, None)) and name not in vars(module):
+                vars(module)[name] = _noting(getattr(module, name), found.setdefault(below(fqn, name), Calls()))
+                set_on.append((module, name))
+    try:
+        run_fake(seen.double, seen.example)
+    except Exception as error:  # the forward may raise anything, as in trace
+        raise WalkError(
+            f"{type(seen.double).__name__} cannot be walked, because it does not run without data: {one_line(error)}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, name in set_on:
+            del vars(module)[name]
+    return found
+
+
+def below(fqn: str, name: str) -> str:
+    """The full name of an object with this name in the module ``fqn``."""
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _noting(method: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        calls.note(args, kwargs, result)
+        return result
+
+    return noted
