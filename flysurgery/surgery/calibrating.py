@@ -10,16 +10,12 @@ from torch import nn
 
 from flysurgery.calibration import Samples, collect
 from flysurgery.surgery.build import Dense
-from flysurgery.surgery.calibration_report import ReportCalibration
-from flysurgery.surgery.fit_parts import Inputs
-from flysurgery.surgery.layer_plan import LayerPlan
+from flysurgery.surgery.change import changing
 from flysurgery.surgery.permutable import shared_features
-from flysurgery.surgery.permutation_report import Permutation
 from flysurgery.surgery.permuting import Permuter
-from flysurgery.surgery.plan import Plan
-from flysurgery.surgery.projecting import Progress, project_layers
-from flysurgery.surgery.report import Row
-from flysurgery.surgery.transaction import Trial
+from flysurgery.surgery.plan import LayerPlan, Plan
+from flysurgery.surgery.projecting import Inputs, Progress, project_layers
+from flysurgery.surgery.report import Permutation, ReportCalibration, Row
 
 
 def project_calibrated_layers(
@@ -47,7 +43,7 @@ def project_calibrated_layers(
     rows: dict[str, Row] = {}
     permutations: list[Permutation] = []
     seconds = 0.0
-    with Trial(model) as trial:
+    with changing(model, keep=False) as trial:
         trial.switch(plan.switches)
         for stage in stages:
             started = perf_counter()

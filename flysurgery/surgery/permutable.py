@@ -9,8 +9,7 @@ from torch import nn
 
 from flysurgery.calibration import Samples
 from flysurgery.patterns import Architecture
-from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, survey, targets_of
 
 HIDDEN_UNITS = "hidden units"

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders_together, metric_of
-from flysurgery.surgery.fit_parts import Inputs
-from flysurgery.surgery.layer_plan import LayerPlan
 from flysurgery.surgery.permutable import Kind, Member, Shared, architectures
-from flysurgery.surgery.permutation_report import Permutation, PermutedLayer
-from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.plan import LayerPlan, Plan
+from flysurgery.surgery.projecting import Inputs
+from flysurgery.surgery.report import Permutation, PermutedLayer
 
 INDIFFERENT = "no order is better than another for products with one class of rows, as those of low rank"
 SEPARATE = "its layers are not converted together: the names put them into different blocks"

@@ -15,9 +15,9 @@ from vit_pytorch import ViT
 from flysurgery.calibration import collect, samples_of
 from flysurgery.checkpoint import load, save
 from flysurgery.surgery import Plan, Report, apply, densify, plan
-from flysurgery.surgery.fit_parts import Inputs
 from flysurgery.surgery.permutable import HIDDEN_UNITS, shared_features
 from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, Permuter
+from flysurgery.surgery.projecting import Inputs
 from flysurgery.walker import HEADS, QUERY_KEY, VALUE
 from tests.surgery.test_calibrate import inputs_of
 
