@@ -1,6 +1,8 @@
 """What flows through a model: inputs of its layers, seen in one pass over some samples, and what its output makes of their errors."""
 
+from flysurgery.calibration.forwards import Inputs as Inputs
 from flysurgery.calibration.forwards import collect as collect
+from flysurgery.calibration.forwards import inputs_of as inputs_of
 from flysurgery.calibration.forwards import sensitivities as sensitivities
 from flysurgery.calibration.forwards import unchanged_state as unchanged_state
 from flysurgery.calibration.forwards import watched as watched

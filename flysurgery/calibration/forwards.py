@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from flysurgery.calibration.samples import Samples
 from flysurgery.errors import DataError, SurgeryError
 from flysurgery.projection import Moments
 
 PROBE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The moments of one layer's inputs: on samples to fit with, and on held-out ones; ``permuted``: in another order than the model's."""
+
+    fit: Moments
+    held_out: Moments
+    permuted: bool = False
 
 
 class _AllSeen(Exception):  # noqa: N818
@@ -35,6 +46,12 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
         for buffer, value in values:
             buffer.copy_(value)
+
+
+def inputs_of(model: nn.Module, layers: Mapping[str, int], samples: Samples) -> dict[str, Inputs]:
+    """What ``collect`` finds of ``layers``, by name, on the samples to fit with and on those held out."""
+    fit, held_out = collect(model, layers, samples.fit()), collect(model, layers, samples.held_out())
+    return {fqn: Inputs(fit[fqn], held_out[fqn]) for fqn in layers}
 
 
 @torch.no_grad()

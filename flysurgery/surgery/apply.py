@@ -12,11 +12,10 @@ from flysurgery.errors import OptionError, SurgeryError
 from flysurgery.fidelity import Fidelity, Reconstruction, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
 from flysurgery.surgery.build import build_empty, dense_layer
-from flysurgery.surgery.calibrating import project_calibrated_layers
 from flysurgery.surgery.change import changing, converted_layers, refuse_optimized
 from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
 from flysurgery.surgery.plan import ExampleInput, Plan
-from flysurgery.surgery.projecting import Progress, project_layers
+from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers
 from flysurgery.surgery.report import Report, Row
 from flysurgery.walker import find_cuts, shadow, survey
 

@@ -1,7 +1,8 @@
-"""Project all planned layers into new modules, aside from the model."""
+"""Project all planned layers into new modules, aside from the model: by their weights, or stage by stage by what they are given."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from flysurgery.calibration import Inputs, Samples, inputs_of
 from flysurgery.errors import ProjectionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
@@ -30,8 +32,11 @@ from flysurgery.projection import (
     workers,
 )
 from flysurgery.surgery.build import Dense, build, matrix_of
-from flysurgery.surgery.plan import LayerPlan, Part
-from flysurgery.surgery.report import PartRow, Row, RowCalibration
+from flysurgery.surgery.change import changing
+from flysurgery.surgery.permuting import permute as permute_features
+from flysurgery.surgery.permuting import shared_features
+from flysurgery.surgery.plan import LayerPlan, Part, Plan
+from flysurgery.surgery.report import PartRow, Permutation, ReportCalibration, Row, RowCalibration
 
 Progress = Callable[[int, int, str], None]
 """Called after each projection with the number done, the number of all, and the layer's name."""
@@ -39,15 +44,6 @@ Progress = Callable[[int, int, str], None]
 NO_ERROR = OutputError(0.0, 0.0)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The moments of one layer's inputs: on samples to fit with, and on held-out ones."""
-
-    fit: Moments
-    held_out: Moments
-    permuted: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +95,64 @@ def project_layers(
         if progress is not None:
             progress(len(modules), len(layers), layer.fqn)
     return modules, rows
+
+
+def project_calibrated_layers(
+    plan: Plan,
+    model: nn.Module,
+    dense: Mapping[str, Dense],
+    samples: Samples,
+    *,
+    sequential: bool,
+    permute: bool,
+    progress: Progress | None,
+) -> tuple[dict[str, nn.Module], dict[str, Row], ReportCalibration, tuple[Permutation, ...]]:
+    """The new modules, the rows, a word on the calibration, and what came of ``permute``. The model is run, and then is as it was.
+
+    All layers' inputs are seen in one pass over the samples; or, if ``sequential``, each block's in a pass of its own, which ends with
+    that block and in which the blocks before it are converted already. That costs half as many passes as there are blocks, holds the
+    matrices of one block at a time, and lets a block make up for what was lost before it. With ``permute`` hidden units of
+    feed-forward blocks, heads, and entries of heads are put in an order that lowers the errors, where there is one; then the new
+    modules have dense ones among them, of layers that stay dense and share the order.
+    """
+    shared = shared_features(plan, model, samples) if permute else ()
+    names = {layer.fqn: layer.names for layer in plan.layers}
+    stages = _blocks(plan.replaced) if sequential else [plan.replaced]
+    modules: dict[str, nn.Module] = {}
+    rows: dict[str, Row] = {}
+    permutations: list[Permutation] = []
+    seconds = 0.0
+
+    def count_on(done: int, _: int, name: str) -> None:
+        if progress is not None:
+            progress(len(rows) + done, len(plan.replaced), name)
+
+    with changing(model, keep=False) as trial:
+        trial.switch(plan.switches)
+        for stage in stages:
+            started = perf_counter()
+            inputs = inputs_of(model, {layer.fqn: layer.calls for layer in stage}, samples)
+            seconds += perf_counter() - started
+            permuted = permute_features(shared, plan, model, stage, inputs)
+            permutations += permuted.outcomes
+            projected, new_rows = project_layers(stage, {**dense, **permuted.linears}, count_on, permuted.inputs)
+            changed = permuted.linears | projected
+            modules |= changed
+            rows |= new_rows
+            if stage is not stages[-1]:
+                for fqn, module in changed.items():
+                    trial.swap(names[fqn], module)
+    summary = ReportCalibration(samples.name, len(samples), samples.held_out_count, sequential, seconds, samples.skipped)
+    return modules, rows, summary, tuple(permutations)
+
+
+def _blocks(layers: tuple[LayerPlan, ...]) -> list[tuple[LayerPlan, ...]]:
+    """The layers by block, which is what a name says up to its last number; in the order of execution."""
+    blocks: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        numbered = re.match(r".*\.\d+(?=\.|$)", f".{layer.fqn}")
+        blocks.setdefault(numbered[0] if numbered else layer.fqn, []).append(layer)
+    return [tuple(block) for block in blocks.values()]
 
 
 def fit_products(
