@@ -132,9 +132,7 @@ class _Permuter:
                 for kind, order in zip(shared.kinds, found.orders, strict=True):
                     for member in kind.members:
                         self._reorder(member, order)
-            outcomes[number] = Permutation(
-                shared.what, shared.linears, self._layer_errors(names[number], found), found.lowers, shared.tied
-            )
+            outcomes[number] = Permutation(shared.what, shared.linears, self._layer_errors(names[number], found), found.lowers, shared.tied)
         return outcomes
 
     def _linear(self, fqn: str) -> nn.Linear:
