@@ -61,7 +61,7 @@ def lora_config(model: nn.Module, config: LoraConfig) -> LoraConfig:
         raise SurgeryError("the model is optimized, and its fused modules would pass adapters by; undo it first: flysurgery.restore(model)")
     config._register_custom_module({ButterflyLinear: LoraButterfly, SplitLinear: LoraButterfly})
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        config.target_modules = {name for name, module in model.named_modules() if _is_linear(module)}
+        config.target_modules = [name for name, module in model.named_modules() if _is_linear(module)]
     return config
 
 

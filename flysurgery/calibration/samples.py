@@ -1,16 +1,15 @@
-"""The inputs that a model is calibrated with: checked, and split into those that fit and those that judge."""
+"""The inputs that a model is calibrated with: checked, split into those that fit and those that judge, and pictures for random views."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from flysurgery.calibration.pictures import Pictures
 from flysurgery.errors import DataError, OptionError
 
 DEFAULT_SAMPLES = 512
@@ -22,6 +21,55 @@ HELD_OUT_EVERY = 5
 BATCH = 32
 LEAST_BATCHES = 8
 """The least number of batches. Comparing batches shows how well a covariance is known."""
+
+SIDES = 2
+"""A picture's shorter side is at most so many times the model's input: crops are then seldom made larger."""
+
+ASPECT = 1.5
+"""A longer picture is cut to this ratio of its sides, in the middle."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures, each in the upper left corner of its part of ``canvas``.
+
+    Attributes:
+        canvas: shape (pictures, channels, height, width), uint8, or already normalized floating-point numbers; samples of another
+            kind than images have another shape, and are taken as they are.
+        sizes: shape (pictures, 2), the height and width of each, in float32.
+        size: height and width of the model's input.
+        mean, std: shape (channels,), what each channel is normalized by; empty where the canvas holds floating-point numbers.
+    """
+
+    canvas: Tensor
+    sizes: Tensor
+    size: tuple[int, int]
+    mean: Tensor
+    std: Tensor
+
+    def __len__(self) -> int:
+        return len(self.canvas)
+
+    @classmethod
+    def of_inputs(cls, inputs: Tensor) -> Pictures:
+        """Inputs of a model as they are, shape (samples, *sample): crops are taken of them and made larger."""
+        height, width = inputs.shape[-2:] if inputs.ndim == 4 else (0, 0)
+        sizes = torch.tensor([[height, width]], dtype=torch.float32).expand(len(inputs), 2)
+        return cls(inputs, sizes, (height, width), torch.empty(0), torch.empty(0))
+
+    @classmethod
+    def of_images(cls, images: Sequence[Tensor], size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Pictures:
+        """Images of shape (channels, height, width) in uint8, of any sizes; the memory is that of the largest sides for each."""
+        sizes = torch.tensor([image.shape[-2:] for image in images])
+        canvas = torch.zeros(len(images), images[0].shape[0], *sizes.amax(0).tolist(), dtype=torch.uint8)
+        for part, image in zip(canvas, images, strict=True):
+            part[:, : image.shape[1], : image.shape[2]] = image
+        return cls(canvas, sizes.float(), size, torch.tensor(mean), torch.tensor(std))
+
+    def to(self, device: torch.device) -> Pictures:
+        """The same pictures on ``device``."""
+        names = ("canvas", "sizes", "mean", "std")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass(frozen=True)
@@ -45,49 +93,42 @@ class Samples:
 
     def fit(self) -> Iterator[Tensor]:
         """The samples to fit with, in batches of at most ``BATCH``, but ``LEAST_BATCHES`` of them where there are enough."""
-        return self._batches(~self._is_held_out())
+        return self._batches(self.fit_positions())
 
     def held_out(self) -> Iterator[Tensor]:
         """The samples to judge with, in batches."""
-        return self._batches(self._is_held_out())
+        return self._batches(self._held_out_positions())
 
     def without_held_out(self) -> Samples:
         """The samples to fit with, to be split again: some then choose and do not fit, and those held out here had no part in either."""
-        return Samples(self.inputs[~self._is_held_out()], self.name, self.skipped)
+        return Samples(self.inputs[self.fit_positions()], self.name, self.skipped)
 
     def to_view(self) -> Pictures:
         """The images for the views of reconstruction."""
-        return Pictures.of_inputs(self.inputs[~self._is_held_out()]) if self.pictures is None else self.pictures
+        return Pictures.of_inputs(self.inputs[self.fit_positions()]) if self.pictures is None else self.pictures
 
     def fit_positions(self) -> list[int]:
         """The numbers of the samples to fit with."""
-        return (~self._is_held_out()).nonzero()[:, 0].tolist()
+        return sorted(set(range(len(self))) - set(self._held_out_positions()))
 
     @property
     def held_out_count(self) -> int:
         """How many samples judge."""
-        return int(self._is_held_out().sum())
+        return len(self._held_out_positions())
 
-    def _is_held_out(self) -> Tensor:
-        position = torch.arange(len(self))
-        return position % HELD_OUT_EVERY == min(HELD_OUT_EVERY, len(self)) - 1
+    def _held_out_positions(self) -> Sequence[int]:
+        return range(max(min(HELD_OUT_EVERY, len(self)) - 1, 0), len(self), HELD_OUT_EVERY)
 
-    def _batches(self, wanted: Tensor) -> Iterator[Tensor]:
-        chosen = wanted.nonzero()[:, 0]
-        size = max(1, min(BATCH, len(chosen) // LEAST_BATCHES))
-        return (self.inputs[part] for part in chosen.split(size))
+    def _batches(self, positions: Sequence[int]) -> Iterator[Tensor]:
+        size = max(1, min(BATCH, len(positions) // LEAST_BATCHES))
+        return (self.inputs[part] for part in torch.tensor(positions, dtype=torch.int64).split(size))
 
 
 Data: TypeAlias = Samples | Tensor | Iterable[object] | Dataset[Any]
 """The data that ``samples_of`` accepts."""
 
 
-def samples_of(
-    data: Data,
-    *,
-    count: int | None = None,
-    shape: tuple[int, ...] | None = None,
-) -> Samples:
+def samples_of(data: Data, *, count: int | None = None, shape: tuple[int, ...] | None = None) -> Samples:
     """Take ``count`` samples from ``data``; without a count, ``DEFAULT_SAMPLES`` or as many as there are.
 
     ``data`` is a tensor of shape (samples, *sample), or something to iterate over that gives such tensors or single samples, alone or
@@ -100,15 +141,14 @@ def samples_of(
     if count is not None and (type(count) is not int or count < 2):
         raise OptionError(f"calibration needs at least 2 samples, one to fit with and one to judge with; got samples={count!r}")
     wanted = count or DEFAULT_SAMPLES
-    known = data if isinstance(data, Samples) else None
-    source = data.inputs if isinstance(data, Samples) else data
-    inputs = source[:wanted] if isinstance(source, Tensor) else _gathered(source, wanted, shape)
-    name = known.name if known else Samples.name
-    _check(inputs, name, shape)
-    if len(inputs) < (count or 2):
+    if not isinstance(data, Samples):
+        data = Samples(data if isinstance(data, Tensor) else _gathered(data, wanted, shape))
+    samples = replace(data, inputs=data.inputs[:wanted].detach())
+    _check(samples, shape)
+    if len(samples) < (count or 2):
         asked = f"{count} were asked for" if count else "at least 2 are needed"
-        raise DataError(f"{name}: {asked} and there are {len(inputs)} samples")
-    return Samples(inputs.detach(), name, known.skipped if known else (), known.pictures if known else None)
+        raise DataError(f"{samples.name}: {asked} and there are {len(samples)} samples")
+    return samples
 
 
 def _gathered(source: object, wanted: int, shape: tuple[int, ...] | None) -> Tensor:
@@ -121,9 +161,9 @@ def _gathered(source: object, wanted: int, shape: tuple[int, ...] | None) -> Ten
         batch = first[None] if shape is not None and tuple(first.shape) == shape else first
         if parts and batch.shape[1:] != parts[0].shape[1:]:
             raise DataError(f"calibration samples must have one shape, got {tuple(parts[0].shape[1:])} and {tuple(batch.shape[1:])}")
-        parts.append(batch[: wanted - found])
-        found += len(parts[-1])
-        if found == wanted:
+        parts.append(batch)
+        found += len(batch)
+        if found >= wanted:
             break
     if not parts:
         raise DataError("the calibration data hold no samples")
@@ -131,15 +171,16 @@ def _gathered(source: object, wanted: int, shape: tuple[int, ...] | None) -> Ten
 
 
 def _items(source: Any) -> Iterable[object]:
-    if isinstance(source, Iterable) and not isinstance(source, str | bytes):
-        return source
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, str | bytes):  # a Dataset
-        return (source[index] for index in range(len(source)))
+    if not isinstance(source, str | bytes):
+        if isinstance(source, Iterable):
+            return source
+        if hasattr(source, "__getitem__") and hasattr(source, "__len__"):  # a Dataset
+            return (source[index] for index in range(len(source)))
     raise DataError(f"expected calibration data as a tensor or as batches of tensors, got {source!r}")
 
 
-def _check(inputs: Tensor, name: str, shape: tuple[int, ...] | None) -> None:
-    found = tuple(inputs.shape[1:])
+def _check(samples: Samples, shape: tuple[int, ...] | None) -> None:
+    inputs, name, found = samples.inputs, samples.name, tuple(samples.inputs.shape[1:])
     if shape is not None and found != shape:
         image = len(shape) == len(found) == 3
         sides = zip(("number of channels", "height", "width"), shape, found, strict=True) if image else ()

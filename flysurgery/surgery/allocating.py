@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from flysurgery.calibration import Data
-from flysurgery.errors import OptionError, PlanError
+from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.patterns import Architecture
-from flysurgery.surgery.allocation import Allocation
-from flysurgery.surgery.candidates import named_candidates
+from flysurgery.surgery.allocation import DENSE, STEPS, Allocation, Trials, within
+from flysurgery.surgery.apply import apply
+from flysurgery.surgery.candidates import named_candidates, read_latency_table, timed_layers
 from flysurgery.surgery.check import check_plan, check_weights
+from flysurgery.surgery.choices import Search, TimedGroup, Tradeoff
 from flysurgery.surgery.lagrangian import least_cost, least_error_but_first
-from flysurgery.surgery.latency_table import read_latency_table, timed_layers
-from flysurgery.surgery.layer_plan import LayerPlan, Reason
-from flysurgery.surgery.measured_choices import TimedGroup
-from flysurgery.surgery.option_errors import DENSE, Errors, Judge, Unit
-from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.option_errors import Unit, errors_of, look
+from flysurgery.surgery.plan import LayerPlan, Plan, Reason
 from flysurgery.surgery.projecting import Progress
-from flysurgery.surgery.reaching import FidelityGoal, reach
-from flysurgery.surgery.search import within
-from flysurgery.surgery.tradeoff import Tradeoff
 
 PLACEHOLDER = "lowrank"
 """The family to plan with before an allocation: it fits matrices of any sizes."""
+
+
+@dataclass(frozen=True)
+class FidelityGoal:
+    """The ``target`` that output and token cosine are to reach, and the options of ``apply`` that the model will be calibrated with.
+
+    Raises:
+        OptionError: a target that is no cosine between 0 and 1.
+    """
+
+    target: float
+    sequential: bool = False
+    permute: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise OptionError(f"fidelity is the cosine to reach, above 0 and below 1; got {self.target!r}")
 
 
 def check_budget(
@@ -128,8 +144,9 @@ def prepare(
     units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
     counted = "weights" if times is None else "ms"
     _check_reachable(units, budget, counted)
-    judge = Judge(plan.replaced, model, dense, calibrate, samples)
-    return Allocation(plan, units, _judged(units, judge, progress), counted, judge.samples, judge.split)
+    seen = None if calibrate is None else look(plan.replaced, model, dense, calibrate, samples)
+    errors = errors_of(units, dense, seen, progress)
+    return Allocation(plan, units, errors, counted, seen and seen.samples, seen and seen.split)
 
 
 def decide(
@@ -151,6 +168,41 @@ def decide(
         limit = max_error**2 * allocation.reference
         return allocation.chosen(lambda choices: least_cost(choices, limit), f"the fewest {unit} with a predicted error of {max_error:g}")
     return allocation.chosen(least_error_but_first, "the least error of what is faster than dense, group by group")
+
+
+def reach(allocation: Allocation, model: nn.Module, goal: FidelityGoal, progress: Progress | None = None) -> tuple[Plan, Tradeoff]:
+    """The cheapest plan found of which the calibrated model has both cosines at the goal.
+
+    Each trial calibrates a copy of the model, which is only read, and measures its fidelity on the samples held out, as ``apply`` does
+    and reports it; there is no reconstruction. One trial has the cheapest choices, and then the range of costs is halved ``STEPS`` times.
+
+    Raises:
+        OptionError: no plan tried reaches the goal; the message has the closest.
+        DataError: the dense model or a converted one gives outputs that are not finite.
+        What ``apply`` raises.
+    """
+
+    def see(plan: Plan) -> float:
+        trial = copy.deepcopy(model)
+        found = apply(plan, trial, calibrate=allocation.samples, sequential=goal.sequential, permute=goal.permute).fidelity
+        assert found is not None  # there are samples
+        if not math.isfinite(found.lowest_cosine):
+            raise DataError("the fidelity is no number: one of the two models gives outputs that are not finite")
+        if progress is not None:
+            progress(len(trials.seen) + 1, STEPS + 1, "fidelity")
+        return found.lowest_cosine
+
+    trials = Trials(allocation, see, lambda cosine: cosine >= goal.target)
+    cost = allocation.least if trials.meets(allocation.least) else trials.bisect(allocation.whole, allocation.least)
+    if cost == allocation.whole:  # which is dense and was not tried
+        share, closest = max(trials.seen, key=lambda trial: trial[1])
+        closest = math.floor(1e4 * closest) / 1e4  # so that it is reached when it is asked for
+        raise OptionError(
+            f"no choice of architectures that was tried reaches a fidelity of {goal.target}: the closest, at a share of {share:.3f} "
+            f"of the dense layers' {allocation.unit}, has {closest:.4f}; ask for at most that, or leave the model dense"
+        )
+    words = f"the fewest {allocation.unit} at which output and token cosine reach {goal.target}"
+    return allocation.chosen(within(cost), words, Search("the lowest cosine", goal.target, tuple(trials.seen)))
 
 
 def _units(layer: LayerPlan) -> list[Unit]:
@@ -194,13 +246,3 @@ def _check_reachable(units: Sequence[Unit], budget: float | None, counted: str) 
             f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' {counted} "
             f"is {least / whole:.4f}; give at least that"
         )
-
-
-def _judged(units: Sequence[Unit], judge: Judge, progress: Progress | None) -> list[Errors]:
-    """The errors of each unit."""
-    judged: dict[int, Errors] = {}
-    for number, errors in judge.errors(units):
-        judged[number] = errors
-        if progress is not None:
-            progress(len(judged), len(units), units[number].members[-1][0].fqn)
-    return [judged[number] for number in range(len(units))]

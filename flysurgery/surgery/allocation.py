@@ -1,4 +1,4 @@
-"""All choices of architectures for the layers of a plan, with what each costs and loses; and the plans that are made of them."""
+"""All choices of architectures for the layers of a plan: what each costs and loses, the and the plans that are made of them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from flysurgery.calibration import Samples
 from flysurgery.errors import PlanError
 from flysurgery.patterns import family_of
-from flysurgery.projection import OutputError
 from flysurgery.surgery import lagrangian
-from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, hull_points
-from flysurgery.surgery.layer_plan import Part, Reason
-from flysurgery.surgery.option_errors import DENSE, Errors, Unit
-from flysurgery.surgery.plan import Plan
-from flysurgery.surgery.tradeoff import Point, Search, Split, Tradeoff
+from flysurgery.surgery.choices import Point, Search, Split, Tradeoff
+from flysurgery.surgery.lagrangian import Choice, Picks, cost_of, hull_points, least_error
+from flysurgery.surgery.option_errors import Errors, Unit
+from flysurgery.surgery.plan import Part, Plan, Reason
+from flysurgery.surgery.projecting import NO_ERROR
 
+DENSE = "dense"
 CURVE_POINTS = 12
 FAMILIES = ("monarch", "gonon", "low rank")
+
+STEPS = 6
+"""Halvings of the range of costs, so the result lies within a 64th of that range."""
+
+Seen = TypeVar("Seen")
+"""What is seen of a whole model."""
 
 Rule: TypeAlias = Callable[[Sequence[lagrangian.Unit]], Picks | None]
 """Makes one choice for each unit; None where none suits."""
@@ -97,18 +103,16 @@ class Allocation:
         picks = rule(self.choices)
         assert picks is not None  # callers see to it that the cheapest suits, or dense
         plan = self.plan_of(picks)
-        curve = [self._point(None if slope == float("inf") else slope, at) for slope, at in hull_points(self.choices)]
-        alone = tuple((family, self._alone(rule, family)) for family in FAMILIES if self._has(family))
         tradeoff = Tradeoff(
-            self.unit,
-            self.split is not None,
-            self._point(None, picks),
-            _spread(curve),
-            self.split,
-            goal,
-            self._families(plan),
-            alone,
-            search,
+            unit=self.unit,
+            weighted=self.split is not None,
+            chosen=self._point(picks),
+            curve=_spread([self._point(picks, slope) for slope, picks in hull_points(self.choices)]),
+            samples=self.split,
+            goal=goal,
+            families=self._families(plan),
+            alone=tuple((family, self._alone(rule, family)) for family in FAMILIES if self._has(family)),
+            search=search,
         )
         return plan, tradeoff
 
@@ -119,13 +123,15 @@ class Allocation:
             for unit, choices in zip(self.units, self.choices, strict=True)
         )
         goal = f"{tradeoff.goal}, less what made the whole model slower"
-        return replace(tradeoff, chosen=self._point(None, picks), goal=goal, families=self._families(plan), alone=())
+        return replace(tradeoff, chosen=self._point(picks), goal=goal, families=self._families(plan), alone=())
 
-    def _point(self, multiplier: float | None, picks: Picks) -> Point:
+    def _point(self, picks: Picks, slope: float = float("inf")) -> Point:
         cost = cost_of(self.choices, picks)
-        errors = [each[found[pick].name] for each, found, pick in zip(self.errors, self.choices, picks, strict=True)]
-        chosen_by, held_out = (sum(of_part, OutputError(0.0, 0.0)).relative for of_part in zip(*errors, strict=True))
-        return Point(multiplier, cost, cost / self.whole, chosen_by, None if self.split is None else held_out)
+        by, held_out = NO_ERROR, NO_ERROR
+        for errors, choices, pick in zip(self.errors, self.choices, picks, strict=True):
+            by, held_out = by + errors[choices[pick].name][0], held_out + errors[choices[pick].name][1]
+        multiplier = None if slope == float("inf") else slope
+        return Point(multiplier, cost, cost / self.whole, by.relative, None if self.split is None else held_out.relative)
 
     def _families(self, plan: Plan) -> tuple[tuple[str, int], ...]:
         """How many of the layers to choose for got which family, most first; "dense" is last."""
@@ -143,7 +149,41 @@ class Allocation:
             for unit, found in zip(self.units, self.choices, strict=True)
         ]
         picks = rule([[found[index] for index in indices] for indices, found in zip(kept, self.choices, strict=True)])
-        return None if picks is None else self._point(None, tuple(indices[pick] for indices, pick in zip(kept, picks, strict=True)))
+        return None if picks is None else self._point(tuple(indices[pick] for indices, pick in zip(kept, picks, strict=True)))
+
+
+class Trials(Generic[Seen]):
+    """Plans of least predicted error within different costs, each tried once; ``seen`` has the share of the costs and what was seen."""
+
+    def __init__(self, allocation: Allocation, see: Callable[[Plan], Seen], meets: Callable[[Seen], bool]) -> None:
+        self._allocation, self._see, self._meets = allocation, see, meets
+        self._by_picks: dict[Picks, Seen] = {}
+        self.seen: list[tuple[float, Seen]] = []
+
+    def at(self, cost: float) -> Seen:
+        """What is seen of the plan of least error that costs no more."""
+        picks = within(cost)(self._allocation.choices)
+        assert picks is not None  # no cost below the least is asked for
+        if picks not in self._by_picks:
+            self._by_picks[picks] = self._see(self._allocation.plan_of(picks))
+            self.seen.append((self._allocation.share(picks), self._by_picks[picks]))
+        return self._by_picks[picks]
+
+    def meets(self, cost: float) -> bool:
+        """Whether that plan meets the goal."""
+        return self._meets(self.at(cost))
+
+    def bisect(self, good: float, bad: float) -> float:
+        """The cost nearest to ``bad`` that meets the goal, after ``STEPS`` halvings; ``good`` meets it and ``bad`` does not."""
+        for _ in range(STEPS):
+            middle = (good + bad) / 2
+            good, bad = (middle, bad) if self.meets(middle) else (good, middle)
+        return good
+
+
+def within(cost: float) -> Rule:
+    """Least error within a cost."""
+    return lambda choices: least_error(choices, cost)
 
 
 def _is_in(plan: Plan, unit: Unit, name: str) -> bool:

@@ -1,21 +1,23 @@
-"""Carry out a plan: check, project, replace and verify all layers, or leave the model as it was."""
+"""Carry out a plan: check, project, replace and verify all layers, or leave the model as it was; and take it back."""
 
 from __future__ import annotations
 
+import copy
 from time import perf_counter
 
 from torch import nn
 
-from flysurgery.calibration import Data, samples_of
-from flysurgery.errors import OptionError
-from flysurgery.surgery.calibrating import project_calibrated_layers
-from flysurgery.surgery.check import check_plan, check_weights
-from flysurgery.surgery.comparing import DenseReference, settings_of
+from flysurgery.calibration import Data, Samples, samples_of
+from flysurgery.errors import OptionError, SurgeryError
+from flysurgery.fidelity import Fidelity, Reconstruction, Settings, measure_fidelity
+from flysurgery.fidelity import reconstruct as reconstruct_blocks
+from flysurgery.surgery.build import build_empty, dense_layer
+from flysurgery.surgery.change import changing, converted_layers, refuse_optimized
+from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
 from flysurgery.surgery.plan import ExampleInput, Plan
-from flysurgery.surgery.projecting import Progress, project_layers
-from flysurgery.surgery.report import Report, row_of
-from flysurgery.surgery.transaction import Change
-from flysurgery.surgery.verify import check_runs
+from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers
+from flysurgery.surgery.report import Report, Row
+from flysurgery.walker import find_cuts, shadow, survey
 
 
 def apply(
@@ -71,17 +73,17 @@ def apply(
         modules, rows = project_layers(plan.replaced, dense, progress)
     else:
         taken = samples_of(calibrate, count=samples, shape=sample_shape(plan))
-        reference = DenseReference(plan, model, taken, settings_of(reconstruct, seed, model))
+        reference = _DenseReference(plan, model, taken, _reconstruction(reconstruct, seed, model))
         modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )
-    with Change(model) as change:
+    with changing(model) as change:
         change.convert(plan, modules)
         if verify:
             check_runs(plan, model)
-        fidelity, reconstruction = (None, None) if reference is None else reference.run(model, progress)
+        fidelity, reconstruction = (None, None) if reference is None else reference.compare(model, progress)
     return Report(
-        rows=tuple(rows.get(layer.fqn) or row_of(layer, (), None, None) for layer in plan.layers),
+        rows=tuple(rows.get(layer.fqn) or Row.of(layer) for layer in plan.layers),
         model_params_before=params_before,
         model_params_after=_count(model),
         seconds=perf_counter() - started,
@@ -93,10 +95,82 @@ def apply(
     )
 
 
+def densify(model: nn.Module) -> int:
+    """Replace every converted layer of ``model``, in place, by an ``nn.Linear`` (or 1x1 convolution) with the product of its factors.
+
+    Dtype, device, mode and ``requires_grad`` stay. A split layer becomes one matrix again, parents' switches are set back,
+    and the model no longer has a plan, so it can be converted again. Products are summed in float64 and
+    rounded once to the factors' dtype. Returns the number of layers; a shared one counts once.
+
+    Raises:
+        SurgeryError: the model has no converted layer, is itself one, which cannot be replaced in place, or is optimized.
+    """
+    refuse_optimized(model)
+    layers = converted_layers(model)
+    if not layers:
+        raise SurgeryError("the model has no converted layer, so there is nothing to densify")
+    if "" in layers:
+        raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")
+    dense = {layer: dense_layer(layer) for layer in dict.fromkeys(layers.values())}
+    with changing(model) as change:
+        for fqn, layer in layers.items():
+            change.swap((fqn,), dense[layer])
+        change.unconvert()
+    return len(dense)
+
+
+def install(plan: Plan, model: nn.Module) -> None:
+    """Replace the planned layers of ``model``, in place, by modules of the same shapes, and set the plan's switches.
+
+    Nothing is projected: the factors hold arbitrary numbers until weights are loaded. Works on the meta device, where
+    nothing is allocated. Every check comes before the first change.
+
+    Raises:
+        SurgeryError: the model is converted already.
+        PlanError: the plan does not fit the model: a name that it lacks, or other sizes.
+    """
+    dense = check_plan(plan, model)
+    modules = {layer.fqn: build_empty(layer, dense[layer.fqn]) for layer in plan.replaced}
+    with changing(model) as change:
+        change.convert(plan, modules)
+
+
 def sample_shape(plan: Plan) -> tuple[int, ...] | None:
     """What one sample looks like, where the plan says that the model takes one batch of samples."""
     first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
     return first.shape[1:] if isinstance(first, ExampleInput) else None
+
+
+class _DenseReference:
+    """The dense model from before the change, which the converted one is compared with, and may be reconstructed by."""
+
+    def __init__(self, plan: Plan, dense: nn.Module, samples: Samples, settings: Settings | None) -> None:
+        """``settings`` are those of the reconstruction, None for none.
+
+        Raises:
+            SurgeryError: a reconstruction is asked for, and the plan does not say what the model takes.
+        """
+        self._samples, self._settings = samples, settings
+        example = example_of(plan, dense)
+        if example is None and settings is not None:
+            raise SurgeryError("the plan describes no example input to trace the model with, which reconstruction needs; plan with tensors")
+        self._cuts = () if example is None else find_cuts(survey(dense, example))
+        # A reconstruction changes parameters that the two models would share otherwise.
+        self._dense = shadow(dense) if settings is None else copy.deepcopy(shadow(dense))
+
+    def compare(self, model: nn.Module, progress: Progress | None) -> tuple[Fidelity, Reconstruction | None]:
+        """The fidelity of the converted model, after its reconstruction, in place, where there are settings."""
+        if self._settings is None:
+            return measure_fidelity(model, self._dense, self._samples.held_out(), self._cuts), None
+        done = reconstruct_blocks(model, self._dense, self._samples, self._cuts, self._settings, progress=progress)
+        return done.after, done
+
+
+def _reconstruction(minutes: bool | float, seed: int, model: nn.Module) -> Settings | None:
+    """Of what ``reconstruct`` asks for: True for the default minutes of the model's device, False for none."""
+    if minutes is False:
+        return None
+    return Settings.on(next(model.parameters()).device, None if minutes is True else float(minutes), seed)
 
 
 def _count(model: nn.Module) -> int:

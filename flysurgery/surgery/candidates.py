@@ -1,14 +1,25 @@
-"""The architectures that an allocation chooses from where no table of times says which."""
+"""The architectures that an allocation chooses from: those with names, or those of a table with the times of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from flysurgery.errors import PatternError
+from flysurgery.errors import DataError, PatternError
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
-from flysurgery.surgery.layer_plan import LayerPlan
+from flysurgery.surgery.choices import TimedChoice, TimedGroup
+from flysurgery.surgery.plan import LayerPlan
 
 NBLOCKS = (2, 4, 8, 16)
+
+COLUMNS = ("fqn", "architecture", "ms")
+Times: TypeAlias = dict[str, dict[Architecture | None, float]]
+"""Milliseconds by layer and architecture; None is dense."""
 
 
 def named_candidates(out_features: int, in_features: int) -> dict[str, Architecture]:
@@ -42,3 +53,96 @@ def candidates(layer: LayerPlan) -> tuple[Architecture, ...]:
     """What ``layer`` may get: architectures of its whole matrix, or of each of its parts; none where its parts differ in size."""
     sizes = {part.stop - part.start for part in layer.parts} or {layer.out_features}
     return tuple(dict.fromkeys(named_candidates(sizes.pop(), layer.in_features).values())) if len(sizes) == 1 else ()
+
+
+def read_latency_table(file: Path, layers: Sequence[LayerPlan]) -> Times:
+    """The times of ``layers``; rows of other layers and further columns are ignored.
+
+    ``file`` is CSV with a header line, or JSON: a list of rows, or an object with such a list as "rows".
+
+    Raises:
+        DataError: the file cannot be read; a row is wrong or stands twice (the message has its line, in JSON its number); or a layer
+            has no rows, or none for dense.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the latency table {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    rows = _json_rows(text, file) if text.lstrip()[:1] in ("{", "[") else _csv_rows(text, file)
+    known = {layer.fqn: layer for layer in layers}
+    times: Times = {layer.fqn: {} for layer in layers}
+    for where, row in rows:
+        layer = known.get(str(row.get("fqn")).strip())
+        if layer is None:
+            continue
+        architecture, ms = _architecture(row, layer, where), _ms(row, where)
+        if architecture in times[layer.fqn]:
+            raise DataError(f"{where}: a second row of layer {layer.fqn} with {architecture or 'dense'}; keep one of them")
+        times[layer.fqn][architecture] = ms
+    for fqn, found in times.items():
+        if None not in found:
+            what = "has no rows of" if not found else "has no dense row of"
+            raise DataError(f"the latency table {file} {what} layer {fqn}; time it with flysurgery bench model, or exclude the layer")
+    return times
+
+
+def timed_layers(times: Times, layers: Sequence[LayerPlan]) -> list[TimedGroup]:
+    """Each layer by itself, with the names that its architectures have among the candidates where they are such."""
+    groups = []
+    for layer in layers:
+        sizes = [(part.stop - part.start, layer.in_features) for part in layer.parts]
+        known = {architecture: name for size in sizes for name, architecture in named_candidates(*size).items()}
+        dense, *others = sorted(times[layer.fqn].items(), key=lambda item: item[0] is not None)
+        named = [TimedChoice(known.get(each, str(each)), (each,), ms) for each, ms in others if each is not None]
+        groups.append(TimedGroup((layer.fqn,), (TimedChoice("dense", (None,), dense[1]), *named)))
+    return groups
+
+
+def _csv_rows(text: str, file: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise DataError(f"the latency table {file} needs the columns {', '.join(COLUMNS)} in its first line; {', '.join(missing)} missing")
+    return [(f"{file} line {reader.line_num}", row) for row in reader]
+
+
+def _json_rows(text: str, file: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"the latency table {file} is no valid JSON, line {error.lineno}: {error.msg}") from error
+    rows = data.get("rows") if isinstance(data, dict) else data
+    if not isinstance(rows, list):
+        raise DataError(f'the latency table {file} must be a list of rows, or an object with such a list as "rows"')
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or any(name not in row for name in COLUMNS):
+            raise DataError(f"{file} row {number}: expected an object with {', '.join(COLUMNS)}, got {json.dumps(row)[:80]}")
+    return [(f"{file} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _architecture(row: Mapping[str, Any], layer: LayerPlan, where: str) -> Architecture | None:
+    text = str(row["architecture"]).strip()
+    if text == "dense":
+        return None
+    try:
+        architecture = Architecture.parse(text)
+    except PatternError as error:
+        raise DataError(f"{where}: {error}, or dense") from error
+    for part in layer.parts:
+        if architecture.shape != (part.stop - part.start, layer.in_features):
+            size = f"{part.stop - part.start}x{layer.in_features}"
+            of = f"part {part.name} of layer {layer.fqn}" if part.name else f"layer {layer.fqn}"
+            raise DataError(f"{where}: {text} is {architecture.out_features}x{architecture.in_features}, and {of} is {size}")
+    if architecture.density > 1:
+        raise DataError(f"{where}: {text} has more weights than the dense layer {layer.fqn}")
+    return architecture
+
+
+def _ms(row: Mapping[str, Any], where: str) -> float:
+    try:
+        ms = float(row["ms"])
+    except (TypeError, ValueError):
+        ms = math.nan
+    if not (math.isfinite(ms) and ms > 0):
+        raise DataError(f"{where}: ms must be a positive number, got {row['ms']!r}")
+    return ms

@@ -1,18 +1,20 @@
-"""Whether a plan and a model belong together. Everything here runs before the first change."""
+"""Whether a plan and a model belong together: before the first change by what both say, after it by one forward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from flysurgery.calibration import unchanged_state
 from flysurgery.errors import PlanError, ProjectionError, SurgeryError
-from flysurgery.surgery.attached_plan import refuse_converted
 from flysurgery.surgery.build import Dense
-from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.change import refuse_converted
+from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
 from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_plain_pointwise
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,14 +33,14 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
     refuse_converted(model)
     if not plan.replaced:
         raise PlanError("the plan replaces nothing; make one that does")
+    modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Module, list[str]] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
+    for fqn, module in modules.items():
         names.setdefault(module, []).append(fqn)
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in names:
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(module)
-    modules = {fqn: module for module, fqns in names.items() for fqn in fqns}
+            owners.setdefault(parameter, []).append(module)
     found: dict[str, Dense] = {}
     for layer in plan.replaced:
         module = modules.get(layer.fqn)
@@ -69,6 +71,59 @@ def check_weights(layers: Mapping[str, Dense]) -> None:
                 raise SurgeryError(f"layer {fqn} is on the meta device and has no weights to project; load the weights first")
             if not bool(torch.isfinite(parameter).all()):
                 raise ProjectionError(f"layer {fqn}: its {name} has NaN or infinite entries; mend the checkpoint or exclude the layer")
+
+
+def check_runs(plan: Plan, model: nn.Module) -> None:
+    """Run the model once, in eval mode, on an input as the plan was made with; modes, buffers and random state stay.
+
+    Raises:
+        SurgeryError: the forward failed, or replaced modules were not called; the message names them.
+    """
+    inputs = example_of(plan, model)
+    if inputs is None:
+        raise SurgeryError(
+            "the plan describes no example input to verify the model with; plan with tensors as example, or pass verify=False"
+        )
+    ran: set[nn.Module] = set()
+
+    def note(module: nn.Module, *_: object) -> None:
+        ran.add(module)
+
+    modules = {layer.fqn: model.get_submodule(layer.fqn) for layer in plan.replaced}
+    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    with ExitStack() as hooks:
+        for module in modules.values():
+            hooks.callback(module.register_forward_hook(note).remove)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
+                model(*inputs)
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise SurgeryError(f"the converted model failed in its first forward, so it was put back as it was: {first_line}") from error
+    silent = [fqn for fqn, module in modules.items() if module not in ran]
+    if silent:
+        raise SurgeryError(
+            f"{len(silent)} replaced layers were not called in a forward, so the model was put back as it was; "
+            f"exclude them: {', '.join(silent[:5])}{', ...' if len(silent) > 5 else ''}"
+        )
+
+
+def example_of(plan: Plan, model: nn.Module) -> tuple[Any, ...] | None:
+    """Arguments for one forward, as the plan describes them, on the model's device; None where it describes none."""
+    if plan.example is None:
+        return None
+    return tuple([_input(one, model) for one in each] if isinstance(each, tuple) else _input(each, model) for each in plan.example)
+
+
+def _input(example: ExampleInput, model: nn.Module) -> Tensor:
+    dtype = getattr(torch, example.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SurgeryError(f"the plan's example input has the unknown dtype '{example.dtype}'")
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    if not dtype.is_floating_point:
+        return torch.zeros(example.shape, dtype=dtype, device=weight.device)
+    # The model's dtype and not the plan's: a plan made on a float32 skeleton serves a half-precision model.
+    return torch.randn(example.shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
 
 
 def _checked_dense(layer: LayerPlan, module: nn.Module) -> Dense:

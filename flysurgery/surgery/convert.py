@@ -10,11 +10,10 @@ from torch import nn
 
 from flysurgery.calibration import Data, samples_of
 from flysurgery.errors import OptionError
-from flysurgery.surgery.allocating import PLACEHOLDER, allocate
+from flysurgery.surgery.allocating import PLACEHOLDER, FidelityGoal, allocate
 from flysurgery.surgery.apply import apply, sample_shape
 from flysurgery.surgery.planning import plan as make_plan
 from flysurgery.surgery.projecting import Progress
-from flysurgery.surgery.reaching import FidelityGoal
 from flysurgery.surgery.report import Report
 
 AUTO = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,29 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Data, Samples, collect, samples_of, sensitivities, watched
-from flysurgery.errors import DataError, ProjectionError
-from flysurgery.factors import factors_to_dense
-from flysurgery.patterns import Architecture
-from flysurgery.projection import (
-    FitProblem,
-    Fitted,
-    Metric,
-    Moments,
-    OutputError,
-    fit_side_by_side,
-    metric_of,
-    output_error,
-    project,
-    workers,
-)
-from flysurgery.surgery.build import Dense
-from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
-from flysurgery.surgery.tradeoff import Split
+from flysurgery.errors import DataError
+from flysurgery.patterns import Architecture, family_of
+from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, project, workers
+from flysurgery.surgery.build import Dense, matrix_of
+from flysurgery.surgery.choices import Split
+from flysurgery.surgery.plan import LayerPlan, Part, Reason
+from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming, product_of
 
-DENSE = "dense"
 LEAST_SAMPLES = 3
 
-Errors: TypeAlias = Mapping[str, tuple[OutputError, OutputError]]
+Errors: TypeAlias = dict[str, tuple[OutputError, OutputError]]
 """By option: the error to choose by, and that on samples held out from the choice; twice the same of a plain projection."""
 
 
@@ -50,8 +39,20 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What calibration data show of the layers, by name: the metric to fit in, the moments of samples to choose by and of others to
+    report on, and the weight of their errors."""
+
+    samples: Samples
+    split: Split
+    metrics: Mapping[str, Metric]
+    moments: Mapping[str, tuple[Moments, Moments]]
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class _Matrix:
-    """One part with the choices of its unit, which has this number."""
+    """One part of a layer with the choices of its unit, which has this number."""
 
     unit: int
     fqn: str
@@ -59,121 +60,110 @@ class _Matrix:
     options: Mapping[str, Architecture | None]
 
 
-_Found: TypeAlias = tuple[int, str, tuple[OutputError, OutputError]]
-"""The number of a unit, the name of an option, and its errors for one matrix."""
+_Found: TypeAlias = Iterator[tuple[int, str, OutputError, OutputError]]
+"""The number of a unit, the name of an option, and its two errors for one matrix."""
 
 
-class Judge:
-    """What an architecture costs a part in accuracy; ``samples`` and ``split`` say on what, None of a plain projection."""
+def look(layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dense], calibrate: Data, count: int | None) -> Seen:
+    """Run the model over the samples, which are shared out among fitting, choosing and reporting.
 
-    def __init__(
-        self, layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dense], calibrate: Data | None, samples: int | None
-    ) -> None:
-        self._dense = dense
-        self._metrics: dict[str, Metric] = {}
-        self._moments: dict[str, tuple[Moments, Moments]] = {}
-        self._weights: dict[str, float] = {}
-        self.split: Split | None = None
-        self.samples: Samples | None = None
-        if calibrate is not None:
-            self.samples = whole = samples_of(calibrate, count=samples)
-            if len(whole) < LEAST_SAMPLES:
-                raise DataError(
-                    f"{whole.name}: a budget needs at least {LEAST_SAMPLES} samples, to fit to, to choose by and to report on; "
-                    f"there are {len(whole)}"
-                )
-            taken = whole.without_held_out()
-            self.split = Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count)
-            calls = {layer.fqn: layer.calls for layer in layers}
-            with watched(model, calls) as fit:
-                felt = sensitivities(model, list(calls), taken.fit())
-            choose, report = (collect(model, calls, part) for part in (taken.held_out(), whole.held_out()))
-            for layer in layers:
-                self._metrics[layer.fqn] = metric_of(fit[layer.fqn], bias=dense[layer.fqn].bias is not None)
-                self._moments[layer.fqn] = choose[layer.fqn], report[layer.fqn]
-                self._weights[layer.fqn] = felt[layer.fqn] * layer.rows
-
-    def errors(self, units: Sequence[Unit]) -> Iterator[tuple[int, Errors]]:
-        """The number of each unit with the errors of its options, as they are done."""
-        matrices = [
-            _Matrix(number, layer.fqn, self._dense[layer.fqn].weight.detach()[part.start : part.stop].flatten(1), of_layer)
-            for number, unit in enumerate(units)
-            for index, (layer, parts) in enumerate(unit.members)
-            for of_layer in [{name: architectures[index] for name, architectures in unit.options.items()}]
-            for part in parts
-        ]
-        none = OutputError(0.0, 0.0)
-        sums = [dict.fromkeys(unit.options, (none, none)) for unit in units]
-        missing = [sum(len(parts) for _, parts in unit.members) * len(unit.options) for unit in units]
-        for unit, name, (by, held_out) in self._plain(matrices) if self.split is None else self._calibrated(matrices):
-            sums[unit][name] = sums[unit][name][0] + by, sums[unit][name][1] + held_out
-            missing[unit] -= 1
-            if not missing[unit]:
-                yield unit, sums[unit]
-
-    def _plain(self, matrices: Sequence[_Matrix]) -> Iterator[_Found]:
-        with workers() as pool:
-            for matrix, errors in zip(matrices, pool.map(_plain_errors, matrices), strict=True):
-                for name, error in errors.items():
-                    yield matrix.unit, name, (error, error)
-
-    def _calibrated(self, matrices: Sequence[_Matrix]) -> Iterator[_Found]:
-        with workers() as pool:
-            references = list(pool.map(self._references, matrices))
-        options = [(at, name, architecture) for at, each in enumerate(matrices) for name, architecture in each.options.items()]
-        fitted = [(at, name, architecture) for at, name, architecture in options if architecture is not None]
-        problems = [FitProblem(matrices[at].weight, architecture, self._metrics[matrices[at].fqn].gram) for at, _, architecture in fitted]
-
-        def finish(number: int, found: Fitted | None) -> list[OutputError]:
-            at, _, architecture = fitted[number]
-            return self._errors(matrices[at], architecture, found, references[at])
-
-        def weighted(at: int, name: str, errors: Sequence[OutputError]) -> _Found:
-            scale = self._weights[matrices[at].fqn]
-            by, held_out = (OutputError(scale * each.squared, scale * each.reference) for each in errors)
-            return matrices[at].unit, name, (by, held_out)
-
-        for at, name, architecture in options:
-            if architecture is None:
-                yield weighted(at, name, [OutputError(0.0, reference) for reference in references[at]])
-        for number, errors in fit_side_by_side(problems, finish):
-            at, name, _ = fitted[number]
-            yield weighted(at, name, errors)
-
-    @torch.no_grad()
-    def _references(self, matrix: _Matrix) -> list[float]:
-        return [moments.mean_square(matrix.weight.to(moments.mean)) for moments in self._moments[matrix.fqn]]
-
-    @torch.no_grad()
-    def _errors(self, matrix: _Matrix, architecture: Architecture, fitted: Fitted | None, references: Sequence[float]) -> list[OutputError]:
-        metric = self._metrics[matrix.fqn]
-        weight = matrix.weight.to(metric.gram)
-        product = _nearest(matrix, architecture).to(weight) if fitted is None else fitted.product
-        shift = None if metric.mean is None else (weight - product) @ metric.mean
-        moments = self._moments[matrix.fqn]
-        return [output_error(weight, product, shift, each, reference) for each, reference in zip(moments, references, strict=True)]
+    Raises:
+        DataError: fewer than three samples.
+    """
+    whole = samples_of(calibrate, count=count)
+    if len(whole) < LEAST_SAMPLES:
+        raise DataError(
+            f"{whole.name}: a budget needs at least {LEAST_SAMPLES} samples, to fit to, to choose by and to report on; "
+            f"there are {len(whole)}"
+        )
+    taken = whole.without_held_out()
+    calls = {layer.fqn: layer.calls for layer in layers}
+    with watched(model, calls) as fit:
+        felt = sensitivities(model, list(calls), taken.fit())
+    choose, report = (collect(model, calls, part) for part in (taken.held_out(), whole.held_out()))
+    return Seen(
+        samples=whole,
+        split=Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count),
+        metrics={fqn: metric_of(fit[fqn], bias=dense[fqn].bias is not None) for fqn in calls},
+        moments={fqn: (choose[fqn], report[fqn]) for fqn in calls},
+        weights={layer.fqn: felt[layer.fqn] * layer.rows for layer in layers},
+    )
 
 
-def _nearest(matrix: _Matrix, architecture: Architecture) -> Tensor:
-    try:
-        factors = project(matrix.weight, architecture).factors
-    except ProjectionError as error:
-        raise ProjectionError(f"layer {matrix.fqn}: {error}") from error
-    return factors_to_dense([factor.detach().to(torch.float64) for factor in factors])
+def errors_of(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, progress: Progress | None) -> list[Errors]:
+    """The errors of each unit's options: of calibrated projections by what was ``seen``, else those of plain ones."""
+    matrices = [
+        _Matrix(number, layer.fqn, matrix_of(dense[layer.fqn], part), {name: each[index] for name, each in unit.options.items()})
+        for number, unit in enumerate(units)
+        for index, (layer, parts) in enumerate(unit.members)
+        for part in parts
+    ]
+    errors = [dict.fromkeys(unit.options, (NO_ERROR, NO_ERROR)) for unit in units]
+    missing = Counter(matrix.unit for matrix in matrices for _ in matrix.options)
+    done = 0
+    for number, name, by, held_out in _plain(matrices) if seen is None else _calibrated(matrices, seen):
+        so_far = errors[number][name]
+        errors[number][name] = so_far[0] + by, so_far[1] + held_out
+        missing[number] -= 1
+        if not missing[number]:
+            done += 1
+            if progress is not None:
+                progress(done, len(units), units[number].members[-1][0].fqn)
+    return errors
+
+
+def _plain(matrices: Sequence[_Matrix]) -> _Found:
+    with workers() as pool:
+        for matrix, errors in zip(matrices, pool.map(_plain_errors, matrices), strict=True):
+            for name, error in errors.items():
+                yield matrix.unit, name, error, error
 
 
 @torch.no_grad()
 def _plain_errors(matrix: _Matrix) -> dict[str, OutputError]:
-    """Errors of plain projections; those of low rank are in the squared singular values already."""
+    """Those of low rank are in the squared singular values already."""
     weight = matrix.weight.cpu().to(torch.float64)
     values = torch.linalg.svdvals(weight).square()
     errors = {}
     for name, architecture in matrix.options.items():
         if architecture is None:
             squared = 0.0
-        elif len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
+        elif family_of(architecture) == "low rank":
             squared = float(values[architecture.inner_features[0] :].sum())
         else:
-            squared = float((weight - _nearest(matrix, architecture).cpu()).square().sum())
+            with naming(matrix.fqn):
+                squared = float((weight - product_of(project(matrix.weight, architecture))).square().sum())
         errors[name] = OutputError(squared, float(values.sum()))
     return errors
+
+
+def _calibrated(matrices: Sequence[_Matrix], seen: Seen) -> _Found:
+    @torch.no_grad()
+    def references(matrix: _Matrix) -> list[float]:
+        return [moments.mean_square(matrix.weight.to(moments.mean)) for moments in seen.moments[matrix.fqn]]
+
+    with workers() as pool:
+        known = list(pool.map(references, matrices))
+    options = [(at, name, architecture) for at, matrix in enumerate(matrices) for name, architecture in matrix.options.items()]
+    fitted = [(at, name, architecture) for at, name, architecture in options if architecture is not None]
+
+    @torch.no_grad()
+    def finish(number: int, found: Fitted | None) -> list[OutputError]:
+        at, _, architecture = fitted[number]
+        fqn, metric = matrices[at].fqn, seen.metrics[matrices[at].fqn]
+        weight = matrices[at].weight.to(metric.gram)
+        product = product_of(project(matrices[at].weight, architecture)).to(weight) if found is None else found.product
+        shift = None if metric.mean is None else (weight - product) @ metric.mean
+        return [output_error(weight, product, shift, *each) for each in zip(seen.moments[fqn], known[at], strict=True)]
+
+    def weighted(at: int, name: str, errors: Sequence[OutputError]) -> tuple[int, str, OutputError, OutputError]:
+        scale = seen.weights[matrices[at].fqn]
+        by, held_out = (OutputError(scale * each.squared, scale * each.reference) for each in errors)
+        return matrices[at].unit, name, by, held_out
+
+    for at, name, architecture in options:
+        if architecture is None:
+            yield weighted(at, name, [OutputError(0.0, reference) for reference in known[at]])
+    problems = [(matrices[at].fqn, matrices[at].weight, architecture) for at, _, architecture in fitted]
+    for number, errors in fit_products(problems, seen.metrics, finish):
+        yield weighted(*fitted[number][:2], errors)

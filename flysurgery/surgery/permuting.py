@@ -1,120 +1,170 @@
-"""Put features that several layers share in an order that suits all of these layers."""
+"""Put features that several layers share in an order that suits all of these layers: hidden units, heads, and entries of heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
+from flysurgery.calibration import Inputs, Samples
+from flysurgery.patterns import Architecture
 from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders_together, metric_of
-from flysurgery.surgery.fit_parts import Inputs
-from flysurgery.surgery.layer_plan import LayerPlan
-from flysurgery.surgery.permutable import Kind, Member, Shared, architectures
-from flysurgery.surgery.permutation_report import Permutation, PermutedLayer
-from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.plan import LayerPlan, Plan
+from flysurgery.surgery.report import Permutation, PermutedLayer
+from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, survey, targets_of
 
+HIDDEN_UNITS = "hidden units"
 INDIFFERENT = "no order is better than another for products with one class of rows, as those of low rank"
 SEPARATE = "its layers are not converted together: the names put them into different blocks"
 
 
+@dataclass(frozen=True)
+class Member:
+    """Rows ``start`` to ``stop`` of a linear's weight, or columns."""
+
+    fqn: str
+    start: int
+    stop: int
+    columns: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of features."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Members that one order is for; ``free``: the features of a group may change places within it, else they only go with it."""
+
+    members: tuple[Member, ...]
+    free: bool = True
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Features that several linears share and that stand in ``groups``, for ``swap_groups`` in any order; ``what`` names them.
+
+    ``tied`` says of what may not move why; nothing moves where there are no ``kinds``.
+    """
+
+    what: str
+    linears: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    groups: int
+    swap_groups: bool
+    tied: Mapping[str, str]
+
+
 @dataclass
 class Permuted:
-    """Linears in the new orders with what they are given then, by name, aside from the model, and what came of each ``Shared``."""
+    """Linears in the new orders by name, aside from the model, all inputs as they then are, and what came of each ``Shared``."""
 
+    inputs: dict[str, Inputs]
     linears: dict[str, nn.Linear] = field(default_factory=dict)
-    inputs: dict[str, Inputs] = field(default_factory=dict)
     outcomes: list[Permutation] = field(default_factory=list)
 
 
-class Permuter:
-    """Finds the orders of what the layers of a plan share, as far as they are projected together."""
+def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Shared, ...]:
+    """What the layers that ``plan`` replaces share with each other and with layers that stay dense, in the order of execution."""
+    seen = survey(model, samples.inputs[:2])
+    targets = targets_of(model, seen)
+    known = {target.fqn: target for target in targets}
+    layers = {layer.fqn: layer for layer in plan.layers}
+    found = [_hidden_units(target, known, layers) for target in targets if target.pair is not None]
+    found += [_heads(heads, known, layers) for heads in find_heads(seen, targets)]
+    return tuple(each for each in found if any(layers[fqn].is_replaced for fqn in each.linears if fqn in layers))
 
-    def __init__(self, plan: Plan, model: nn.Module, shared: Sequence[Shared]) -> None:
+
+def permute(shared: Sequence[Shared], plan: Plan, model: nn.Module, stage: Sequence[LayerPlan], inputs: Mapping[str, Inputs]) -> Permuted:
+    """Find the orders of what the layers of ``stage``, which are projected together, share with each other and with dense layers.
+
+    Each of the linears computes what it did before on inputs in their new order, and so does the model with all of them.
+    """
+    permuter = _Permuter(plan, model, Permuted(dict(inputs)))
+    names = {layer.fqn for layer in stage}
+    waiting = {number: each for number, each in enumerate(shared) if permuter.replaced(each)[0] in names}
+    outcomes: dict[int, Permutation] = {}
+    while waiting:
+        together = _apart(waiting)
+        outcomes |= permuter.permute({number: each for number, each in together.items() if names.issuperset(permuter.replaced(each))})
+        for number, each in together.items():
+            outcomes.setdefault(number, Permutation(each.what, each.linears, tied={each.what: SEPARATE, **each.tied}))
+            del waiting[number]
+    permuter.done.outcomes += [outcomes[number] for number in sorted(outcomes)]
+    return permuter.done
+
+
+class _Permuter:
+    """Reorders the linears of one stage."""
+
+    def __init__(self, plan: Plan, model: nn.Module, done: Permuted) -> None:
         self._layers = {layer.fqn: layer for layer in plan.layers}
-        names = {member.fqn for each in shared for kind in each.kinds for member in kind.members}
-        modules = {fqn: model.get_submodule(fqn) for fqn in names}
-        self._linears = {fqn: module for fqn, module in modules.items() if isinstance(module, nn.Linear)}
-        self._shared = shared
+        self._model = model
+        self.done = done
 
-    def permute(self, stage: Sequence[LayerPlan], inputs: Mapping[str, Inputs]) -> Permuted:
-        """The linears that are better off in another order, of the layers of ``stage`` and of those that stay dense.
-
-        Each computes what it did before on inputs in their new order, and so does the model with all of them.
-        """
-        done = Permuted()
-        names = {layer.fqn for layer in stage}
-        waiting = {number: shared for number, shared in enumerate(self._shared) if self._replaced(shared)[0] in names}
-        outcomes: dict[int, Permutation] = {}
-        while waiting:
-            outcomes |= self._permute(_apart(waiting), names, inputs, done)
-            waiting = {number: shared for number, shared in waiting.items() if number not in outcomes}
-        done.outcomes += [outcomes[number] for number in sorted(outcomes)]
-        return done
-
-    def _replaced(self, shared: Shared) -> list[str]:
+    def replaced(self, shared: Shared) -> list[str]:
+        """Those of the linears that surgery replaces."""
         return [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
 
-    def _permute(
-        self, together: Mapping[int, Shared], names: set[str], inputs: Mapping[str, Inputs], done: Permuted
-    ) -> dict[int, Permutation]:
-        """What comes of several that have no linear in common; ``names`` are the layers of the stage."""
+    def permute(self, together: Mapping[int, Shared]) -> dict[int, Permutation]:
+        """Reorder what several share that have no linear in common, and say what came of each."""
         outcomes: dict[int, Permutation] = {}
-        searches: dict[int, tuple[list[list[list[Side]]], Sharing]] = {}
+        searches: dict[int, Sharing] = {}
+        names: dict[int, list[list[str]]] = {}
         for number, shared in together.items():
-            if not names.issuperset(self._replaced(shared)):
-                outcomes[number] = Permutation(shared.what, shared.linears, tied={shared.what: SEPARATE, **shared.tied})
-                continue
-            sides = [[self._sides(member, inputs, done) for member in kind.members] for kind in shared.kinds]
-            features = [
-                Features(kind.members[0].size, tuple(side for of_member in found for side in of_member), kind.free)
-                for kind, found in zip(shared.kinds, sides, strict=True)
-            ]
-            if any(each.sides for each in features):
-                searches[number] = sides, Sharing(tuple(features), shared.groups, shared.swap_groups)
+            sides = [[(member.fqn, side) for member in kind.members for side in self._sides(member)] for kind in shared.kinds]
+            if any(sides):
+                names[number] = [[fqn for fqn, _ in of_kind] for of_kind in sides]
+                features = [
+                    Features(kind.members[0].size, tuple(side for _, side in of_kind), kind.free)
+                    for kind, of_kind in zip(shared.kinds, sides, strict=True)
+                ]
+                searches[number] = Sharing(tuple(features), shared.groups, shared.swap_groups)
             else:
                 outcomes[number] = Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
-        chosen = choose_orders_together([sharing for _, sharing in searches.values()])
-        for (number, (sides, _)), found in zip(searches.items(), chosen, strict=True):
+        for number, found in zip(searches, choose_orders_together(list(searches.values())), strict=True):
             shared = together[number]
             if found.lowers:
                 for kind, order in zip(shared.kinds, found.orders, strict=True):
                     for member in kind.members:
-                        self._reorder(member, order, inputs, done)
-            counts = [[len(of_member) for of_member in of_kind] for of_kind in sides]
-            errors = self._layer_errors(shared.kinds, counts, found)
-            outcomes[number] = Permutation(shared.what, shared.linears, errors, found.lowers, shared.tied)
+                        self._reorder(member, order)
+            outcomes[number] = Permutation(shared.what, shared.linears, self._layer_errors(names[number], found), found.lowers, shared.tied)
         return outcomes
 
-    def _sides(self, member: Member, inputs: Mapping[str, Inputs], done: Permuted) -> list[Side]:
+    def _linear(self, fqn: str) -> nn.Linear:
+        linear = self.done.linears.get(fqn) or self._model.get_submodule(fqn)
+        assert isinstance(linear, nn.Linear)  # members have no obstacle
+        return linear
+
+    def _sides(self, member: Member) -> list[Side]:
         """The products in which the member's features have a place that matters."""
-        linear = self._linears[member.fqn]
+        linear = self._linear(member.fqn)
         found = []
-        for rows, architecture in architectures(self._layers[member.fqn], member) or ():
-            metric = metric_of(_given(member.fqn, inputs, done).fit, bias=linear.bias is not None)
+        for rows, architecture in _architectures(self._layers[member.fqn], member) or ():
+            metric = metric_of(self.done.inputs[member.fqn].fit, bias=linear.bias is not None)
             side = Side(linear.weight.detach()[rows].to(metric.gram), architecture, metric.gram, member.columns)
             found += [] if side.is_indifferent else [side]
         return found
 
-    def _reorder(self, member: Member, order: Tensor, inputs: Mapping[str, Inputs], done: Permuted) -> None:
-        linear = self._linears[member.fqn]
+    def _reorder(self, member: Member, order: Tensor) -> None:
+        linear = self._linear(member.fqn)
         whole = torch.arange(linear.in_features if member.columns else linear.out_features)
         whole[member.start : member.stop] = member.start + order
-        new = _reordered(linear, columns=whole) if member.columns else _reordered(linear, rows=whole)
-        self._linears[member.fqn] = done.linears[member.fqn] = new
-        if member.fqn in inputs:
-            given = _given(member.fqn, inputs, done)
-            fit, held_out = (each.permuted(whole) if member.columns else each for each in (given.fit, given.held_out))
-            done.inputs[member.fqn] = Inputs(fit, held_out, permuted=True)
+        self.done.linears[member.fqn] = _reordered(linear, whole, columns=member.columns)
+        given = self.done.inputs.get(member.fqn)
+        if given is not None:
+            moved = replace(given, fit=given.fit.permuted(whole), held_out=given.held_out.permuted(whole)) if member.columns else given
+            self.done.inputs[member.fqn] = replace(moved, permuted=True)
 
-    def _layer_errors(self, kinds: Sequence[Kind], counts: Sequence[Sequence[int]], found: Orders) -> tuple[PermutedLayer, ...]:
-        """For each layer the root of the mean square of its products' relative errors."""
+    def _layer_errors(self, names: Sequence[Sequence[str]], found: Orders) -> tuple[PermutedLayer, ...]:
+        """For each layer the root of the mean square of its products' relative errors; ``names`` are those of each kind's sides."""
         squares: dict[str, list[tuple[float, float]]] = {}
-        for kind, of_members, before, after in zip(kinds, counts, found.before, found.after, strict=True):
-            names = [member.fqn for member, count in zip(kind.members, of_members, strict=True) for _ in range(count)]
-            for name, old, new in zip(names, before, after, strict=True):
+        for of_kind, before, after in zip(names, found.before, found.after, strict=True):
+            for name, old, new in zip(of_kind, before, after, strict=True):
                 squares.setdefault(name, []).append((old, new))
         return tuple(
             PermutedLayer(fqn, self._layers[fqn].role, *(sqrt(sum(each) / len(each)) for each in zip(*pairs, strict=True)))
@@ -133,18 +183,61 @@ def _apart(waiting: Mapping[int, Shared]) -> dict[int, Shared]:
     return apart
 
 
-def _given(fqn: str, inputs: Mapping[str, Inputs], done: Permuted) -> Inputs:
-    return done.inputs.get(fqn) or inputs[fqn]
-
-
-def _reordered(linear: nn.Linear, *, rows: Tensor | None = None, columns: Tensor | None = None) -> nn.Linear:
+def _reordered(linear: nn.Linear, order: Tensor, *, columns: bool) -> nn.Linear:
     """A copy with its rows and bias, or its columns, in another order."""
     new = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     for name, parameter in linear.named_parameters():
         value = parameter.detach()
-        if rows is not None:
-            value = value[rows.to(value.device)]
-        elif columns is not None and name == "weight":
-            value = value[:, columns.to(value.device)]
+        if not columns:
+            value = value[order.to(value.device)]
+        elif name == "weight":
+            value = value[:, order.to(value.device)]
         setattr(new, name, nn.Parameter(value.clone(), requires_grad=parameter.requires_grad))
     return new.train(linear.training)
+
+
+def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Architecture], ...] | None:
+    """The rows of each product in which the member's features are; none where it stays dense. None where they can't be told apart."""
+    if not layer.is_replaced:
+        return ()
+    whole = member.columns or (len(layer.parts) == 1 and member.size == layer.out_features)
+    parts = [part for part in layer.parts if whole or (part.start, part.stop) == (member.start, member.stop)]
+    found = tuple((slice(part.start, part.stop), part.architecture) for part in parts if part.architecture is not None)
+    return found if parts and all(len(architecture) == 2 for _, architecture in found) else None
+
+
+def _hidden_units(first: Target, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
+    second = targets[first.pair or ""]
+    kind = Kind((Member(first.fqn, 0, first.out_features), Member(second.fqn, 0, second.in_features, columns=True)))
+    reason = _obstacle(kind, targets, layers)
+    tied = {} if reason is None else {HIDDEN_UNITS: reason}
+    return Shared(HIDDEN_UNITS, (first.fqn, second.fqn), () if tied else (kind,), 1, False, tied)
+
+
+def _heads(heads: Heads, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
+    linears = heads.linears if heads.out is None else (*heads.linears, heads.out)
+    tied = dict(heads.tied)
+    if heads.rows is None:
+        return Shared(HEADS, linears, (), heads.count, False, tied)
+    query, key, value = (Member(each.fqn, each.start, each.stop) for each in heads.rows)
+    read = (Member(heads.out, 0, value.size, columns=True),) if heads.out else ()
+    members = {QUERY_KEY: (query, key), VALUE: (value, *read)}
+    for order, of_order in members.items():
+        reason = _obstacle(Kind(of_order), targets, layers)
+        if reason is not None:
+            tied = {order: reason, HEADS: reason} | tied
+    swap = HEADS not in tied
+    kinds = tuple(Kind(of_order, order not in tied) for order, of_order in members.items() if swap or order not in tied)
+    return Shared(HEADS, linears, kinds, heads.count, swap, tied)
+
+
+def _obstacle(kind: Kind, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> str | None:
+    """Why the weights of the members cannot be reordered, or why that cannot be judged."""
+    for member in kind.members:
+        layer = layers.get(member.fqn)
+        if layer is None or layer.conv or (not layer.is_replaced and targets[member.fqn].blocked):
+            why = next((obstacle.text for obstacle in targets[member.fqn].obstacles if obstacle.blocking), "it is no nn.Linear of the plan")
+            return f"the columns or rows of {member.fqn} stay as they are: {why}"
+        if _architectures(layer, member) is None:
+            return f"{member.fqn} becomes a product that does not have these features for itself, or one of other than two factors"
+    return None

@@ -1,4 +1,4 @@
-"""What surgery will do to a whole model: pure data that can be printed, saved and read back."""
+"""What surgery will do to a model: pure data, checked against itself, that can be printed, saved and read back."""
 
 from __future__ import annotations
 
@@ -6,21 +6,172 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
-from flysurgery.errors import PlanError
-from flysurgery.surgery.fields import Fields
-from flysurgery.surgery.layer_json import layer_from_json, layer_to_json
-from flysurgery.surgery.layer_plan import LayerPlan, Reason
-from flysurgery.surgery.plan_table import plan_table
-from flysurgery.walker import Switch
+from torch import nn
+
+from flysurgery.errors import PatternError, PlanError
+from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
+from flysurgery.surgery.serial import as_json, from_json, later, shown
+from flysurgery.surgery.tables import blocks_of_text, change, kept_table, replaced_table, total
+from flysurgery.walker import Role, Switch
 
 SCHEMA = 1
 """The number that plans carry as ``schema``; plans of another number are refused."""
 
 MAX_EXAMPLE_ENTRIES = 1 << 28
 """Largest accepted example input. Plans come from files, so sizes are bounded before anything is allocated."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layer stays dense: a code for programs and a sentence for people."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``start`` to ``stop`` of a layer's weight; ``architecture`` None keeps them dense.
+
+    ``name`` is None where the layer is replaced as one matrix, else the name of the part, such as "q".
+    """
+
+    name: str | None
+    start: int
+    stop: int
+    architecture: Architecture | None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One linear layer: its sizes, whether it is replaced, and by what.
+
+    ``conv``: it is a 1x1 convolution, whose channels are the features. ``calls`` and ``rows`` (rows of x, summed over the
+    calls) are those of one forward of one sample.
+    Parameters are counted with the bias, flops (two a weight and row) without.
+
+    Raises:
+        PlanError: the parts do not tile the rows, do not fit the sizes, or contradict the status.
+    """
+
+    fqn: str
+    role: Role
+    in_features: int
+    out_features: int
+    bias: bool
+    calls: int
+    rows: int
+    status: Literal["replace", "keep"]
+    reason: Reason | None = None
+    aliases: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    conv: bool = later(False)
+
+    def __post_init__(self) -> None:
+        if not all(0 < size <= MAX_FEATURES for size in (self.out_features, self.in_features)):
+            raise PlanError(f"layer {self.fqn}: sizes must lie between 1 and {MAX_FEATURES}, got {self.size}")
+        if self.status == "keep" and self.parts:
+            raise PlanError(f"layer {self.fqn} is kept dense and yet has parts; take one of the two out")
+        if self.status == "replace":
+            _check_parts(self)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether surgery replaces this layer."""
+        return self.status == "replace"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the layer's module."""
+        return (self.fqn, *self.aliases)
+
+    @property
+    def size(self) -> str:
+        """The weight's shape as text, ``out x in``."""
+        return f"{self.out_features}x{self.in_features}"
+
+    @property
+    def weights_before(self) -> int:
+        """Entries of the dense weight."""
+        return self.out_features * self.in_features
+
+    @property
+    def weights_after(self) -> int:
+        """Stored weights after surgery, without the bias."""
+        if not self.is_replaced:
+            return self.weights_before
+        return sum(_weights(part, self.in_features) for part in self.parts)
+
+    @property
+    def params_before(self) -> int:
+        """Parameters of the dense layer."""
+        return self.weights_before + self.bias * self.out_features
+
+    @property
+    def params_after(self) -> int:
+        """Parameters after surgery."""
+        return self.weights_after + self.bias * self.out_features
+
+    @property
+    def flops_before(self) -> int:
+        """Floating-point operations that one sample costs in the dense layer."""
+        return 2 * self.weights_before * self.rows
+
+    @property
+    def flops_after(self) -> int:
+        """Floating-point operations that one sample costs after surgery."""
+        return 2 * self.weights_after * self.rows
+
+    @property
+    def architecture(self) -> str | None:
+        """The architectures of the parts as text; None where the layer stays dense."""
+        if not self.is_replaced:
+            return None
+        names: dict[str, list[str]] = {}
+        for part in self.parts:
+            names.setdefault("dense" if part.architecture is None else str(part.architecture), []).append(part.name or "")
+        return "; ".join(f"{','.join(of)} {text}".strip() for text, of in names.items())
+
+    @property
+    def family(self) -> str | None:
+        """The family of the parts' architectures, or their families; None where the layer stays dense."""
+        if not self.is_replaced:
+            return None
+        return " and ".join(dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts))
+
+
+def _weights(part: Part, in_features: int) -> int:
+    return part.architecture.num_parameters if part.architecture else (part.stop - part.start) * in_features
+
+
+def _check_parts(layer: LayerPlan) -> None:
+    parts = layer.parts
+    bounds = [0, *(part.stop for part in parts)]
+    if [part.start for part in parts] != bounds[:-1] or bounds[-1] != layer.out_features or any(a >= b for a, b in pairwise(bounds)):
+        spans = ", ".join(f"{part.start} to {part.stop}" for part in parts)
+        raise PlanError(f"layer {layer.fqn}: its parts must tile the rows 0 to {layer.out_features} in order, got {spans or 'none'}")
+    if not any(part.architecture for part in parts):
+        raise PlanError(f"layer {layer.fqn} is replaced and yet no part of it has an architecture")
+    names = [part.name for part in parts]
+    if len(parts) == 1 and names != [None]:
+        raise PlanError(f"layer {layer.fqn} is one matrix, so its only part has no name; got {names[0]!r}")
+    if len(parts) > 1 and (
+        len(set(names)) < len(parts) or not all(name and name.isidentifier() and not hasattr(nn.Module, name) for name in names)
+    ):
+        raise PlanError(f"layer {layer.fqn}: its parts need different names that a module can take, got {names}")
+    for part in parts:
+        if part.architecture is None:
+            continue
+        try:
+            check_fits(part.architecture, part.stop - part.start, layer.in_features)
+        except PatternError as error:
+            raise PlanError(f"layer {layer.fqn}: {error}") from error
+        if part.architecture.density > 1:
+            raise PlanError(f"layer {layer.fqn}: architecture {part.architecture} has more parameters than the dense {layer.size} matrix")
 
 
 @dataclass(frozen=True)
@@ -63,7 +214,14 @@ class Plan:
                 raise PlanError(f"{what} {twice[0]} stands twice in the plan; it may stand once")
 
     def __str__(self) -> str:
-        return plan_table(self.layers, self.base)
+        replaced = self.replaced
+        weights, flops = (change(total(replaced, f"{name}_before"), total(replaced, f"{name}_after")) for name in ("weights", "flops"))
+        return blocks_of_text(
+            f"plan for {self.base or 'a model without a name'}: {len(replaced)} of {len(self.layers)} linear layers to replace",
+            replaced_table("replace", replaced, "weights", {}),
+            f"weights in them: {weights}; flops of one sample in them: {flops}",
+            kept_table(self.layers),
+        )
 
     @property
     def replaced(self) -> tuple[LayerPlan, ...]:
@@ -82,14 +240,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, with the schema's number."""
-        return {
-            "schema": SCHEMA,
-            "base": self.base,
-            "base_args": dict(self.base_args),
-            "example": None if self.example is None else [_example_to_json(each) for each in self.example],
-            "switches": [[switch.module_fqn, switch.attribute, switch.value] for switch in self.switches],
-            "layers": [layer_to_json(layer) for layer in self.layers],
-        }
+        switches = [[switch.module_fqn, switch.attribute, switch.value] for switch in self.switches]
+        return {"schema": SCHEMA} | as_json(self) | {"switches": switches}
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
@@ -98,47 +250,23 @@ class Plan:
         Raises:
             PlanError: one sentence with the first thing that is wrong.
         """
-        fields = Fields(data, "the plan")
-        schema = fields.take("schema", int)
-        if schema != SCHEMA:
-            raise PlanError(f"this version reads plans of schema {SCHEMA}, got schema {schema}; use the version that wrote the plan")
-        base = fields.take("base", str, None)
-        base_args = fields.take("base_args", dict)
-        example = fields.take("example", list, None, optional=True)
-        plan = cls(
-            layers=tuple(layer_from_json(row) for row in fields.take("layers", list)),
-            switches=tuple(_switch_from_json(row) for row in fields.take("switches", list)),
-            base=base,
-            base_args=base_args,
-            example=None if example is None else tuple(_example_from_json(row) for row in example),
-        )
-        fields.done()
-        return plan
+        if isinstance(data, dict):
+            schema = data.get("schema")
+            if type(schema) is not int or schema != SCHEMA:
+                raise PlanError(
+                    f"this version reads plans of schema {SCHEMA}, got schema {shown(schema)}; use the version that wrote the plan"
+                )
+            data = {"example": None} | {key: value for key, value in data.items() if key != "schema"}
+            switches = data.get("switches")
+            if isinstance(switches, list):
+                data["switches"] = [_switch_entries(row) for row in switches]
+        return from_json(cls, data, "the plan")
 
 
-def _switch_from_json(row: object) -> Switch:
+def _switch_entries(row: object) -> dict[str, Any]:
     if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], str)):
-        raise PlanError(f"a switch is a list [module, attribute, value], got {row!r}")
+        raise PlanError(f"a switch is a list [module, attribute, value], got {shown(row)}")
     module, attribute, value = row
     if not re.fullmatch(r"[A-Za-z]\w*", attribute) or not isinstance(value, bool):
-        raise PlanError(f"a switch sets a public attribute to true or false, got {row!r}")
-    return Switch(module, attribute, value)
-
-
-def _example_to_json(example: ExampleInput | tuple[ExampleInput, ...]) -> dict[str, Any] | list[Any]:
-    if isinstance(example, tuple):
-        return [_example_to_json(each) for each in example]
-    return {"shape": list(example.shape), "dtype": example.dtype}
-
-
-def _example_from_json(row: object) -> ExampleInput | tuple[ExampleInput, ...]:
-    return tuple(_input_from_json(each) for each in row) if isinstance(row, list) else _input_from_json(row)
-
-
-def _input_from_json(row: object) -> ExampleInput:
-    fields = Fields(row, "an example input of the plan")
-    shape, dtype = fields.take("shape", list), fields.take("dtype", str)
-    fields.done()
-    if not all(type(side) is int for side in shape):
-        raise PlanError(f"the sides of an example input must be whole numbers, got {shape}")
-    return ExampleInput(tuple(shape), dtype)
+        raise PlanError(f"a switch sets a public attribute to true or false, got {shown(row)}")
+    return {"module_fqn": module, "attribute": attribute, "value": value}

@@ -4,21 +4,67 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from flysurgery.errors import PatternError, PlanError, SelectionError
-from flysurgery.patterns import Architecture
-from flysurgery.surgery.attached_plan import refuse_converted
+from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError
+from flysurgery.patterns import ARCHITECTURES, Architecture, named
 from flysurgery.surgery.base import find_base
-from flysurgery.surgery.layer_plan import LayerPlan, Part, Reason
-from flysurgery.surgery.plan import ExampleInput, Plan
-from flysurgery.surgery.rule import DEFAULT_NBLOCKS, Rule, read_architectures
+from flysurgery.surgery.change import refuse_converted
+from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
 from flysurgery.walker import Target, example_input, select, walk
+
+DEFAULT_NBLOCKS = 4
 
 DEFAULT_ROLES = ("ffn_in", "ffn_out", "qkv")
 """Replaced where no roles are given, as far as the model has them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How architectures are chosen: a family and its options, or the architectures themselves.
+
+    The family's own options decide: ``nblocks`` for "monarch", ``rank`` for "lowrank". A matrix with explicit
+    ``architectures`` gets the first of its size.
+
+    Raises:
+        OptionError: an option out of its range, or two that contradict each other.
+    """
+
+    arch: str = "monarch"
+    nblocks: int = DEFAULT_NBLOCKS
+    rank: int | None = None
+    architectures: tuple[Architecture, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHITECTURES:
+            raise OptionError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {self.arch!r}")
+        for name, value in (("nblocks", self.nblocks), ("rank", self.rank)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise OptionError(f"{name} must be a positive integer, got {value!r}")
+        given = [name for name, is_given in (("nblocks", self.nblocks != DEFAULT_NBLOCKS), ("rank", self.rank is not None)) if is_given]
+        if self.architectures and given:
+            raise OptionError(f"patterns name the architecture, so {' and '.join(given)} cannot be given with them")
+        for name in given:
+            if self.arch != {"nblocks": "monarch", "rank": "lowrank"}[name]:
+                raise OptionError(f"arch {self.arch!r} takes no {name}; nblocks is for monarch, rank for lowrank")
+
+    def choose(self, out_features: int, in_features: int) -> Architecture | Reason:
+        """The architecture for an ``out x in`` matrix, or why it stays dense."""
+        size = f"{out_features}x{in_features}"
+        try:
+            fitting = [each for each in self.architectures if each.shape == (out_features, in_features)]
+            if self.architectures and not fitting:
+                sizes = ", ".join(f"{each} is {each.out_features}x{each.in_features}" for each in self.architectures)
+                return Reason("no-pattern", f"the matrix is {size}; of the given patterns {sizes}")
+            found = fitting[0] if fitting else named(self.arch, out_features, in_features, nblocks=self.nblocks, rank=self.rank)
+        except PatternError as error:
+            return Reason("no-pattern", str(error))
+        if found.density >= 1:
+            return Reason("no-gain", f"{found} has {found.num_parameters} weights, the dense {size} matrix {out_features * in_features}")
+        return found
 
 
 def plan(
@@ -177,3 +223,20 @@ def _describe(inputs: Tensor | tuple[Any, ...]) -> tuple[ExampleInput | tuple[Ex
 
 def _arguments(inputs: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
     return (inputs,) if isinstance(inputs, Tensor) else inputs
+
+
+def read_architectures(patterns: str | Architecture | Sequence[object] | None) -> tuple[Architecture, ...]:
+    """Read ``patterns``: one architecture, its text, its list of four-integer lists, or several of these.
+
+    Raises:
+        PatternError: what was given is no architecture.
+    """
+    if patterns is None:
+        return ()
+    if isinstance(patterns, Architecture):
+        return (patterns,)
+    if isinstance(patterns, str):
+        return (Architecture.parse(patterns),)
+    if patterns and all(isinstance(each, str | Architecture) for each in patterns):
+        return tuple(each if isinstance(each, Architecture) else Architecture.parse(str(each)) for each in patterns)
+    return (Architecture.from_json(patterns),)

@@ -1,24 +1,66 @@
-"""Project all planned layers into new modules, aside from the model."""
+"""Project all planned layers into new modules, aside from the model: by their weights, or stage by stage by what they are given."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import sqrt
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from flysurgery.calibration import Inputs, Samples, inputs_of
 from flysurgery.errors import ProjectionError
-from flysurgery.projection import Projection, project, workers
-from flysurgery.surgery.build import Dense, build
-from flysurgery.surgery.calibration_report import RowCalibration
-from flysurgery.surgery.fit_parts import Inputs, fit_layers
-from flysurgery.surgery.layer_plan import LayerPlan, Part
-from flysurgery.surgery.report import PartRow, Row, row_of
+from flysurgery.factors import factors_to_dense
+from flysurgery.patterns import Architecture
+from flysurgery.projection import (
+    FitProblem,
+    Fitted,
+    Metric,
+    Moments,
+    OutputError,
+    Projection,
+    calibrated_projection,
+    fit_side_by_side,
+    metric_of,
+    output_error,
+    project,
+    workers,
+)
+from flysurgery.surgery.build import Dense, build, matrix_of
+from flysurgery.surgery.change import changing
+from flysurgery.surgery.permuting import permute as permute_features
+from flysurgery.surgery.permuting import shared_features
+from flysurgery.surgery.plan import LayerPlan, Part, Plan
+from flysurgery.surgery.report import PartRow, Permutation, ReportCalibration, Row, RowCalibration
 
 Progress = Callable[[int, int, str], None]
 """Called after each projection with the number done, the number of all, and the layer's name."""
+
+NO_ERROR = OutputError(0.0, 0.0)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PartFit:
+    """One part of a layer: its factors, None where it stays dense, and what its bias takes up.
+
+    ``error`` and ``plain``, that of the plain projection, are errors of the output on held-out samples, ``fitted`` is that on the others.
+    """
+
+    projection: Projection | None = None
+    seconds: float = 0.0
+    shift: Tensor | None = None
+    error: OutputError = NO_ERROR
+    plain: OutputError = NO_ERROR
+    fitted: OutputError = NO_ERROR
+    sweeps: int = 0
+    note: str | None = None
 
 
 def project_layers(
@@ -35,66 +77,215 @@ def project_layers(
     Raises:
         ProjectionError: a weight that cannot be projected; the message names the layer.
     """
+    metrics = {layer.fqn: metric_of(inputs[layer.fqn].fit, bias=dense[layer.fqn].bias is not None) for layer in layers} if inputs else {}
+    parts = [(layer, part) for layer in layers for part in layer.parts]
+    found: dict[str, dict[str | None, PartFit]] = {layer.fqn: {} for layer in layers}
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
-    for layer, made in _projected(layers, dense) if inputs is None else _fitted(layers, dense, inputs):
-        modules[layer.fqn], rows[layer.fqn] = made
+    for number, fit in _projected(parts, dense) if inputs is None else _fitted(parts, dense, inputs, metrics):
+        layer, part = parts[number]
+        fits = found[layer.fqn]
+        fits[part.name] = fit
+        if len(fits) < len(layer.parts):
+            continue
+        in_order = [fits[each.name] for each in layer.parts]
+        calibration = None if inputs is None else _calibration(in_order, metrics[layer.fqn], inputs[layer.fqn])
+        modules[layer.fqn] = _module(layer, dense[layer.fqn], in_order)
+        rows[layer.fqn] = _row(layer, dense[layer.fqn], in_order, calibration)
         if progress is not None:
             progress(len(modules), len(layers), layer.fqn)
     return modules, rows
 
 
-Made = tuple[nn.Module, Row]
+def project_calibrated_layers(
+    plan: Plan,
+    model: nn.Module,
+    dense: Mapping[str, Dense],
+    samples: Samples,
+    *,
+    sequential: bool,
+    permute: bool,
+    progress: Progress | None,
+) -> tuple[dict[str, nn.Module], dict[str, Row], ReportCalibration, tuple[Permutation, ...]]:
+    """The new modules, the rows, a word on the calibration, and what came of ``permute``. The model is run, and then is as it was.
+
+    All layers' inputs are seen in one pass over the samples; or, if ``sequential``, each block's in a pass of its own, which ends with
+    that block and in which the blocks before it are converted already. That costs half as many passes as there are blocks, holds the
+    matrices of one block at a time, and lets a block make up for what was lost before it. With ``permute`` hidden units of
+    feed-forward blocks, heads, and entries of heads are put in an order that lowers the errors, where there is one; then the new
+    modules have dense ones among them, of layers that stay dense and share the order.
+    """
+    shared = shared_features(plan, model, samples) if permute else ()
+    names = {layer.fqn: layer.names for layer in plan.layers}
+    stages = _blocks(plan.replaced) if sequential else [plan.replaced]
+    modules: dict[str, nn.Module] = {}
+    rows: dict[str, Row] = {}
+    permutations: list[Permutation] = []
+    seconds = 0.0
+
+    def count_on(done: int, _: int, name: str) -> None:
+        if progress is not None:
+            progress(len(rows) + done, len(plan.replaced), name)
+
+    with changing(model, keep=False) as trial:
+        trial.switch(plan.switches)
+        for stage in stages:
+            started = perf_counter()
+            inputs = inputs_of(model, {layer.fqn: layer.calls for layer in stage}, samples)
+            seconds += perf_counter() - started
+            permuted = permute_features(shared, plan, model, stage, inputs)
+            permutations += permuted.outcomes
+            projected, new_rows = project_layers(stage, {**dense, **permuted.linears}, count_on, permuted.inputs)
+            changed = permuted.linears | projected
+            modules |= changed
+            rows |= new_rows
+            if stage is not stages[-1]:
+                for fqn, module in changed.items():
+                    trial.swap(names[fqn], module)
+    summary = ReportCalibration(samples.name, len(samples), samples.held_out_count, sequential, seconds, samples.skipped)
+    return modules, rows, summary, tuple(permutations)
 
 
-def _projected(layers: Sequence[LayerPlan], dense: Mapping[str, Dense]) -> Iterator[tuple[LayerPlan, Made]]:
+def _blocks(layers: tuple[LayerPlan, ...]) -> list[tuple[LayerPlan, ...]]:
+    """The layers by block, which is what a name says up to its last number; in the order of execution."""
+    blocks: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        numbered = re.match(r".*\.\d+(?=\.|$)", f".{layer.fqn}")
+        blocks.setdefault(numbered[0] if numbered else layer.fqn, []).append(layer)
+    return [tuple(block) for block in blocks.values()]
+
+
+def fit_products(
+    matrices: Sequence[tuple[str, Tensor, Architecture]], metrics: Mapping[str, Metric], finish: Callable[[int, Fitted | None], T]
+) -> Iterator[tuple[int, T]]:
+    """``fit_side_by_side`` for matrices of layers, whose names are the keys of ``metrics``.
+
+    Raises:
+        ProjectionError: a matrix that cannot be projected; the message names the layer.
+    """
+
+    def named(number: int, fitted: Fitted | None) -> T:
+        with naming(matrices[number][0]):
+            return finish(number, fitted)
+
+    return fit_side_by_side([FitProblem(weight, architecture, metrics[fqn].gram) for fqn, weight, architecture in matrices], named)
+
+
+@contextmanager
+def naming(fqn: str) -> Iterator[None]:
+    """Let a ``ProjectionError`` name the layer."""
+    try:
+        yield
+    except ProjectionError as error:
+        raise ProjectionError(f"layer {fqn}: {error}") from error
+
+
+def product_of(projection: Projection) -> Tensor:
+    """The product of the factors; shape (out_features, in_features), float64, on the CPU."""
+    return factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
+
+
+def _projected(parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense]) -> Iterator[tuple[int, PartFit]]:
+    def nearest(job: tuple[LayerPlan, Part]) -> PartFit:
+        layer, part = job
+        if part.architecture is None:
+            return PartFit()
+        with naming(layer.fqn):
+            projection = project(matrix_of(dense[layer.fqn], part), part.architecture)
+        return PartFit(projection, projection.seconds)
+
     with workers() as pool:
-        jobs = [pool.submit(_project_layer, layer, dense[layer.fqn]) for layer in layers]
-        for layer, job in zip(layers, jobs, strict=True):
-            yield layer, job.result()
+        yield from enumerate(pool.map(nearest, parts))
 
 
-def _project_layer(layer: LayerPlan, dense: Dense) -> Made:
-    started = perf_counter()
-    projections: list[Projection | None] = []
-    for part in layer.parts:
-        try:
-            projections.append(project(_weight(dense, part), part.architecture) if part.architecture is not None else None)
-        except ProjectionError as error:
-            raise ProjectionError(f"layer {layer.fqn}: {error}") from error
-    return _made(layer, dense, projections, perf_counter() - started)
+def _fitted(
+    parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs], metrics: Mapping[str, Metric]
+) -> Iterator[tuple[int, PartFit]]:
+    numbers, matrices = [], []
+    for number, (layer, part) in enumerate(parts):
+        weight = matrix_of(dense[layer.fqn], part)
+        if part.architecture is not None:
+            numbers.append(number)
+            matrices.append((layer.fqn, weight, part.architecture))
+        else:
+            given = inputs[layer.fqn]
+            error, fitted = (_error(weight, weight, None, moments) for moments in (given.held_out, given.fit))
+            yield number, PartFit(error=error, plain=error, fitted=fitted)
+
+    @torch.no_grad()
+    def finish(position: int, fitted: Fitted | None) -> PartFit:
+        fqn, weight, architecture = matrices[position]
+        started, given = perf_counter(), inputs[fqn]
+        found = calibrated_projection(weight, architecture, metrics[fqn], fitted)
+        product = product_of(found.projection)
+        error = _error(weight, product, found.shift, given.held_out)
+        plain = error if found.reason else _error(weight, product_of(project(weight, architecture)), None, given.held_out, error.reference)
+        return PartFit(
+            projection=found.projection,
+            seconds=perf_counter() - started + (fitted.seconds if fitted is not None else 0.0),
+            shift=found.shift,
+            error=error,
+            plain=plain,
+            fitted=_error(weight, product, found.shift, given.fit),
+            sweeps=max(len(found.errors) - 1, 0),
+            note=found.reason,
+        )
+
+    for position, fit in fit_products(matrices, metrics, finish):
+        yield numbers[position], fit
 
 
-def _fitted(layers: Sequence[LayerPlan], dense: Mapping[str, Dense], inputs: Mapping[str, Inputs]) -> Iterator[tuple[LayerPlan, Made]]:
-    for layer, fit in fit_layers(layers, dense, inputs):
-        made = _made(layer, dense[layer.fqn], [part.projection for part in fit.parts], fit.seconds, fit.row())
-        fit.correct_biases(made[0])
-        yield layer, made
+def _error(weight: Tensor, product: Tensor, shift: Tensor | None, moments: Moments, reference: float | None = None) -> OutputError:
+    """Where the moments are."""
+    on = moments.mean
+    return output_error(weight.to(on), product.to(on), None if shift is None else shift.to(on), moments, reference)
 
 
-def _made(
-    layer: LayerPlan, dense: Dense, projections: Sequence[Projection | None], seconds: float, calibration: RowCalibration | None = None
-) -> Made:
-    """The new module and its row; parts without a projection stay dense."""
-    found = dict(zip(layer.parts, projections, strict=True))
+@torch.no_grad()
+def _module(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit]) -> nn.Module:
+    """The new module, whose biases take up what the parts lose of the mean."""
+    found = dict(zip(layer.parts, fits, strict=True))
 
-    def weights(part: Part) -> tuple[Tensor, ...]:
-        projection = found[part]
-        return (_weight(dense, part).clone(),) if projection is None else projection.factors
+    def weights(part: Part) -> Sequence[Tensor]:
+        projection = found[part].projection
+        return (matrix_of(dense, part).clone(),) if projection is None else projection.factors
 
-    rows = [
-        PartRow(part.name, "dense", 0.0, 1.0)
-        if projection is None
-        else PartRow(part.name, str(projection.architecture), projection.relative_error, projection.energy_kept)
-        for part, projection in found.items()
-    ]
-    lost = sum((each.relative_error * _norm(_weight(dense, part))) ** 2 for part, each in found.items() if each is not None)
+    module = build(layer, dense, weights)
+    for part, fit in found.items():
+        if fit.shift is not None:
+            bias = module.get_parameter("bias" if part.name is None else f"{part.name}.bias")
+            bias.copy_(bias.cpu().to(torch.float64) + fit.shift)
+    return module
+
+
+def _row(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit], calibration: RowCalibration | None) -> Row:
+    parts, lost = [], 0.0
+    for part, fit in zip(layer.parts, fits, strict=True):
+        if fit.projection is None:
+            parts.append(PartRow(part.name, "dense", 0.0, 1.0))
+        else:
+            error = fit.projection.relative_error
+            parts.append(PartRow(part.name, str(part.architecture), error, fit.projection.energy_kept))
+            lost += (error * _norm(matrix_of(dense, part))) ** 2
     norm = _norm(dense.weight.detach())
-    return build(layer, dense, weights), row_of(layer, rows, sqrt(lost) / norm if norm else 0.0, seconds, calibration)
+    error = sqrt(lost) / norm if norm else 0.0
+    seconds = sum(fit.seconds for fit in fits)
+    return Row.of(layer, relative_error=error, energy_kept=1 - error**2, seconds=seconds, parts=tuple(parts), calibration=calibration)
 
 
-def _weight(dense: Dense, part: Part) -> Tensor:
-    return dense.weight.detach()[part.start : part.stop].flatten(1)
+def _calibration(fits: Sequence[PartFit], metric: Metric, inputs: Inputs) -> RowCalibration:
+    output, plain, fitted = (sum((getattr(fit, name) for fit in fits), NO_ERROR).relative for name in ("error", "plain", "fitted"))
+    notes = dict.fromkeys(fit.note for fit in fits if fit.note is not None)
+    return RowCalibration(
+        output_error=output,
+        plain_output_error=plain,
+        fit_error=fitted,
+        sweeps=max(fit.sweeps for fit in fits),
+        shrinkage=metric.shrinkage,
+        rows=inputs.fit.rows,
+        permuted=inputs.permuted,
+        note="; ".join(notes) or None,
+    )
 
 
 def _norm(weight: Tensor) -> float:

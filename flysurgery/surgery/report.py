@@ -2,34 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from flysurgery.fidelity import Fidelity, Reconstruction
-from flysurgery.surgery.calibration_report import ReportCalibration, RowCalibration, calibrated_table
-from flysurgery.surgery.fidelity_report import FIDELITY, block_errors, fidelity_rows, finite, reconstruction_sentence, verdict
-from flysurgery.surgery.layer_plan import LayerPlan, Reason
-from flysurgery.surgery.measured_choices import Measurement
-from flysurgery.surgery.permutation_report import Permutation, permutation_tables
-from flysurgery.surgery.plan_table import kept_table
-from flysurgery.surgery.table import grouped, share, short_count, text_table
-from flysurgery.surgery.tradeoff import Tradeoff
-
-REPLACED = (
-    "replaced",
-    "layers",
-    "role",
-    "out x in",
-    "params",
-    "after",
-    "share",
-    "relative error",
-    "energy kept",
-    "seconds",
-    "family",
-    "architecture",
+from flysurgery.fidelity import ENOUGH, Fidelity, Reconstruction
+from flysurgery.surgery.choices import Measurement, Tradeoff
+from flysurgery.surgery.plan import LayerPlan, Reason
+from flysurgery.surgery.serial import as_json
+from flysurgery.surgery.tables import (
+    Columns,
+    blocks_of_text,
+    change,
+    grouped,
+    kept_table,
+    layer_table,
+    replaced_table,
+    text_table,
+    total,
 )
+
+UNKNOWN = "its fidelity is unknown: no data were given; --calibrate DATA measures it (calibrate=DATA in Python)"
+
+TOP_CLASS = "same top class"
+
+FIDELITY = ("fidelity", "before", "after", "change")
+MOVED = ("in a new order", "role", "layers", "fit error before", "after")
+STAYED = ("in their own order", "n", "what", "why")
+PLANNED = (
+    *("fqn", "role", "status", "reason", "size", "family", "architecture"),
+    *("params_before", "params_after", "flops_before", "flops_after"),
+)
+"""What a row has from the plan of its layer."""
+
+
+@dataclass(frozen=True)
+class RowCalibration:
+    """What calibration did for one layer.
+
+    Errors are relative ones of the layer's output, ``sqrt(E|y' - y|² / E|W x|²)``. ``output_error`` and ``plain_output_error``, that of the
+    plain projection, are measured on held-out samples; ``fit_error`` on those that the factors were fitted to. ``rows`` counts
+    the rows of x that were fitted to, ``sweeps`` those of the part that took most, and ``shrinkage`` is the identity's share in their
+    covariance. ``permuted`` says whether features of the layer are in a new order. ``note`` says why the factors are those of
+    the plain projection, None where they are not.
+    """
+
+    output_error: float
+    plain_output_error: float
+    fit_error: float
+    sweeps: int
+    shrinkage: float
+    rows: int
+    permuted: bool = False
+    note: str | None = None
+
+    @property
+    def ratio(self) -> float:
+        """The output error as a share of the plain projection's; 1 where both are zero."""
+        return self.output_error / self.plain_output_error if self.plain_output_error else 1.0
+
+
+@dataclass(frozen=True)
+class ReportCalibration:
+    """What the layers were calibrated with. ``seconds`` were spent on forwards and sums; ``skipped`` could not be read."""
+
+    data: str
+    samples: int
+    held_out: int
+    sequential: bool
+    seconds: float
+    skipped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"calibrated with {self.samples} samples of {self.data}, of which {self.held_out} were held out to measure the output errors"
+        if self.sequential:
+            text += "; each block was given the inputs that the converted blocks before it make"
+        return text + (f"; {len(self.skipped)} could not be read: {', '.join(self.skipped[:5])}" if self.skipped else "")
+
+
+@dataclass(frozen=True)
+class PermutedLayer:
+    """A layer's relative errors ``sqrt(tr(D G Dᵀ) / tr(W G Wᵀ))`` in the old order and in the new one.
+
+    G is the metric that it was fitted in; of several parts the root of the mean square.
+    """
+
+    fqn: str
+    role: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """One attention's heads, or one block's hidden units (``what``), which the ``linears`` share.
+
+    ``moved``: a new order was better than their own and was taken; it is in the weights, and the model computes the same but for the
+    projection. ``layers`` are those for which the order counts, with the errors of the two orders. ``tied`` says why heads, entries of
+    query and key, or entries of value keep their order.
+    """
+
+    what: str
+    linears: tuple[str, ...]
+    layers: tuple[PermutedLayer, ...] = ()
+    moved: bool = False
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,11 +139,16 @@ class Row:
     params_after: int
     flops_before: int
     flops_after: int
-    relative_error: float | None
-    energy_kept: float | None
-    seconds: float | None
+    relative_error: float | None = None
+    energy_kept: float | None = None
+    seconds: float | None = None
     parts: tuple[PartRow, ...] = ()
     calibration: RowCalibration | None = None
+
+    @classmethod
+    def of(cls, layer: LayerPlan, **found: Any) -> Row:
+        """The row of a layer, with what its projection ``found``; of a layer that stays dense there is nothing."""
+        return cls(**{name: getattr(layer, name) for name in PLANNED}, **found)
 
 
 @dataclass(frozen=True)
@@ -99,10 +182,10 @@ class Report:
         return {
             "layers": len(self.rows),
             "replaced": len(self.replaced),
-            "replaced_params_before": sum(row.params_before for row in self.replaced),
-            "replaced_params_after": sum(row.params_after for row in self.replaced),
-            "linear_flops_before": sum(row.flops_before for row in self.rows),
-            "linear_flops_after": sum(row.flops_after for row in self.rows),
+            "replaced_params_before": total(self.replaced, "params_before"),
+            "replaced_params_after": total(self.replaced, "params_after"),
+            "linear_flops_before": total(self.rows, "flops_before"),
+            "linear_flops_after": total(self.rows, "flops_after"),
             "model_params_before": self.model_params_before,
             "model_params_after": self.model_params_after,
             "seconds": self.seconds,
@@ -118,93 +201,144 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Rows and totals as JSON values."""
-        rows = [asdict(row) | {"parts": [asdict(part) for part in row.parts]} for row in self.rows]
-        calibration = None if self.calibration is None else asdict(self.calibration)
-        permutations = [asdict(each) for each in self.permutations]
-        tradeoff = None if self.tradeoff is None else self.tradeoff.to_json()
+        seen = ("verified", "calibration", "fidelity", "reconstruction", "permutations", "tradeoff")
         measurement = None if self.measurement is None else self.measurement.to_json()
-        chosen = {"permutations": permutations, "tradeoff": tradeoff, "measurement": measurement}
-        fidelity = None if self.fidelity is None else finite(self.fidelity.to_json())
-        reconstruction = None if self.reconstruction is None else finite(self.reconstruction.to_json())
-        seen = {"calibration": calibration, "fidelity": fidelity, "reconstruction": reconstruction}
-        return {"rows": rows, "totals": self.totals, "verified": self.verified, **seen, **chosen}
+        document = {"rows": self.rows, "totals": self.totals, **{name: getattr(self, name) for name in seen}, "measurement": measurement}
+        return as_json(document)
 
     def __str__(self) -> str:
         totals = self.totals
-        pairs = (
-            ("replaced layers' parameters", totals["replaced_params_before"], totals["replaced_params_after"]),
-            ("model's parameters", self.model_params_before, self.model_params_after),
-            ("linear layers' flops of one sample", totals["linear_flops_before"], totals["linear_flops_after"]),
-        )
-        sums = [f"{what}: {short_count(before)} -> {short_count(after)} ({share(after, before)})" for what, before, after in pairs]
         head = f"replaced {totals['replaced']} of {totals['layers']} linear layers in {self.seconds:.1f} s"
         head += ", and one forward called each" if self.verified else ", not verified by a forward"
-        kept = [(row.fqn, row.role, row.size, row.reason) for row in self.rows if row.status == "keep"]
-        blocks = [head, _replaced_table(self.replaced), "\n".join(sums)]
-        if self.calibration is not None:
-            blocks += [str(self.calibration), calibrated_table([(row.fqn, row.role, row.calibration) for row in self.rows])]
-        if self.fidelity is not None:
-            blocks.append(text_table(FIDELITY, fidelity_rows(self.fidelity, self.reconstruction), right=FIDELITY[1:]))
-        blocks += self.remarks
-        if self.permutations:
-            blocks.append(permutation_tables(self.permutations))
-        blocks += [str(each) for each in (self.tradeoff, self.measurement) if each is not None]
-        return "\n\n".join([*blocks, *([kept_table(kept)] if kept else [])])
-
-
-def row_of(
-    layer: LayerPlan,
-    parts: Sequence[PartRow],
-    relative_error: float | None,
-    seconds: float | None,
-    calibration: RowCalibration | None = None,
-) -> Row:
-    """The row of a layer that was replaced, or kept (no parts, None and None)."""
-    return Row(
-        fqn=layer.fqn,
-        role=layer.role,
-        status=layer.status,
-        reason=layer.reason,
-        size=layer.size,
-        family=layer.family,
-        architecture=layer.architecture,
-        params_before=layer.params_before,
-        params_after=layer.params_after,
-        flops_before=layer.flops_before,
-        flops_after=layer.flops_after,
-        relative_error=relative_error,
-        energy_kept=None if relative_error is None else 1 - relative_error**2,
-        seconds=seconds,
-        parts=tuple(parts),
-        calibration=calibration,
-    )
-
-
-def _replaced_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for name, members in grouped(rows, lambda each: each.fqn, lambda each: (each.role, each.size, each.architecture)):
-        before, after = sum(each.params_before for each in members), sum(each.params_after for each in members)
-        errors = [each.relative_error for each in members if each.relative_error is not None]
-        kept = [each.energy_kept for each in members if each.energy_kept is not None]
-        lines.append(
-            (
-                name,
-                str(len(members)),
-                members[0].role,
-                members[0].size,
-                short_count(before),
-                short_count(after),
-                share(after, before),
-                _span(errors),
-                _span(kept),
-                f"{sum(each.seconds or 0 for each in members):.2f}",
-                members[0].family or "",
-                members[0].architecture or "",
-            )
+        sums = (
+            ("replaced layers' parameters", "replaced_params"),
+            ("model's parameters", "model_params"),
+            ("linear layers' flops of one sample", "linear_flops"),
         )
-    return text_table(REPLACED, lines, right=("layers", *REPLACED[4:10]))
+        fidelity = None if self.fidelity is None else fidelity_rows(self.fidelity, self.reconstruction)
+        return blocks_of_text(
+            head,
+            replaced_table("replaced", self.replaced, "params", RESULTS),
+            "\n".join(f"{what}: {change(totals[f'{name}_before'], totals[f'{name}_after'])}" for what, name in sums),
+            self.calibration,
+            _calibrated_table(self.rows),
+            fidelity and text_table(FIDELITY, fidelity, right=FIDELITY[1:]),
+            *self.remarks,
+            permutation_tables(self.permutations),
+            self.tradeoff,
+            self.measurement,
+            kept_table(self.rows),
+        )
+
+
+RESULTS: Columns = {
+    "relative error": lambda rows: _span([row.relative_error for row in rows]),
+    "energy kept": lambda rows: _span([row.energy_kept for row in rows]),
+    "seconds": lambda rows: f"{sum(row.seconds for row in rows):.2f}",
+}
+
+CALIBRATED: Columns = {
+    "role": lambda rows: rows[0].role,
+    "output error": lambda rows: f"{_worst(rows).output_error:.3f}",
+    "of plain projection": lambda rows: f"{_worst(rows).plain_output_error:.3f}",
+    "ratio": lambda rows: f"{_worst(rows).ratio:.3f}",
+    "fit error": lambda rows: f"{_worst(rows).fit_error:.3f}",
+    "sweeps": lambda rows: str(_worst(rows).sweeps),
+    "shrinkage": lambda rows: f"{_worst(rows).shrinkage:.1e}",
+    "note": lambda rows: rows[0].calibration.note or ("features in a new order" if rows[0].calibration.permuted else ""),
+}
+
+
+def _calibrated_table(rows: Sequence[Row]) -> str:
+    """The calibrated layers; of those that are alike the one with the largest error."""
+    known = [row for row in rows if row.calibration is not None]
+    return layer_table("calibrated", known, lambda row: (row.role, row.calibration.permuted, row.calibration.note), CALIBRATED)
+
+
+def _worst(rows: Sequence[Any]) -> RowCalibration:
+    return max((row.calibration for row in rows), key=lambda found: found.output_error)
 
 
 def _span(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
     return low if low == high else f"{low} to {high}"
+
+
+def permutation_tables(permutations: Sequence[Permutation]) -> str:
+    """What was won in each role, as the mean over its layers, and what was tied, with the reasons."""
+    by_role: dict[tuple[str, str], list[tuple[bool, PermutedLayer]]] = {}
+    for each in permutations:
+        for layer in each.layers:
+            by_role.setdefault((each.what, layer.role), []).append((each.moved, layer))
+    moved = []
+    for (what, role), found in by_role.items():
+        before, after = (sum(getattr(layer, name) for _, layer in found) / len(found) for name in ("before", "after"))
+        moved.append((what, role, f"{sum(is_moved for is_moved, _ in found)} of {len(found)}", f"{before:.4f}", f"{after:.4f}"))
+    tied = [(each.linears[0], what, why) for each in permutations for what, why in each.tied.items()]
+    alike = grouped(tied, lambda each: each[0], lambda each: each[1:])
+    stayed = [(name, str(len(members)), *members[0][1:]) for name, members in alike]
+    return blocks_of_text(
+        moved and text_table(MOVED, moved, right=MOVED[2:]),
+        stayed and text_table(STAYED, stayed, right=("n",)),
+    )
+
+
+def measures(found: Fidelity) -> list[tuple[str, str]]:
+    """What was compared, and what came of it."""
+    return [(what, _shown(what, value)) for what, (_, value) in _values(found).items() if value is not None]
+
+
+def fidelity_rows(found: Fidelity, reconstruction: Reconstruction | None = None) -> list[tuple[str, str, str, str]]:
+    """What was compared, before, after, and the change: before is the dense model, or the projection where there is a reconstruction."""
+    start = None if reconstruction is None else _values(reconstruction.before)
+    rows = []
+    for what, (dense, after) in _values(found).items():
+        before = dense if start is None else start[what][1]
+        if before is not None and after is not None:
+            change = f"{100 * (after - before):+.2f} points" if what == TOP_CLASS else f"{after - before:+.3f}"
+            rows.append((what, _shown(what, before), _shown(what, after), change))
+    first = f"{rows[0][0]}, {found.samples} held-out samples" + ("" if start is None else ", projected and reconstructed")
+    return [(first, *rows[0][1:]), *rows[1:]]
+
+
+def block_errors(found: Fidelity) -> str | None:
+    """One line with the error after each block, None where no blocks were compared."""
+    return f"error after each block: {' '.join(f'{error:.3f}' for _, error in found.blocks)}" if found.blocks else None
+
+
+def reconstruction_sentence(done: Reconstruction) -> str:
+    """What a reconstruction did, and what it cost."""
+    kept = f"the state after update {done.kept} was kept" if done.kept else "no update was better, so the start was kept"
+    return (
+        f"reconstructed in {done.updates} updates of {done.batch} views each in {done.seconds:.0f} s, and {kept}: "
+        f"relative error from {done.before.relative_error:.3f} to {done.after.relative_error:.3f}"
+    )
+
+
+def verdict(found: Fidelity | None, *, calibrated: bool, reconstructed: bool) -> str | None:
+    """What the user is to know of the fidelity: that it is unknown, or too low and what raises it. None where it is enough."""
+    if found is None:
+        return None if calibrated else UNKNOWN
+    cosines = {"output": found.output_cosine} | ({} if found.token_cosine is None else {"token": found.token_cosine})
+    if not all(map(math.isfinite, (*cosines.values(), found.relative_error))):
+        return "its fidelity is no number: one of the two models gives outputs that are not finite"
+    if found.is_enough:
+        return None
+    name, lowest = min(cosines.items(), key=lambda each: each[1])
+    unused = [] if calibrated else ["--calibrate"]
+    unused.append("--reconstruct with more --minutes" if reconstructed else "--reconstruct")
+    return f"its {name} cosine of {lowest:.3f} is below {ENOUGH:g}, so the model needs {', '.join(unused)} or finetune"
+
+
+def _values(found: Fidelity) -> dict[str, tuple[float, float | None]]:
+    """By name: the dense model's value, and the one that was found."""
+    return {
+        "output cosine": (1.0, found.output_cosine),
+        "token cosine": (1.0, found.token_cosine),
+        "relative error": (0.0, found.relative_error),
+        TOP_CLASS: (1.0, found.agreement),
+    }
+
+
+def _shown(what: str, value: float) -> str:
+    return f"{value:.2%}" if what == TOP_CLASS else f"{value:.3f}"

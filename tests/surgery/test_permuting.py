@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from vit_pytorch import ViT
 
-from flysurgery.calibration import collect, samples_of
+from flysurgery.calibration import Inputs, collect, samples_of
 from flysurgery.checkpoint import load, save
 from flysurgery.surgery import Plan, Report, apply, densify, plan
-from flysurgery.surgery.fit_parts import Inputs
-from flysurgery.surgery.permutable import HIDDEN_UNITS, shared_features
-from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, Permuter
+from flysurgery.surgery.permuting import HIDDEN_UNITS, INDIFFERENT, SEPARATE, Permuted, permute, shared_features
 from flysurgery.walker import HEADS, QUERY_KEY, VALUE
 from tests.surgery.test_calibrate import inputs_of
 
@@ -34,7 +32,7 @@ def many() -> Tensor:
 def permuted(made: Plan, model: nn.Module, images: Tensor) -> Permuted:
     calls = {layer.fqn: layer.calls for layer in made.replaced}
     inputs = {fqn: Inputs(found, found) for fqn, found in collect(model, calls, images.split(8)).items()}
-    return Permuter(made, model, shared_features(made, model, samples_of(images))).permute(made.replaced, inputs)
+    return permute(shared_features(made, model, samples_of(images)), made, model, made.replaced, inputs)
 
 
 def with_linears(model: nn.Module, linears: dict[str, nn.Linear]) -> nn.Module:

@@ -17,7 +17,7 @@ from flysurgery.surgery import FidelityGoal, Plan, allocate, apply, convert
 def test_the_cheapest_plan_tried_that_reaches_the_fidelity_is_taken(
     vit: nn.Module, vit_plan: Plan, many: Tensor, goal: FidelityGoal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flysurgery.surgery.search.STEPS", 3)
+    monkeypatch.setattr("flysurgery.surgery.allocation.STEPS", 3)
     vit.eval()
     before = copy.deepcopy(vit.state_dict())
     made, tradeoff = allocate(vit_plan, vit, fidelity=goal, calibrate=many)

@@ -9,7 +9,7 @@ import pytest
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.patterns import gonon, low_rank, monarch
 from flysurgery.surgery import Reason
-from flysurgery.surgery.rule import Rule, read_architectures
+from flysurgery.surgery.planning import Rule, read_architectures
 
 
 def test_the_familys_options_decide() -> None:

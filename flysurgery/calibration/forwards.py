@@ -1,0 +1,170 @@
+"""What is seen in forwards of a model: the inputs of its layers, and how much its output feels their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from flysurgery.calibration.samples import Samples
+from flysurgery.errors import DataError, SurgeryError
+from flysurgery.projection import Moments
+
+PROBE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The moments of one layer's inputs: on samples to fit with, and on held-out ones; ``permuted``: in another order than the model's."""
+
+    fit: Moments
+    held_out: Moments
+    permuted: bool = False
+
+
+class _AllSeen(Exception):  # noqa: N818
+    """Ends a forward in which every wanted layer has had its inputs."""
+
+
+@contextmanager
+def unchanged_state(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module has its own mode and its own buffers with their old values."""
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for _, _, buffers in modules for buffer in buffers.values() if buffer is not None]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training, buffers in modules:
+            module.training = training
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
+
+
+def inputs_of(model: nn.Module, layers: Mapping[str, int], samples: Samples) -> dict[str, Inputs]:
+    """What ``collect`` finds of ``layers``, by name, on the samples to fit with and on those held out."""
+    fit, held_out = collect(model, layers, samples.fit()), collect(model, layers, samples.held_out())
+    return {fqn: Inputs(fit[fqn], held_out[fqn]) for fqn in layers}
+
+
+@torch.no_grad()
+def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tensor]) -> dict[str, Moments]:
+    """Run ``model`` over ``batches``, in eval mode, and sum up the moments of what enters each of ``layers``.
+
+    ``layers`` gives the names of linear layers, or of 1x1 convolutions, and how often a forward calls each; a forward ends with the
+    last of these calls. Keeps one n×n matrix in float64 a layer, and nothing of the batches. The model's modes, buffers and hooks
+    are as before.
+
+    Raises:
+        DataError: the model fails on a batch; the message has its reason.
+        SurgeryError: a layer that a forward does not call, or whose inputs are not finite.
+    """
+    left: dict[str, int] = {}
+
+    def seen(fqn: str) -> None:
+        left[fqn] -= 1
+        if not any(count > 0 for count in left.values()):
+            raise _AllSeen
+
+    with watched(model, layers, seen) as found, unchanged_state(model):
+        for batch in batches:
+            left |= layers
+            _run(model, _as_input(batch, model))
+    return found
+
+
+@contextmanager
+def watched(model: nn.Module, layers: Iterable[str], seen: Callable[[str], None] = lambda fqn: None) -> Iterator[dict[str, Moments]]:
+    """Sum up the moments of what enters each of ``layers`` while ``model`` is run; ``seen`` is called after each call of a layer.
+
+    Raises:
+        SurgeryError: at the end, for a layer that was not called, or whose inputs were not finite.
+    """
+    modules = {fqn: model.get_submodule(fqn) for fqn in layers}
+    found = {fqn: Moments(module.get_parameter("weight").shape[1]) for fqn, module in modules.items()}
+
+    def hook(fqn: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        (x,) = inputs
+        assert isinstance(x, Tensor)
+        found[fqn].add(x.movedim(1, -1) if isinstance(module, nn.Conv2d) else x)
+        seen(fqn)
+
+    with _removed([module.register_forward_pre_hook(partial(hook, fqn)) for fqn, module in modules.items()]):
+        yield found
+    for fqn, moments in found.items():
+        if not moments.rows:
+            raise SurgeryError(f"layer {fqn} was not called on the calibration data, so nothing is known of its inputs; exclude it")
+        if not moments.is_finite:
+            raise SurgeryError(f"layer {fqn} is given NaN or infinite inputs on the calibration data")
+
+
+def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Tensor]) -> dict[str, float]:
+    """For each layer the mean square of what ``probe · output`` changes by, for one entry of the layer's output; probes are random ±1.
+
+    The probes' mean of ``Jᵀ probe probeᵀ J`` is ``JᵀJ``, with J the derivative of the model's output, so the mean square of the
+    gradient is that of an entry of J summed over the outputs: what an error in any direction alike does to the model's output, to first
+    order. One forward and one backward a batch; parameters' gradients, modes and buffers are as before.
+
+    Raises:
+        DataError: the model fails on a batch, or does not give one tensor.
+        SurgeryError: no gradient comes to a layer, or one that is not finite.
+    """
+    sums = dict.fromkeys(layers, torch.zeros(()))
+    counts = dict.fromkeys(layers, 0)
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+
+    def add(fqn: str, gradient: Tensor) -> None:
+        square = gradient.detach().to(torch.float32).square().sum(dtype=torch.float32)
+        sums[fqn] = sums[fqn].to(square.device) + square
+        counts[fqn] += gradient.numel()
+
+    def hook(fqn: str, module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(add, fqn))
+
+    handles = [model.get_submodule(fqn).register_forward_hook(partial(hook, fqn)) for fqn in layers]
+    with _removed(handles), unchanged_state(model), torch.enable_grad():
+        for batch in batches:
+            x = _as_input(batch, model).detach().requires_grad_()
+            output = _run(model, x)
+            if not isinstance(output, Tensor):
+                raise DataError(f"sensitivities need a model that gives one tensor, and this one gives {type(output).__name__}")
+            probe = torch.randint(0, 2, output.shape, generator=generator).mul(2).sub(1).to(output)
+            torch.autograd.grad(output, x, probe)
+    for fqn in layers:
+        if not counts[fqn] or not sums[fqn].isfinite():
+            raise SurgeryError(f"layer {fqn} has no finite gradient on the calibration data, so its sensitivity is not known; exclude it")
+    return {fqn: float(sums[fqn]) / counts[fqn] for fqn in layers}
+
+
+def _as_input(batch: Tensor, model: nn.Module) -> Tensor:
+    parameter = next(model.parameters())
+    return batch.to(parameter.device, parameter.dtype)
+
+
+def _run(model: nn.Module, x: Tensor) -> object:
+    """The model's result; None of a forward that ended early."""
+    try:
+        return model(x)
+    except _AllSeen:
+        return None
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"the model fails on calibration inputs of shape {tuple(x.shape)}: {reason}") from error
+
+
+@contextmanager
+def _removed(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks at the end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,115 @@
+"""Changes to a model that are all taken back unless everything went well, and what a changed model carries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from flysurgery.errors import SurgeryError
+from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.surgery.plan import Plan
+from flysurgery.walker import Switch
+
+PLAN = "_flysurgery_plan"
+SWITCHES_BEFORE = "_flysurgery_switches_before"
+STANDS_FOR = "_flysurgery_stands_for"
+"""On a fused module of an optimized model: the module in whose place it stands; on one on which a fused method was set, itself, and the
+method's name."""
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that ``model`` was converted by, None for a model that is not converted. Copies and pickles keep it."""
+    return getattr(model, PLAN, None)
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether fused modules stand in ``model``, or a fused method was set on one of its own."""
+    return any(STANDS_FOR in vars(module) for module in model.modules())
+
+
+def converted_layers(model: nn.Module) -> dict[str, ButterflyLinear | SplitLinear]:
+    """The converted layers by name, a shared one under each of its names; a split layer counts, its parts do not."""
+    parts = {part for module in model.modules() if isinstance(module, SplitLinear) for part in module.children()}
+    return {
+        fqn: module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ButterflyLinear | SplitLinear) and module not in parts
+    }
+
+
+def refuse_converted(model: nn.Module) -> None:
+    """Raise ``SurgeryError`` for a model that is converted already, or optimized."""
+    refuse_optimized(model)
+    layers = converted_layers(model)
+    if layers:
+        first = next(iter(layers)) or type(model).__name__
+        raise SurgeryError(f"the model is converted already ({len(layers)} layers, such as {first}); densify it first")
+
+
+def refuse_optimized(model: nn.Module) -> None:
+    """Raise ``SurgeryError`` for a model whose fused modules refer to the layers that surgery would replace, and for what is no model."""
+    if not isinstance(model, nn.Module):
+        made = f"; build it first, as with timm.create_model('{model}')" if isinstance(model, str) else ""
+        raise SurgeryError(f"expected a torch.nn.Module, got {type(model).__name__}{made}")
+    if is_optimized(model):
+        raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")
+
+
+@contextmanager
+def changing(model: nn.Module, *, keep: bool = True) -> Iterator[Change]:
+    """Give a ``Change`` to change ``model`` by. After an exception all is undone, last change first; without ``keep`` it always is."""
+    with ExitStack() as undo:
+        yield Change(model, undo)
+        if keep:
+            undo.pop_all()
+
+
+class Change:
+    """Swaps modules and sets attributes of a model, and notes how to take that back."""
+
+    def __init__(self, model: nn.Module, undo: ExitStack) -> None:
+        self._model, self._undo = model, undo
+
+    def convert(self, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
+        """Put the new modules in place under all their names, set the plan's switches, and leave the plan on the model."""
+        for layer in plan.layers:
+            if layer.fqn in modules:
+                self.swap(layer.names, modules[layer.fqn])
+        before = tuple(Switch(each.module_fqn, each.attribute, getattr(*self._place(each))) for each in plan.switches)
+        self.switch(plan.switches)
+        self._set(self._model, SWITCHES_BEFORE, before)
+        self._set(self._model, PLAN, plan)
+
+    def unconvert(self) -> None:
+        """Set the switches back and take the plan off the model."""
+        self.switch(getattr(self._model, SWITCHES_BEFORE, ()))
+        for name in (PLAN, SWITCHES_BEFORE):
+            if hasattr(self._model, name):
+                self._undo.callback(setattr, self._model, name, getattr(self._model, name))
+                delattr(self._model, name)
+
+    def swap(self, fqns: Iterable[str], new: nn.Module) -> None:
+        """Put ``new`` in the place of the module of these names, in the same order among its siblings."""
+        for fqn in fqns:
+            parent, _, name = fqn.rpartition(".")
+            # Straight into the registry: what a class does in __setattr__ could not be taken back.
+            children = self._model.get_submodule(parent)._modules
+            self._undo.callback(children.__setitem__, name, children[name])
+            children[name] = new
+
+    def switch(self, switches: Iterable[Switch]) -> None:
+        """Set the attributes of parents."""
+        for each in switches:
+            self._set(*self._place(each), each.value)
+
+    def _place(self, switch: Switch) -> tuple[nn.Module, str]:
+        return self._model.get_submodule(switch.module_fqn), switch.attribute
+
+    def _set(self, module: nn.Module, name: str, value: object) -> None:
+        if hasattr(module, name):
+            self._undo.callback(setattr, module, name, getattr(module, name))
+        else:
+            self._undo.callback(delattr, module, name)
+        setattr(module, name, value)
