@@ -10,6 +10,7 @@ from torch import nn
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery.plan import Plan
+from flysurgery.surgery.transformers_models import is_of_transformers, quantization_entry
 from flysurgery.walker import Switch
 
 PLAN = "_flysurgery_plan"
@@ -53,6 +54,10 @@ def refuse_optimized(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         made = f"; build it first, as with timm.create_model('{model}')" if isinstance(model, str) else ""
         raise SurgeryError(f"expected a torch.nn.Module, got {type(model).__name__}{made}")
+    adapter = next((name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None)
+    if adapter is not None:
+        where = f"around {adapter}" if adapter else "around the model"
+        raise SurgeryError(f"the model has adapters of peft ({where}); convert it first, or merge them: model.merge_and_unload()")
     if is_optimized(model):
         raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")
 
@@ -81,14 +86,16 @@ class Change:
         self.switch(plan.switches)
         self._set(self._model, SWITCHES_BEFORE, before)
         self._set(self._model, PLAN, plan)
+        if is_of_transformers(self._model):
+            self._set(self._model.config, "quantization_config", quantization_entry(plan))  # for ``save_pretrained``
 
     def unconvert(self) -> None:
         """Set the switches back and take the plan off the model."""
         self.switch(getattr(self._model, SWITCHES_BEFORE, ()))
         for name in (PLAN, SWITCHES_BEFORE):
-            if hasattr(self._model, name):
-                self._undo.callback(setattr, self._model, name, getattr(self._model, name))
-                delattr(self._model, name)
+            self._delete(self._model, name)
+        if is_of_transformers(self._model):
+            self._delete(self._model.config, "quantization_config")
 
     def swap(self, fqns: Iterable[str], new: nn.Module) -> None:
         """Put ``new`` in the place of the module of these names, in the same order among its siblings."""
@@ -107,9 +114,14 @@ class Change:
     def _place(self, switch: Switch) -> tuple[nn.Module, str]:
         return self._model.get_submodule(switch.module_fqn), switch.attribute
 
-    def _set(self, module: nn.Module, name: str, value: object) -> None:
-        if hasattr(module, name):
-            self._undo.callback(setattr, module, name, getattr(module, name))
+    def _set(self, owner: object, name: str, value: object) -> None:
+        if hasattr(owner, name):
+            self._undo.callback(setattr, owner, name, getattr(owner, name))
         else:
-            self._undo.callback(delattr, module, name)
-        setattr(module, name, value)
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+    def _delete(self, owner: object, name: str) -> None:
+        if hasattr(owner, name):
+            self._undo.callback(setattr, owner, name, getattr(owner, name))
+            delattr(owner, name)

@@ -96,3 +96,10 @@ def test_an_optimized_model_is_refused(converted: nn.Module, monkeypatch: pytest
     monkeypatch.setattr("flysurgery.peft.is_optimized", lambda model: True)
     with pytest.raises(SurgeryError, match=r"undo it first: flysurgery\.restore"):
         lora_config(converted, LoraConfig(target_modules=["fc1"]))
+
+
+def test_a_model_with_adapters_is_refused_by_surgery() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
+    get_peft_model(model, LoraConfig(r=4, target_modules=["fc1"]))
+    with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\).*merge_and_unload"):
+        flysurgery.plan(model)

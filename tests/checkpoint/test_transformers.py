@@ -1,0 +1,187 @@
+"""Folders of converted models of transformers: by transformers' own calls, by those of this project, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import flysurgery
+from flysurgery.errors import CheckpointError, ModelError, SurgeryError
+from flysurgery.layers import ButterflyLinear
+from flysurgery.surgery import plan_of
+
+TRUNK = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32, "patch_size": 8}
+STAGES = {"image_size": 64, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "ViTForImageClassification": TRUNK | {"id2label": {0: "cat", 1: "dog", 2: "fox"}},
+    "BeitForImageClassification": TRUNK,
+    "Dinov2WithRegistersModel": TRUNK,
+    "CLIPVisionModel": TRUNK,
+    "SiglipVisionModel": TRUNK,
+    "SwinForImageClassification": STAGES,
+    "YolosForObjectDetection": TRUNK | {"image_size": [64, 64]},
+    "SegformerForImageClassification": {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 4, 4]},
+    "MobileViTForImageClassification": {"image_size": 64},
+    "ConvNextForImageClassification": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 64]},
+}
+
+
+def converted(name: str) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, name)
+    model = model(model.config_class(**MODELS[name])).eval()
+    flysurgery.apply(flysurgery.plan(model, arch="monarch"), model)
+    return model
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def example(model: Any) -> Tensor:
+    plan = plan_of(model)
+    assert plan is not None and plan.example is not None
+    return torch.randn(plan.example[0].shape, generator=torch.Generator().manual_seed(1))  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trips(name: str, tmp_path: Path) -> None:
+    model = converted(name)
+    x = example(model)
+    wanted = tensors(model(x))
+    model.save_pretrained(tmp_path / "theirs")
+    flysurgery.save(model, tmp_path / "ours")
+    for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        auto, problems = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+        assert not any(problems.values())
+        for again in (auto, flysurgery.load(folder)):
+            assert [layer for layer in again.modules() if isinstance(layer, ButterflyLinear)]
+            assert all(map(torch.equal, tensors(again(x)), wanted))
+            assert plan_of(again) == plan_of(model)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("folders")
+    model = converted("ViTForImageClassification")
+    model.save_pretrained(where / "theirs")
+    flysurgery.save(model, where / "ours", optimize=True)
+    return where
+
+
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+def test_an_opened_model_is_no_quantized_one(folders: Path, kind: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForImageClassification.from_pretrained(folders / kind)
+    assert model.config.id2label == flysurgery.load(folders / kind).config.id2label == {0: "cat", 1: "dog", 2: "fox"}
+    assert model.half().dtype == torch.float16
+    model.float().train()(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    flysurgery.densify(model)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    transformers.ViTForImageClassification.from_pretrained(tmp_path)
+
+
+def test_saved_again_by_the_other_way(folders: Path, tmp_path: Path) -> None:
+    flysurgery.save(flysurgery.load(folders / "theirs"), tmp_path / "again")
+    transformers.AutoModelForImageClassification.from_pretrained(folders / "ours").save_pretrained(tmp_path / "back")
+    x = torch.randn(2, 3, 32, 32)
+    wanted = flysurgery.load(folders / "ours")(x).logits
+    assert torch.equal(flysurgery.load(tmp_path / "again")(x).logits, wanted)
+    assert torch.equal(flysurgery.load(tmp_path / "back")(x).logits, wanted)
+
+
+def test_after_an_error_the_configuration_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.ViTModel(transformers.ViTConfig(**TRUNK)).eval()
+    plan = flysurgery.plan(model)
+    monkeypatch.setattr(model, "forward", lambda *_: 1 / 0)
+    with pytest.raises(SurgeryError, match="put back as it was"):
+        flysurgery.apply(plan, model)
+    assert "quantization_config" not in model.config.to_dict()
+
+
+def test_the_card_names_the_library(folders: Path) -> None:
+    text = (folders / "ours" / "README.md").read_text()
+    assert "library_name: transformers" in text
+    assert 'transformers.ViTForImageClassification.from_pretrained("DIR")' in text
+
+
+def test_without_this_project_transformers_names_it(folders: Path) -> None:
+    code = f"import transformers; transformers.AutoModelForImageClassification.from_pretrained({str(folders / 'ours')!r})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Unknown quantization type, got flysurgery" in run.stderr
+
+
+def changed_size(config: dict[str, Any]) -> None:
+    config["hidden_size"] = 100_000
+
+
+def endless(config: dict[str, Any]) -> None:
+    config["num_hidden_layers"] = 1 << 24
+
+
+def another_class(config: dict[str, Any]) -> None:
+    config["architectures"] = ["ViTMAEForPreTraining"]
+
+
+def no_class(config: dict[str, Any]) -> None:
+    config["architectures"] = ["os.system"]
+
+
+def foreign_kernels(config: dict[str, Any]) -> None:
+    config["attn_implementation"] = "somebody/kernels"
+
+
+def foreign_code(config: dict[str, Any]) -> None:
+    config["auto_map"] = {"AutoModel": "code.Model"}
+
+
+def damaged_plan(config: dict[str, Any]) -> None:
+    config["quantization_config"]["plan"]["layers"] = {}
+
+
+def wrong_kind(config: dict[str, Any]) -> None:
+    config["hidden_size"] = "much"
+
+
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+@pytest.mark.parametrize(
+    "change", [changed_size, endless, another_class, no_class, foreign_kernels, foreign_code, damaged_plan, wrong_kind]
+)
+def test_a_changed_configuration_is_refused(change: Callable[[dict[str, Any]], None], kind: str, folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / kind, tmp_path / "changed")
+    file = tmp_path / "changed" / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as error:
+        flysurgery.load(tmp_path / "changed")
+    assert len(str(error.value)) <= 400 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "arguments", "reason"),
+    [
+        ("transformers:Nothing", {}, "has no model class 'Nothing'"),
+        ("transformers:ViTConfig", {}, "has no model class 'ViTConfig'"),
+        ("transformers:ViTModel", {"attn_implementation": "a/b"}, "may not set attn_implementation"),
+        ("transformers:DetrModel", {"backbone_config": {"use_pretrained_backbone": True}}, "may not set use_pretrained_backbone"),
+        ("transformers:DetrModel", {"backbone_config": {"backbone": "hf-hub:a/b"}}, "may not name models from elsewhere"),
+    ],
+)
+def test_bases_that_reach_elsewhere_are_refused(base: str, arguments: dict[str, Any], reason: str) -> None:
+    from flysurgery.checkpoint import build_base
+
+    with pytest.raises(ModelError, match=reason):
+        build_base(base, arguments, device="meta")
