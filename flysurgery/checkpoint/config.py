@@ -36,7 +36,7 @@ LABELS = frozenset({"label_names", "label_descriptions", "label_offset"})
 Check = Callable[[Any], bool]
 
 
-def _is_text(value: object) -> bool:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
@@ -48,27 +48,27 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_FEATURES
 
 
-def _is_size(value: Any) -> bool:
-    return _is_count(value) and value > 0
-
-
-def _are(is_one: Check, value: object) -> bool:
+def _are(is_one: Check, value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(is_one, value))
 
 
-def _are_texts(value: object) -> bool:
+def _are_sizes(value: Any) -> bool:
+    return _are(_is_count, value) and 0 not in value
+
+
+def _are_texts(value: Any) -> bool:
     return _is_text(value) or _are(_is_text, value)
 
 
-def _are_descriptions(value: object) -> bool:
+def _are_descriptions(value: Any) -> bool:
     return _are_texts(value) or (isinstance(value, dict) and all(map(_is_text, (*value, *value.values()))))
 
 
 KINDS: tuple[tuple[tuple[str, ...], Check, str], ...] = (
     (("interpolation", "crop_mode", "tag", "license", "description", "origin_url", "paper_name"), _is_text, "a text"),
     (("paper_ids", "notes", "first_conv", "classifier", "label_names"), _are_texts, "a text or a list of texts"),
-    (("input_size", "test_input_size", "min_input_size"), lambda value: _are(_is_size, value) and len(value) == 3, "a list of three sizes"),
-    (("pool_size", "test_pool_size"), lambda value: _are(_is_size, value), "a list of sizes"),
+    (("input_size", "test_input_size", "min_input_size"), lambda value: _are_sizes(value) and len(value) == 3, "a list of three sizes"),
+    (("pool_size", "test_pool_size"), _are_sizes, "a list of sizes"),
     (("crop_pct", "test_crop_pct"), lambda value: _is_number(value) and value > 0, "a positive number"),
     (("mean", "std"), lambda value: _are(_is_number, value), "a list of numbers"),
     (("num_classes", "label_offset"), _is_count, f"a whole number of at most {MAX_FEATURES}"),
@@ -120,11 +120,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
-    """Hold ``config.json`` against the header's plan. timm builds from the one, the weights were saved with the other.
-
-    Raises:
-        CheckpointError: they disagree, or ``config.json`` asks for more; the message names what differs.
-    """
+    """Refuse a ``config.json`` that differs from the header's plan: timm builds from the one, the weights were saved with the other."""
     if is_of_transformers(config):
         check_config_of_transformers(config, plan, folder / "config.json")
         return
@@ -145,11 +141,7 @@ def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
 
 
 def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, folder: Path) -> None:
-    """Hold what ``config.json`` says of data and sizes against the model that the header describes.
-
-    Raises:
-        CheckpointError: a value that ``timm.data`` cannot use, or another number of classes or features than the model's.
-    """
+    """Refuse a ``config.json`` with data that timm cannot use, or with sizes other than those of the model that the header describes."""
     if is_of_transformers(config):
         return
     file = folder / "config.json"
@@ -165,11 +157,7 @@ def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, f
 
 
 def check_data(data: Mapping[str, Any], where: str) -> None:
-    """See that the entries which timm reads are what timm can use; None stands for no entry.
-
-    Raises:
-        CheckpointError: an entry of another kind; the message names it.
-    """
+    """Refuse a ``pretrained_cfg`` with entries that timm reads and cannot use; None stands for no entry."""
     for names, is_right, wanted in KINDS:
         for name in names:
             value = data.get(name)

@@ -143,16 +143,12 @@ def _arguments(base: str, config: dict[str, Any]) -> dict[str, Any]:
         found["in_chans"] = size[0]
         if data.get("fixed_input_size"):
             found["img_size"] = size[1:]
-    published = _published(base)
-    differing = {name: value for name, value in found.items() if value is not None and value != published.get(name)}
-    return differing | dict(config["model_args"])
-
-
-def _published(base: str) -> dict[str, Any]:
     try:
         known = timm.get_pretrained_cfg(base)
     except RuntimeError as error:
         raise ModelError(f"timm {timm.__version__} has no model '{base}'") from error
-    if known is None:
-        return {}
-    return {"num_classes": known.num_classes, "in_chans": known.input_size[0], "img_size": list(known.input_size[1:])}
+    defaults: dict[str, Any] = {}
+    if known is not None:
+        defaults = {"num_classes": known.num_classes, "in_chans": known.input_size[0], "img_size": list(known.input_size[1:])}
+    differing = {name: value for name, value in found.items() if value is not None and value != defaults.get(name)}
+    return differing | dict(config["model_args"])

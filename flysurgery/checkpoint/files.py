@@ -93,6 +93,7 @@ class TensorFile:
     """
 
     def __init__(self, file: Path, handle: Any) -> None:
+        self.path = file
         self.metadata: Mapping[str, str] = handle.metadata() or {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}

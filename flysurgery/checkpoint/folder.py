@@ -69,11 +69,7 @@ def _check_replaced(folder: Path, is_replaceable: Callable[[Path], bool], *, for
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """See that ``nbytes`` fit on the disk of ``folder``.
-
-    Raises:
-        CheckpointError: they do not; the message gives both numbers.
-    """
+    """Refuse to write ``nbytes`` to ``folder`` where its disk has less room (CheckpointError)."""
     parent = _existing_parent(folder)
     free = shutil.disk_usage(parent).free
     if free < nbytes:
@@ -115,7 +111,9 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             yield fresh
             for file in fresh.iterdir():
                 file.chmod(fresh.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
-            _flush(fresh)
+                with file.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+            _flush_entries(fresh)
             if target.exists():
                 if not force and any(target.iterdir()):
                     raise CheckpointError(f"{target} was written by another process meanwhile; choose another folder, or replace that one")
@@ -155,13 +153,6 @@ def _make_parents(folder: Path) -> list[Path]:
             each.mkdir()
             made.append(each)
     return made
-
-
-def _flush(folder: Path) -> None:
-    for file in folder.iterdir():
-        with file.open("rb+") as handle:
-            os.fsync(handle.fileno())
-    _flush_entries(folder)
 
 
 def _flush_entries(folder: Path) -> None:

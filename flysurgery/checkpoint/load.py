@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,50 +117,45 @@ def read_model(
         CheckpointError, OptionError: as ``load``; also where ``overrides`` change the base so that the tensors do not fit.
     """
     place, wanted = _read_device(device), read_dtype(dtype)
-    if _is_written_by_transformers(folder):
-        return _read_by_transformers(folder, place, wanted)
-    with _open(folder) as opened:
-        plan = opened.header.plan
-        limits = Limits.of_stored(opened.file.shapes.values(), len(opened.file.shapes) + len(opened.header.aliases))
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    config = read_config(folder)
+    with open_tensors(folder / WEIGHTS) as file:
+        if is_of_transformers(config) and SCHEMA_KEY not in file.metadata:
+            return _read_by_transformers(config, file, place, wanted)
+        header = Header.from_metadata(file.metadata, str(file.path))
+        plan = header.plan
+        check_config(config, plan, folder)
+        limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(header.aliases))
         try:
             adapted = replace(plan, base_args={**plan.base_args, **overrides})
             skeleton = build_skeleton(adapted, limits)
-            _check_tensors(opened, skeleton)
-            check_description(opened.config, skeleton, plan, folder)
+            _check_tensors(file, header, skeleton)
+            check_description(config, skeleton, plan, folder)
             if verify:
-                _check_hashes(opened)
+                _check_hashes(file, header)
             model = build_shell(adapted, limits)
         except (CheckpointError, ModelError, PlanError) as error:
             if isinstance(error, CheckpointError) and not overrides:
                 raise
             changed = f" with {dict(overrides)}" if overrides else ""
             raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
-        _fill(model, opened, place, wanted)
-    describe(model, opened.config)
+        _fill(model, file, header.aliases, place, wanted)
+    describe(model, config)
     return model
 
 
-def _is_written_by_transformers(folder: Path) -> bool:
-    """Whether ``save_pretrained`` wrote a folder, so that its tensors have transformers' names and no hashes."""
-    if not folder.is_dir() or not is_of_transformers(read_config(folder)):
-        return False
-    with open_tensors(folder / WEIGHTS) as file:
-        return SCHEMA_KEY not in file.metadata
-
-
-def _read_by_transformers(folder: Path, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model in a folder that ``save_pretrained`` wrote, as ``from_pretrained`` reads it.
+def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model in a folder that ``save_pretrained`` wrote, under transformers' own names for tensors and without hashes.
 
     Raises:
         CheckpointError: it takes more to build than the stored tensors justify, or not every parameter is stored.
     """
-    config = read_config(folder)
-    file = folder / "config.json"
-    with open_tensors(folder / WEIGHTS) as stored:
-        limits = Limits.of_stored(stored.shapes.values(), len(stored.shapes))
+    folder = file.path.parent
     try:
         plan = Plan.from_json(config["quantization_config"].get("plan"))
-        build_skeleton(replace(plan, base=base_of(config, file), base_args=transformers_arguments(config)), limits)
+        plan = replace(plan, base=base_of(config, folder / "config.json"), base_args=transformers_arguments(config))
+        build_skeleton(plan, Limits.of_stored(file.shapes.values(), len(file.shapes)))
         found = transformers_class(config["architectures"][0])
         options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, problems = found.from_pretrained(folder, dtype=dtype or "auto", **options)
@@ -168,7 +163,7 @@ def _read_by_transformers(folder: Path, device: torch.device, dtype: torch.dtype
         raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
     missing = sorted(map(str, problems["missing_keys"]))
     if missing:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit its plan: it lacks {', '.join(missing[:3])}")
+        raise CheckpointError(f"{file.path} does not fit its plan: it lacks {', '.join(missing[:3])}")
     return model.to(device)
 
 
@@ -181,37 +176,13 @@ def _read_device(device: torch.device | str | None) -> torch.device:
     return place
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint whose header and configuration are read and agree; ``where`` is the path of its weights."""
-
-    where: Path
-    header: Header
-    config: Mapping[str, Any]
-    file: TensorFile
-
-
-@contextmanager
-def _open(folder: Path) -> Iterator[_Opened]:
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}")
-    config = read_config(folder)
-    with open_tensors(folder / WEIGHTS) as file:
-        header = Header.from_metadata(file.metadata, str(folder / WEIGHTS))
-        check_config(config, header.plan, folder)
-        yield _Opened(folder / WEIGHTS, header, config, file)
-
-
-def _check_tensors(opened: _Opened, skeleton: nn.Module) -> None:
-    """Hold the file's names, shapes and dtypes against those of the converted model on meta, and against the header's.
+def _check_tensors(file: TensorFile, header: Header, skeleton: nn.Module) -> None:
+    """Refuse a file whose names, shapes and dtypes are not those of the converted model on meta, and of the header.
 
     Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point dtypes are those that
     the header says; a header of the first versions says none.
-
-    Raises:
-        CheckpointError: tensors that are missing, unknown, or of another shape or dtype; the message names them.
     """
-    where, file, aliases = opened.where, opened.file, opened.header.aliases
+    where, aliases = file.path, header.aliases
     for alias, name in aliases.items():
         if alias in file.shapes or name not in file.shapes:
             raise CheckpointError(f"{where} is damaged: it calls {alias} a second name of {name}, and does not hold the one or holds both")
@@ -225,37 +196,32 @@ def _check_tensors(opened: _Opened, skeleton: nn.Module) -> None:
         dtype = file.dtypes[aliases.get(name, name)]
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
             raise CheckpointError(f"{where} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
-    if opened.header.tensors is None:
+    if header.tensors is None:
         return
-    listed = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in opened.header.tensors.items()}
+    listed = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in header.tensors.items()}
     for name in (*file.dtypes, *listed):
         if file.dtypes.get(name) != listed.get(name):
             raise CheckpointError(f"{where} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}")
 
 
-def _check_hashes(opened: _Opened) -> None:
-    """Hold the data of every tensor against the hash that the header has of it, if it has any. Reads the whole file once.
-
-    Raises:
-        CheckpointError: data that do not match, in any tensor; the message names the first.
-    """
-    stored = opened.header.tensors or {}
-    found = sha256_of_each(stored, opened.file.window)
+def _check_hashes(file: TensorFile, header: Header) -> None:
+    """Refuse a file with data that do not match the hash that the header has of them, if it has any. Reads the whole file once."""
+    stored = header.tensors or {}
+    found = sha256_of_each(stored, file.window)
     wrong = [name for name, (_, sha256) in stored.items() if found[name] != sha256]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(
-            f"{opened.where} is damaged or was changed: the data of {wrong[0]}{more} do not match their hash; "
+            f"{file.path} is damaged or was changed: the data of {wrong[0]}{more} do not match their hash; "
             "copy it again, or load it as it is with verify=False"
         )
 
 
-def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None) -> None:
+def _fill(model: nn.Module, file: TensorFile, aliases: Mapping[str, str], device: torch.device, dtype: torch.dtype | None) -> None:
     """Give every parameter and buffer its tensor; parameters on meta are replaced, not copied into."""
-    file = opened.file
     uniform = dtype or single_float_dtype(file.dtypes.values())
     read = {name: file.tensor(name, device, dtype) for name in file.shapes}
-    names = {name: name for name in read} | dict(opened.header.aliases)
+    names = {name: name for name in read} | dict(aliases)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Tensor] = {}
     made: dict[str, nn.Parameter] = {}  # one object a stored tensor, so that what was tied stays tied

@@ -29,6 +29,9 @@ PIECE_BYTES = 1024
 RESERVING = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"))
 """Operations whose memory the system hands out only when it is written to."""
 
+SHOWN = {"parameters": "parameter tensors", "nbytes": "bytes besides its parameters"}
+"""What messages call a limit, where not by its own name."""
+
 
 class LimitError(ModelError):
     """A base that takes more to build than the stored tensors justify. It is not to be tried again in another way."""
@@ -58,11 +61,7 @@ class Limits:
         )
 
     def check_arguments(self, base_args: Mapping[str, Any]) -> None:
-        """Refuse arguments that would make a constructor loop in Python for longer than any stored tensor justifies.
-
-        Raises:
-            LimitError: the depth or the window, and the most that it may be.
-        """
+        """Refuse arguments that would make a constructor loop in Python for longer than any stored tensor justifies (LimitError)."""
         for name, number in _numbers("", base_args):
             if any(part in name for part in ("depth", "layer", "block")) and number > MAX_DEPTH:
                 raise LimitError(f"base_args: {name} is {number}, and models have at most {MAX_DEPTH} layers")
@@ -169,12 +168,10 @@ class _Meter(TorchDispatchMode):
             self._check("nbytes")
 
     def _check(self, what: str) -> None:
-        limit = getattr(self._limits, what)
+        limit, named = getattr(self._limits, what), SHOWN.get(what, what)
         if self._taken[what] > limit:
-            named = {"parameters": "parameter tensors", "nbytes": "bytes besides its parameters"}.get(what, what)
-            raise LimitError(
-                f"building the base takes more than {limit:,} {named}, too much for the tensors that are stored; check base_args"
-            )
+            excess = f"building the base takes more than {limit:,} {named}, too much for the tensors that are stored"
+            raise LimitError(f"{excess}; check base_args")
 
 
 def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -145,9 +145,6 @@ def _current_plan(model: nn.Module) -> Plan:
 
     Where a timm model got another head or input size after it was built (``reset_classifier``, ``set_input_size``), the
     base's arguments follow it.
-
-    Raises:
-        CheckpointError: the model is not converted, its plan names no base, or the base does not rebuild it.
     """
     plan = plan_of(model)
     if plan is None:
@@ -173,9 +170,6 @@ def _changed_buffers(model: nn.Module, plan: Plan, dtype: torch.dtype | None) ->
     """Buffers outside the state_dict whose values loading would not give: these have to be stored as well.
 
     A table of positions computed on a GPU may differ in its last bit from one computed on a CPU, for example.
-
-    Raises:
-        CheckpointError: a buffer that the base does not have, or has in another shape.
     """
     mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan, _limits(model)))
     wrong = difference(shapes_of(mine), shapes_of(rebuilt))

@@ -1,22 +1,41 @@
-"""One small converted model, saved once, and copies of its folder to damage."""
+"""One small converted model, saved once, copies of its folder, and ways to rewrite them as damage or an attacker would."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from flysurgery.checkpoint import save
+from flysurgery.checkpoint import load, save
+from flysurgery.checkpoint.header import canonical
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
+from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Report, install, plan
 from flysurgery.surgery import convert as convert_model
 
+Tensors = dict[str, Tensor]
+Metadata = dict[str, str]
+Converted = tuple[nn.Module, Report]
+
 ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
 BASE = "vit_tiny_patch16_224"
+VIT_PYTORCH: dict[str, Any] = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
+TIMM_MODELS: dict[str, dict[str, Any]] = {
+    # Of each what it stands for: a switch and tables outside the state_dict; rotary tables; masks made on the parameters' device.
+    "beit_base_patch16_224": {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5},
+    "eva02_tiny_patch14_224": {"img_size": 28, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 5},
+    "swin_tiny_patch4_window7_224": {"img_size": 56, "embed_dim": 16, "depths": [2], "num_heads": [2], "num_classes": 5},
+}
 
 
 def need_recorded_arguments() -> None:
@@ -43,21 +62,34 @@ def install_random(model: nn.Module, **options: Any) -> nn.Module:
     return model.eval()
 
 
-def images(model: nn.Module, batch: int = 3) -> Tensor:
-    """Random images of the size and dtype that a timm model takes."""
+def images(model: nn.Module) -> Tensor:
+    """Three random images of the size and dtype that the model takes."""
     size = model.patch_embed.img_size if hasattr(model, "patch_embed") else (16, 16)
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(batch, 3, *size, generator=generator).to(next(model.parameters()).dtype)
+    return torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(2)).to(next(model.parameters()).dtype)
 
 
-def outputs(model: nn.Module, batch: int = 3) -> Tensor:
+def outputs(model: nn.Module) -> Tensor:
     """What the model gives for ``images``."""
     with torch.no_grad():
-        return model(images(model, batch))
+        return model(images(model))
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file's content."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def refused(folder: Path, open_it: Callable[[Path], object] = load) -> str:
+    """The one sentence with which loading is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        open_it(folder)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) <= 400, message
+    return message
 
 
 @pytest.fixture(scope="session")
-def converted() -> tuple[nn.Module, Report]:
+def converted() -> Converted:
     """A model converted for real, with its report; not to be changed."""
     need_recorded_arguments()
     model = small_model()
@@ -65,7 +97,7 @@ def converted() -> tuple[nn.Module, Report]:
 
 
 @pytest.fixture(scope="session")
-def saved(converted: tuple[nn.Module, Report], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of ``converted``; not to be changed."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     save(converted[0], folder, report=converted[1])
@@ -76,3 +108,55 @@ def saved(converted: tuple[nn.Module, Report], tmp_path_factory: pytest.TempPath
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy of ``saved`` to damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def read_weights(folder: Path) -> tuple[Tensors, Metadata]:
+    """All tensors and the header's entries."""
+    with safe_open(folder / "model.safetensors", "pt") as handle:
+        return {name: handle.get_tensor(name).clone() for name in handle.keys()}, dict(handle.metadata())  # noqa: SIM118
+
+
+def rewrite(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None:
+    """Let ``change`` edit the tensors and the header's entries."""
+    tensors, metadata = read_weights(folder)
+    change(tensors, metadata)
+    save_file(tensors, folder / "model.safetensors", metadata)
+
+
+def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
+    """Make the header's list of tensors true of them and of the aliases."""
+    dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    hashes = sha256_of_each(tensors, tensors.__getitem__)
+    metadata["tensors"] = canonical({name: [dtypes.get(tensor.dtype, "F8_E4M3"), hashes[name]] for name, tensor in tensors.items()})
+    metadata["tensors_sha256"] = sha256(metadata["tensors"] + metadata.get("aliases", ""))
+
+
+def rewrite_listed(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None:
+    """``rewrite`` with a header whose hashes match."""
+    rewrite(folder, lambda tensors, metadata: (change(tensors, metadata), list_tensors(tensors, metadata)))
+
+
+def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Let ``change`` edit ``config.json``."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Let ``change`` edit the plan everywhere that it stands, and make all hashes match."""
+
+    def edit(tensors: Tensors, metadata: Metadata) -> None:
+        plan = json.loads(metadata["plan"])
+        change(plan)
+        metadata.update(plan=canonical(plan), base=plan["base"], plan_sha256=sha256(canonical(plan)))
+        metadata["base_sha256"] = sha256(canonical({"base": plan["base"], "base_args": plan["base_args"]}))
+        arguments = {"base": plan["base"], "base_args": plan["base_args"], "plan": plan}
+        rewrite_config(folder, lambda config: config.update(model_args=arguments))
+
+    rewrite(folder, edit)
+
+
+def sha256(text: str) -> str:
+    """The hash of a text, as headers hold it."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,7 +11,7 @@ from torch import nn
 
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import ModelError
-from tests.checkpoint.conftest import ARGUMENTS, BASE
+from tests.checkpoint.conftest import ARGUMENTS, BASE, VIT_PYTORCH
 
 
 def test_timm_base_equals_timm() -> None:
@@ -20,11 +20,7 @@ def test_timm_base_equals_timm() -> None:
     torch.manual_seed(5)
     expected = timm.create_model(BASE, **ARGUMENTS)
     assert all(torch.equal(a, b) for a, b in zip(built.state_dict().values(), expected.state_dict().values(), strict=True))
-
-
-def test_tag_decides_the_defaults() -> None:
-    model = build_base("vit_tiny_patch16_224.augreg_in21k", {"depth": 1}, device="meta")
-    assert model.num_classes == 21843
+    assert build_base("vit_tiny_patch16_224.augreg_in21k", {"depth": 1}, device="meta").num_classes == 21843
 
 
 def test_meta_takes_no_memory() -> None:
@@ -33,34 +29,16 @@ def test_meta_takes_no_memory() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) > 10**9
 
 
-def test_lists_become_tuples() -> None:
-    """vit-pytorch takes a pair for a size only as a tuple."""
-    model = build_base("vit_pytorch:ViT", {**VIT, "image_size": [16, 32]})
-    assert model(torch.zeros(1, 3, 16, 32)).shape == (1, 5)
-
-
-VIT: dict[str, Any] = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
-
-
 @pytest.mark.parametrize("base", ["vit_pytorch:ViT", "vit_pytorch.vit:ViT", "vit_pytorch.simple_vit:SimpleViT"])
 def test_vit_pytorch_names(base: str) -> None:
-    assert type(build_base(base, VIT)).__name__ == base.partition(":")[2]
+    """A size of two sides is a list in JSON, and must become a tuple."""
+    model = build_base(base, {**VIT_PYTORCH, "image_size": [16, 32]})
+    assert type(model).__name__ == base.partition(":")[2] and model(torch.zeros(1, 3, 16, 32)).shape == (1, 5)
 
 
-TIMM_LOOKALIKES = (
-    "",
-    "a b",
-    "é",
-    "/etc",
-    "vit_pytorch",
-    "vit_pytorch/vit",
-    "vit_tiny_patch16_224.x y",
-    "flysurgery_structured",
-    "flysurgery_structured.x",
-)
+TIMM_LOOKALIKES = ("", "é", "/etc", "vit_pytorch", "vit_pytorch/vit", "vit_tiny_patch16_224.x y", "flysurgery_structured.x")
 PREFIXED = (
     ":",
-    "a:b",
     "torch.nn:Linear",
     "local-dir:/",
     "vit_pytorch:",
@@ -74,22 +52,19 @@ NO_MODEL_CLASSES = ("vit_pytorch:nonesuch", "vit_pytorch.vit:Module", "vit_pytor
 @pytest.mark.parametrize("base", [*TIMM_LOOKALIKES, *PREFIXED, *NO_MODEL_CLASSES])
 def test_names_that_are_none(base: str) -> None:
     with pytest.raises(ModelError):
-        build_base(base, VIT)
+        build_base(base, VIT_PYTORCH)
 
 
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
         ([("depth", 1)], "must map argument names to values"),
-        ({1: 2}, "must map argument names to values"),
         ({"depth of": 1}, "must map argument names to values"),
         ({"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
         ({"sizes": {1: 2}}, "sizes must be a value that JSON has"),
-        ({"depth": 1 << 30}, "depth must be a number of at most 16777216"),
-        ({"depth": -(10**400)}, "depth must be a number"),
+        ({"depth": -(10**400)}, "depth must be a number of at most 16777216"),
         ({"drop_rate": float("nan")}, "drop_rate must be a number"),
         ({"img_size": [16, float("inf")]}, "img_size must be a number"),
-        ({"pretrained": False}, "may not set pretrained"),
         ({"cache_dir": "/", "checkpoint_path": "x"}, "may not set cache_dir, checkpoint_path"),
         ({"depth": -1, "embed_dim": 31}, f"{BASE} cannot be built"),
         ({"surprise": 1}, "surprise"),

@@ -1,7 +1,8 @@
-"""Dense local folders in timm's layout."""
+"""Dense models: weights from files, all of which fit or none is loaded, and local folders in timm's layout, read and written."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,105 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from flysurgery.checkpoint import build_base, load_dense
+from flysurgery.checkpoint import build_base, load_dense, load_weights, save_dense
 from flysurgery.errors import CheckpointError, ModelError
-from tests.checkpoint.conftest import outputs, small_model
+from tests.checkpoint.conftest import ARGUMENTS, BASE, outputs, rewrite_config, small_model
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+@pytest.fixture
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(t.shape) if t.is_floating_point() else t + 7 for name, t in tiny().state_dict().items()}
+
+
+def same(model: nn.Module, weights: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ""])
+def test_formats_and_casts(suffix: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    halves = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
+    file = tmp_path / f"weights{suffix}"
+    save_file(halves, file) if suffix == ".safetensors" else torch.save(halves, file)
+    model = tiny()
+    load_weights(model, file)
+    assert same(model, {name: t.float() if t.is_floating_point() else t for name, t in halves.items()})
+
+
+@pytest.mark.parametrize("wrap", ["state_dict", "model"])
+def test_training_checkpoints(wrap: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    prefixed = {f"module.{name}": tensor for name, tensor in weights.items()}
+    torch.save({wrap: prefixed, "epoch": 3, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
+    model = tiny()
+    load_weights(model, tmp_path / "last.pth.tar")
+    assert same(model, weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"0.weight": None, "0.bias": None, "1.weight": None, "1.bias": None}, "4 missing: 0.weight, 0.bias, 1.weight, ..."),
+        ({"2.weight": torch.zeros(1)}, "1 unknown: 2.weight"),
+        ({"0.weight": torch.zeros(4, 5)}, r"1 of another shape: 0.weight is \[4, 5\] instead of \[4, 3\]"),
+        ({"0.bias": torch.zeros(()), "x": torch.zeros(1)}, "1 unknown: x; 1 of another shape"),
+    ],
+)
+def test_weights_that_do_not_fit(changes: dict[str, Tensor | None], fact: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    save_file({name: tensor for name, tensor in {**weights, **changes}.items() if tensor is not None}, tmp_path / "w.safetensors")
+    model = tiny()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match=fact) as caught:
+        load_weights(model, tmp_path / "w.safetensors")
+    assert "Sequential" in str(caught.value) and "\n" not in str(caught.value)
+    assert same(model, before), "nothing may be loaded if anything does not fit"
+
+
+class Stranger:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fact"),
+    [
+        ("w.pt", {"model": Stranger()}, "Python objects are never unpickled"),
+        ("w.pt", {}, "no state_dict"),
+        ("w.pt", {"state_dict": {"0.weight": 3}}, "no state_dict"),
+        ("w.pt", torch.zeros(3), "no state_dict"),
+        ("w.pt", b"not a torch file", r"w\.pt"),
+        ("w.pt", b"", r"w\.pt"),
+        ("w.safetensors", b"short", r"w\.safetensors"),
+        ("w.npz", b"PK\x03\x04", r"w\.npz"),
+        ("nowhere.pt", None, r"there is no .*nowhere\.pt"),
+        ("nowhere.safetensors", None, r"there is no .*nowhere\.safetensors"),
+        ("", None, "cannot be read|is a folder"),
+    ],
+)
+def test_files_that_hold_no_weights(name: str, content: Any, fact: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+    with pytest.raises(CheckpointError, match=fact) as caught:
+        load_weights(tiny(), file)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_a_converted_model(saved: Path) -> None:
+    with pytest.raises(ModelError, match="holds a converted model"):
+        load_weights(tiny(), saved / "model.safetensors")
 
 
 @pytest.fixture(params=[True, False], ids=["safetensors", "torch file"])
 def dense(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Path]:
+    """A model and its folder, as timm writes it."""
     model = small_model()
     nn.init.normal_(model.head.weight)
     timm.models.save_for_hf(model, str(tmp_path / "dense"), safe_serialization=request.param)
@@ -26,29 +117,23 @@ def dense(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Pa
 
 def test_opens_what_timm_saved(dense: tuple[nn.Module, Path]) -> None:
     model, folder = dense
+    rewrite_config(folder, lambda config: config["pretrained_cfg"].update(mean=[0.1, 0.2, 0.3], tag=None, license=None))
     loaded, base, base_args = load_dense(folder)
-    assert torch.equal(outputs(loaded), outputs(model)) and not loaded.training
-    assert base == "vit_tiny_patch16_224"
+    assert torch.equal(outputs(loaded), outputs(model)) and not loaded.training and base == BASE
+    assert loaded.pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
+    assert not any(loaded.pretrained_cfg.get(name) for name in ("tag", "license", "url", "hf_hub_id")), "only the folder says what they are"
     rebuilt = build_base(base, base_args, device="meta")
     assert {n: t.shape for n, t in rebuilt.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
 
 
 def test_sizes_come_from_the_data_where_no_arguments_are_saved(tmp_path: Path) -> None:
     """Published folders say only num_classes, pooling and input size."""
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, in_chans=1, depth=12)
+    model = timm.create_model(BASE, img_size=32, num_classes=3, in_chans=1, depth=12)
     timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True)
-    edit(tmp_path, lambda config: config.pop("model_args"))
+    rewrite_config(tmp_path, lambda config: config.pop("model_args"))
     loaded, _, base_args = load_dense(tmp_path)
     assert base_args == {"num_classes": 3, "in_chans": 1, "img_size": [32, 32], "global_pool": "token"}
     assert loaded.pos_embed.shape == model.pos_embed.shape
-
-
-def test_only_the_folder_says_what_the_weights_are(dense: tuple[nn.Module, Path]) -> None:
-    _, folder = dense
-    edit(folder, lambda config: config["pretrained_cfg"].update(mean=[0.1, 0.2, 0.3], tag=None, license=None))
-    found = load_dense(folder)[0].pretrained_cfg
-    assert found["mean"] == (0.1, 0.2, 0.3)
-    assert not any(found.get(name) for name in ("tag", "license", "url", "hf_hub_id"))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +146,11 @@ def test_only_the_folder_says_what_the_weights_are(dense: tuple[nn.Module, Path]
         ({"model_args": {"pretrained": True}}, ModelError, "may not set pretrained"),
     ],
 )
-def test_folders_that_are_refused(change: dict[str, Any], error: type[Exception], fact: str, dense: tuple[nn.Module, Path]) -> None:
-    edit(dense[1], lambda config: config.update(change))
+def test_folders_that_are_refused(change: dict[str, Any], error: type[Exception], fact: str, tmp_path: Path) -> None:
+    save_dense(small_model(), tmp_path / "dense", BASE, ARGUMENTS, force=False)
+    rewrite_config(tmp_path / "dense", lambda config: config.update(change))
     with pytest.raises(error, match=fact):
-        load_dense(dense[1])
+        load_dense(tmp_path / "dense")
 
 
 def test_missing_parts(dense: tuple[nn.Module, Path], tmp_path: Path) -> None:
@@ -76,7 +162,26 @@ def test_missing_parts(dense: tuple[nn.Module, Path], tmp_path: Path) -> None:
         load_dense(dense[1])
 
 
-def edit(folder: Path, change: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
+def test_what_is_written_opens_everywhere(tmp_path: Path) -> None:
+    model = small_model()
+    nn.init.normal_(model.head.weight)
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight  # used twice, and written twice
+    save_dense(model, tmp_path / "dense", f"{BASE}.augreg_in21k", ARGUMENTS, force=False)
+    opened, base, base_args = load_dense(tmp_path / "dense")
+    assert (base, base_args) == (BASE, ARGUMENTS), "a tag of published weights is not kept"
+    assert torch.equal(outputs(opened), outputs(model))
+    assert torch.equal(outputs(timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True).eval()), outputs(model))
+    assert json.loads((tmp_path / "dense" / "config.json").read_text())["pretrained_cfg"]["input_size"] == [3, 16, 16]
+
+
+def test_force_replaces_a_model_and_no_stranger(tmp_path: Path) -> None:
+    folder, model = tmp_path / "dense", small_model()
+    save_dense(model, folder, BASE, ARGUMENTS, force=False)
+    nn.init.normal_(model.head.weight)
+    with pytest.raises(CheckpointError, match="force"):
+        save_dense(model, folder, BASE, ARGUMENTS, force=False)
+    save_dense(model, folder, BASE, ARGUMENTS, force=True)
+    assert torch.equal(outputs(load_dense(folder)[0]), outputs(model))
+    (folder / "cat.jpg").write_bytes(b"miaow")
+    with pytest.raises(CheckpointError, match=r"cat\.jpg"):
+        save_dense(model, folder, BASE, ARGUMENTS, force=True)

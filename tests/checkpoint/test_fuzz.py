@@ -1,4 +1,4 @@
-"""Thousands of damaged and forged folders: what is loaded is what the files say, or one sentence refuses it."""
+"""Damaged and forged folders by the hundreds: what is loaded is what the files say, or one sentence refuses it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("case")
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=800, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.randoms(use_true_random=False), by_timm=st.sampled_from((False, False, False, True)))
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_folders(draw: random.Random, by_timm: bool, cases: ModuleType, valid: list[Any], place: Path) -> None:

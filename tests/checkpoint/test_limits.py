@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.surgery import plan
-from tests.checkpoint.conftest import install_random, need_recorded_arguments
-from tests.checkpoint.test_round_trip import TIMM_MODELS
+from tests.checkpoint.conftest import TIMM_MODELS, install_random, need_recorded_arguments
 
-MEGABYTE = 1 << 20
-LIMITS = Limits(parameters=4, modules=4, operations=300, nbytes=MEGABYTE)
+LIMITS = Limits(parameters=4, modules=4, operations=300, nbytes=1 << 20)
 SWIN = "swin_tiny_patch4_window7_224"
 
 
@@ -32,13 +30,11 @@ def column(length: int, device: str) -> Tensor:
     [
         lambda device: torch.zeros(1 << 40, device=device),
         lambda device: torch.arange(1 << 50, device=device),
-        lambda device: torch.linspace(0, 1, 1 << 30, device=device),
         lambda device: column(100_000, device) - column(100_000, device).T,
         lambda device: column(2000, device).repeat(1, 2000),
         lambda device: [torch.ones(10_000, device=device) for _ in range(100)],
         lambda device: list(torch.ones(50_000, device=device)),
         lambda device: torch.tensor([1.0] * 300_000, device=device),
-        lambda device: torch.cat([torch.ones(60_000, device=device)] * 40),
     ],
 )
 def test_bytes_are_refused_before_they_are_taken(build: Callable[[str], object], device: str) -> None:
@@ -61,25 +57,16 @@ def test_counts(what: str, build: Callable[[], object]) -> None:
     build()
 
 
-def test_parameters_on_meta_and_views_take_nothing() -> None:
+def test_parameters_on_meta_and_views_take_nothing_and_tied_ones_stay_tied() -> None:
     with metered(LIMITS, parameters_on_meta=True):
-        layer = nn.Linear(4096, 4096)
+        layer, other = nn.Linear(4096, 4096), nn.Linear(8, 8, bias=False)
+        other.weight = layer.weight
         table = torch.ones(100_000)
         for _ in range(50):
             table = table.view(100, 1000).T.T.flatten()
-    assert layer.weight.is_meta and layer.weight.requires_grad and not table.is_meta
-
-
-def test_real_parameters_take_their_bytes() -> None:
+    assert layer.weight.is_meta and layer.weight.requires_grad and other.weight is layer.weight and not table.is_meta
     with pytest.raises(LimitError, match="bytes"), metered(LIMITS, parameters_on_meta=False):
         nn.Linear(4096, 4096)
-
-
-def test_tied_parameters_stay_tied_and_count_once() -> None:
-    with metered(LIMITS, parameters_on_meta=True):
-        one, other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        other.weight = one.weight
-    assert one.weight is other.weight
 
 
 def test_another_thread_builds_as_it_likes() -> None:
@@ -94,8 +81,7 @@ def test_another_thread_builds_as_it_likes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
-        ({"depth": 4097}, "depth is 4097, and models have at most 4096 layers"),
-        ({"depths": [2, 1e308]}, "depths is 1e\\+308"),
+        ({"depths": [2, 4097]}, "depths is 4097, and models have at most 4096 layers"),
         ({"cfg": {"num_layers": 1 << 24}}, "num_layers is 16777216"),
         ({"window_size": [7, 14]}, "window_size is 14, and the tensors that are stored allow windows of at most 13"),
     ],
@@ -103,11 +89,7 @@ def test_another_thread_builds_as_it_likes() -> None:
 def test_arguments(arguments: dict[str, object], fact: str) -> None:
     with pytest.raises(LimitError, match=fact):
         LIMITS.check_arguments(arguments)
-
-
-def test_arguments_that_there_is_room_for() -> None:
     LIMITS.check_arguments({"depth": 4096, "window_size": 13, "img_size": 1 << 24, "rope_temperature": 10_000, "pos_embed": "window"})
-    Limits.of_stored([], 0).check_arguments({"window_size": (32, 32)})
 
 
 def test_limits_grow_with_what_is_stored() -> None:
@@ -118,12 +100,12 @@ def test_limits_grow_with_what_is_stored() -> None:
 def test_a_base_that_cannot_wait_on_meta_is_bounded_too() -> None:
     """Swin reads its parameters, so all of it is built for real, dense layers as well, which a small folder does not store."""
     need_recorded_arguments()
-    model = install_random(timm.create_model(SWIN, **TIMM_MODELS[SWIN]))
-    made = plan(timm.create_model(SWIN, **TIMM_MODELS[SWIN]))
-    enough = Limits.of_stored([tensor.shape for tensor in model.state_dict().values()], len(model.state_dict()))
+    dense = timm.create_model(SWIN, **TIMM_MODELS[SWIN])
+    made, nbytes = plan(dense), sum(parameter.nbytes for parameter in dense.parameters())
+    state = install_random(dense).state_dict()
+    enough = Limits.of_stored([tensor.shape for tensor in state.values()], len(state))
     assert not any(parameter.is_meta for parameter in build_shell(made, enough).parameters())
-    dense = sum(parameter.nbytes for parameter in timm.create_model(SWIN, **TIMM_MODELS[SWIN]).parameters())
     with pytest.raises(LimitError, match="bytes"):
-        build_shell(made, replace(enough, nbytes=dense // 2))
+        build_shell(made, replace(enough, nbytes=nbytes // 2))
     with pytest.raises(LimitError, match="modules"):
         build_skeleton(made, replace(enough, modules=3))
