@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
-from flysurgery.inference.graph import Calls, below, is_idle, modules_around, origin, watch
+from flysurgery.inference.graph import Calls, below, is_idle, origin, watch
 from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
@@ -62,7 +62,8 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
         WalkError: as ``flysurgery.walker.survey``.
     """
     seen = survey(_with_linears(model), example)
-    matcher, found = Matcher(seen), Findings(seen, watch(seen, (METHOD, *CALLERS)), modules_around(seen))
+    matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
+    found = Findings(seen, watch(seen, (METHOD, *CALLERS)), around)
     for role, group, match, kept in (
         ("qkv", "qkv", matcher.projection, found.projections),
         ("attn_out", "attn_out", matcher.attention_out, found.outs),

@@ -97,15 +97,6 @@ def _kind(node: object) -> tuple[Any, ...] | None:
     return (value.dtype, value.device) if isinstance(value, Tensor) else None
 
 
-def modules_around(seen: Survey) -> dict[Node, tuple[str, ...]]:
-    """For each node, the first names of the modules in whose forward it ran, the outermost first."""
-    modules, found = seen.owners.modules, dict[Node, tuple[str, ...]]()
-    for node in seen.trace.graph.nodes:
-        paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path in modules]
-        found[node] = tuple(seen.owners.first_name(modules[path]) for path in paths)
-    return found
-
-
 @dataclass
 class Calls:
     """The calls of one module in one forward: positional arguments, named arguments and results."""

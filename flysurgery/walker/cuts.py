@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from flysurgery.walker.operations import name_of, shape_of
+from flysurgery.walker.operations import modules_of, name_of, shape_of
 from flysurgery.walker.survey import Survey
 
 _ATTENTION, _FEED_FORWARD = frozenset({"qkv", "attn_out"}), frozenset({"ffn_in", "ffn_out"})
@@ -88,17 +88,12 @@ def _walk(seen: Survey, roles: dict[Node, str]) -> list[tuple[Node, Cut | None]]
 def _cut(node: Node, user: Node) -> Cut | None:
     """The innermost module that ends with ``node``, or else the outermost that begins with it."""
     shape = shape_of(node)
-    inside, after = _modules(node), _modules(user)
+    inside, after = ([fqn for fqn, _ in modules_of(each) if fqn] for each in (node, user))
     left = [fqn for fqn in inside if fqn not in after]
     entered = [fqn for fqn in after if fqn not in inside]
     if not shape or not (left or entered):
         return None
     return Cut(left[-1], "output", tuple(shape)) if left else Cut(entered[0], "input", tuple(shape))
-
-
-def _modules(node: Node) -> list[str]:
-    """Names of the modules in whose forwards the operator runs, from the outermost inwards."""
-    return [fqn for fqn, _ in (node.meta.get("nn_module_stack") or {}).values() if fqn]
 
 
 def _is_norm(node: Node) -> bool:

@@ -4,14 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch.fx import Node
 
 from flysurgery.walker import operations as ops
-from flysurgery.walker.attention import Attention, query_and_key
-from flysurgery.walker.export import Trace
-from flysurgery.walker.flow import Flow, Via, joined, without_statistics
 from flysurgery.walker.linears import Call
+from flysurgery.walker.operations import name_of, shape_of
+from flysurgery.walker.trace import Trace
+
+
+class Via(NamedTuple):
+    """What a value met since its origin: a nonlinearity or gate; a sum or mean over entries."""
+
+    nonlinear: bool = False
+    reduced: bool = False
+
+
+# An origin is a node: a linear, the output of attention, a sum of branches (a residual stream), an input, an operator not understood.
+Flow = dict[Node, Via]
+
+
+def joined(flows: Iterable[Flow]) -> Flow:
+    """All origins of all flows; on several ways to one origin, a nonlinearity on any of them counts, a sum only if it is on all."""
+    result: Flow = {}
+    for flow in flows:
+        for origin, via in flow.items():
+            met = result.get(origin, via)
+            result[origin] = Via(met.nonlinear or via.nonlinear, met.reduced and via.reduced)
+    return result
+
+
+def without_statistics(flows: list[Flow]) -> list[Flow]:
+    """Drop the operands that are means or norms, as in normalization, unless all are."""
+    return [flow for flow in flows if not all(via.reduced for via in flow.values())] or flows
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention: where its query, key and value enter, and the node that holds its output.
+
+    ``operands`` are pairs of ``"q"``, ``"k"`` or ``"v"`` and a node, or of ``"qkv"`` where it does not show which of them
+    it is. ``single_query``: one query row, or queries that do not depend
+    on the input (attention pooling). ``scores`` are the products and softmax nodes inside; none for a fused operator.
+    """
+
+    output: Node
+    operands: tuple[tuple[str, Node], ...]
+    single_query: bool
+    scores: frozenset[Node] = frozenset()
+
+
+def query_and_key(product: Node, left: Node, right: Node, softmax: Node) -> tuple[Node, Node, int | None]:
+    """Which operand of a score product is the query, which the key (whose rows the softmax runs over), and the number of query rows."""
+    shape = shape_of(product)
+    axis = _axis_from_end(softmax)
+    if name_of(product) == "einsum":
+        letters, result = _einsum_letters(str(product.args[0]))
+        key_letter = result[axis] if -axis <= len(result) else result[-1]
+        swapped = key_letter in letters[0] and key_letter not in letters[1]
+        query_letters = [letter for letter in result if letter in letters[swapped] and letter not in letters[not swapped]]
+        rows = shape[result.index(query_letters[-1])] if shape is not None and query_letters else None
+    else:
+        swapped = axis == -2
+        rows = shape[-1 if swapped else -2] if shape is not None else None
+    return (right, left, rows) if swapped else (left, right, rows)
+
+
+def _axis_from_end(softmax: Node) -> int:
+    axis = softmax.args[1] if len(softmax.args) > 1 else -1
+    if not isinstance(axis, int):
+        return -1
+    return axis - len(shape_of(softmax) or ()) if axis >= 0 else axis
+
+
+def _einsum_letters(equation: str) -> tuple[list[str], str]:
+    operands, _, result = equation.replace(" ", "").partition("->")
+    return operands.split(","), result
 
 
 @dataclass

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import WalkError
-from flysurgery.walker.export import run_fake
-from flysurgery.walker.shadow import device_of, isolated, one_line, shadow, shadow_on_cpu
+from flysurgery.walker.trace import device_of, isolated, one_line, run_fake, shadow, shadow_on_cpu
 
 EXAMPLE_BATCH = 2
 _COMMON_SIZES = (224, 256, 384, 128, 64, 32)

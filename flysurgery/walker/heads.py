@@ -8,22 +8,13 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from flysurgery.walker.attention import Attention
-from flysurgery.walker.letters import product_of
+from flysurgery.walker.axes import product_of
+from flysurgery.walker.dataflow import Attention
 from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import PRODUCT_OF_MATRICES, is_fused_attention, name_of, shape_of
 from flysurgery.walker.survey import Survey
 from flysurgery.walker.target import Target
 from flysurgery.walker.uniform import HEADS, ORDERS, VALUE, Projection, Uniform
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """Rows ``start`` to ``stop`` of the linear ``fqn``, the heads of query, key or value one after the other."""
-
-    fqn: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class Heads:
     linears: tuple[str, ...]
     tied: Mapping[str, str]
     count: int = 1
-    rows: tuple[HeadRows, ...] | None = None
+    rows: tuple[Projection, ...] | None = None
     out: str | None = None
 
 
@@ -82,8 +73,7 @@ def _judged(
     if out is None or targets[out].calls > 1:
         reason = tied.get(VALUE, "its result does not go, entry by entry, into one linear alone")
         tied = {HEADS: reason, VALUE: reason, **tied}
-    rows = tuple(HeadRows(each.call.fqn, each.start, each.stop) for each in (query, key, value))
-    return Heads(linears, tied, count, rows, out)
+    return Heads(linears, tied, count, (query, key, value), out)
 
 
 def _tied(linears: tuple[str, ...], reason: str) -> Heads:

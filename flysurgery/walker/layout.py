@@ -18,8 +18,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flysurgery.walker import operations as ops
+from flysurgery.walker.axes import compact, moved
 from flysurgery.walker.dataflow import Dataflow
-from flysurgery.walker.labels import compact, moved
 from flysurgery.walker.linears import Call
 from flysurgery.walker.target import Slice
 

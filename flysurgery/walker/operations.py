@@ -80,6 +80,11 @@ def name_of(node: Node) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+def modules_of(node: Node) -> list[tuple[str, Any]]:
+    """Names and classes of the modules in whose forwards the node ran, the outermost first."""
+    return list((node.meta.get("nn_module_stack") or {}).values())
+
+
 def is_in_place(node: Node) -> bool:
     """Whether the operator writes into one of its arguments."""
     schema = getattr(node.target, "_schema", None)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from flysurgery.walker.attention import Attention
-from flysurgery.walker.dataflow import Dataflow
-from flysurgery.walker.export import Trace
-from flysurgery.walker.flow import Flow
+from flysurgery.walker.dataflow import Attention, Dataflow, Flow
 from flysurgery.walker.linears import Call
 from flysurgery.walker.target import Role
+from flysurgery.walker.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Choose targets by role and by name."""
+"""Choose targets by role, by name, by size, and by the numbers of a model's blocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,48 @@ import re
 from collections.abc import Iterable, Sequence
 
 from flysurgery.errors import OptionError, SelectionError
-from flysurgery.walker.blocks import in_blocks
 from flysurgery.walker.target import ROLES, Target
+
+_KINDS = {"qkv": "attention", "attn_out": "attention", "ffn_in": "feed-forward", "ffn_out": "feed-forward"}
+
+
+def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
+    """Names of the model's blocks, in the order of execution: block 0 is the first.
+
+    A block is the smallest numbered module (``blocks.3``, ``layers.0.blocks.1``) that holds linears of attention and of a
+    feed-forward block; in a model that has no such module, the smallest numbered one that holds several linears of either.
+    """
+    members: dict[str, list[Target]] = {}
+    for target in targets:
+        if target.role in _KINDS:
+            parts = target.fqn.split(".")
+            for end in (i + 1 for i, part in enumerate(parts[:-1]) if part.isdigit()):
+                members.setdefault(".".join(parts[:end]), []).append(target)
+    both = [name for name, held in members.items() if len({_KINDS[target.role] for target in held}) == 2]
+    found = both or [name for name, held in members.items() if len(held) > 1]
+    return tuple(name for name in found if not any(other.startswith(f"{name}.") for other in found))
+
+
+def in_blocks(targets: Sequence[Target], numbers: str) -> set[str]:
+    """Names of the targets within the blocks that a text such as ``0-5,8`` lists.
+
+    Raises:
+        OptionError: the text is no list of numbers and ranges.
+        SelectionError: a number or range that no block has.
+    """
+    names = block_names(targets)
+    chosen: set[str] = set()
+    for part in numbers.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise OptionError(f"blocks are numbers and ranges separated by commas, such as 0-5,8; got {numbers!r}")
+        picked = names[int(first) : int(last if dash else first) + 1]
+        if not picked:
+            there = f"0 to {len(names) - 1}, {names[0]} to {names[-1]}" if names else "none"
+            raise SelectionError(f"the model has no block {part.strip()}; its blocks are {there}")
+        chosen.update(picked)
+    return {target.fqn for target in targets if any(target.fqn.startswith(f"{name}.") for name in chosen)}
+
 
 _GROUPS = {"ffn": ("ffn_in", "ffn_out")}
 
@@ -100,16 +140,10 @@ def _hits(pattern: str, candidates: tuple[Target, ...], everything: tuple[Target
 
 def _nearest(pattern: str, targets: tuple[Target, ...], count: int = 3) -> list[str]:
     plain = re.sub(r"\\[a-zA-Z]|[\\^$*+?{}\[\]()|]", "", pattern)
-    names = [target.fqn for target in targets]
-    # the pattern may be meant for a part of the name only, so the best aligned part counts
-    scored = {name: max(_likeness(plain, part) for part in (name, *_tails(name))) for name in names}
-    return sorted(scored, key=lambda name: -scored[name])[:count]
 
+    def likeness(name: str) -> float:
+        # the pattern may be meant for a part of the name only, so the best aligned part counts
+        starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
+        return max(difflib.SequenceMatcher(None, plain, name[start:]).ratio() for start in starts)
 
-def _tails(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(1, len(parts))]
-
-
-def _likeness(left: str, right: str) -> float:
-    return difflib.SequenceMatcher(None, left, right).ratio()
+    return sorted((target.fqn for target in targets), key=likeness, reverse=True)[:count]

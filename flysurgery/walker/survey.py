@@ -12,13 +12,12 @@ from torch.utils import _pytree as pytree
 from flysurgery.errors import WalkError
 from flysurgery.walker.dataflow import Dataflow, follow
 from flysurgery.walker.example import example_input
-from flysurgery.walker.export import Trace, trace
 from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners
 from flysurgery.walker.roles import Judgement, judge
-from flysurgery.walker.shadow import device_of, shadow, shadow_on_cpu
 from flysurgery.walker.switches import set_switches
 from flysurgery.walker.target import Switch
+from flysurgery.walker.trace import Trace, device_of, shadow, shadow_on_cpu, trace
 
 
 @dataclass(frozen=True)

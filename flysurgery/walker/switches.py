@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from flysurgery.errors import WalkError
-from flysurgery.walker.export import run_fake
-from flysurgery.walker.shadow import one_line, shadow
 from flysurgery.walker.target import Switch
+from flysurgery.walker.trace import one_line, run_fake, shadow
 
 # timm's beit, eva and swin_transformer_v2: the module is called, and the bias, which the parent holds, is added to its result.
 _ATTRIBUTES = ("qkv_bias_separate",)

@@ -18,10 +18,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flysurgery.walker import operations as ops
-from flysurgery.walker.export import Trace
-from flysurgery.walker.labels import axes_of_change, moved, without_repeats
-from flysurgery.walker.letters import Letters, product_of
+from flysurgery.walker.axes import Letters, axes_of_change, moved, product_of, without_repeats
 from flysurgery.walker.linears import Call
+from flysurgery.walker.trace import Trace
 
 HEADS, QUERY_KEY, VALUE = "heads", "query and key", "value"
 ORDERS = (HEADS, QUERY_KEY, VALUE)
@@ -40,6 +39,11 @@ class Projection:
     call: Call
     start: int
     stop: int
+
+    @property
+    def fqn(self) -> str:
+        """The linear's name."""
+        return self.call.fqn
 
     @property
     def size(self) -> int:
@@ -310,5 +314,5 @@ def _same(left: Tensor, right: Tensor) -> bool:
 def _text(node: Node) -> str:
     """The operator, and the module in whose forward it ran."""
     name = ops.name_of(node) or "the result of the model"
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return f"'{name}'" + (f" of {stack[-1][1] if isinstance(stack[-1][1], str) else stack[-1][1].__name__}" if stack else "")
+    kinds = [kind if isinstance(kind, str) else kind.__name__ for _, kind in ops.modules_of(node)]
+    return f"'{name}' of {kinds[-1]}" if kinds else f"'{name}'"

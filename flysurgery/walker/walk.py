@@ -9,13 +9,11 @@ from torch.fx import Node
 
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.layout import Prover
-from flysurgery.walker.linears import Call, read_elsewhere
-from flysurgery.walker.obstacles import Obstacle, module_obstacles, obstacle
+from flysurgery.walker.linears import Call, element_wise_pairs, read_elsewhere
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
-from flysurgery.walker.pairs import element_wise_pairs
 from flysurgery.walker.roles import Judgement
 from flysurgery.walker.survey import Survey, survey
-from flysurgery.walker.target import ROLES, Slice, Target
+from flysurgery.walker.target import ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
 
 
 def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> tuple[Target, ...]:

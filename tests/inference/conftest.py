@@ -21,7 +21,13 @@ def way(x: Tensor, operation: Operation) -> Way:
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which everything fused is faster."""
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, faster: None) -> Iterator[list[str]]:
     """Kernels that are always there and faster; the names of those that were called, in order."""
     names: list[str] = []
 
@@ -34,12 +40,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return found._replace(stages=(Stage((), run), *found.stages))
 
     monkeypatch.setattr(ops, "way", counted)
-    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
     yield names
 
 
 @pytest.fixture
-def compilable(monkeypatch: pytest.MonkeyPatch) -> None:
+def compilable(monkeypatch: pytest.MonkeyPatch, faster: None) -> None:
     """As ``called``, without the list, which a compiled graph could not hold."""
     monkeypatch.setattr(ops, "way", way)
-    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))

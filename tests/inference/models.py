@@ -1,18 +1,23 @@
-"""Small models of each kind, converted, with weights that leave nothing at zero or one."""
+"""Small models of each kind, with weights that leave nothing at zero or one."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.walker import example_input
+from tests.support.tolerance import OF_DTYPE, assert_epilogue_comparable, assert_equal
 
-SMALL = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+SMALL: dict[str, Any] = {"img_size": 32, "num_classes": 5, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
 """Arguments that make one of timm's ViTs small."""
-WHOLE = ["patch_embedding", *["norm_linear", "attention", "linear_residual", "ffn"] * 2, "layer_norm"]
+SWIN: dict[str, Any] = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "num_classes": 5}
+BLOCK = ["norm_linear", "attention", "linear_residual", "ffn"]
+WHOLE = ["patch_embedding", *BLOCK * 2, "layer_norm"]
 """The operators that such a model calls when all of it is fused."""
 
 
@@ -28,6 +33,36 @@ def ready(model: nn.Module, *, convert: bool = True, **options: Any) -> nn.Modul
     return model
 
 
+def small(name: str = "vit_tiny_patch16_224", *, convert: bool = True, **options: Any) -> nn.Module:
+    """One of timm's ViTs, small and ready."""
+    arguments = SMALL | options  # which older versions of timm do not keep
+    named = {"base": name, "base_args": arguments} if convert else {}
+    return ready(timm.create_model(name, **arguments), convert=convert, **named)
+
+
 def images(model: nn.Module, count: int = 2) -> Tensor:
     example = example_input(model)
     return torch.randn((count, *example.shape[1:]), generator=torch.Generator().manual_seed(2))
+
+
+def left(report: Any) -> dict[str, str]:
+    """The codes of the reasons why groups are left as they were."""
+    return {row.fqn: row.reason.code for row in report.rows if row.reason is not None}
+
+
+@torch.no_grad()
+def keeps_outputs(model: nn.Module, x: Tensor) -> Any:
+    """The report of ``optimize``, after which outputs were as near to float64 as before, and the same again once restored."""
+    truth, before = copy.deepcopy(model).double()(x.double()), model(x)
+    report = flysurgery.optimize(model, x)
+    assert_epilogue_comparable(model(x), before, truth, OF_DTYPE[x.dtype])
+    assert report.restore() > 0
+    assert_equal(model(x), before)
+    return report
+
+
+class Always(nn.Module):
+    """An active dropout, also in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=True)

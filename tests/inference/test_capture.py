@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -11,26 +12,27 @@ import flysurgery
 from flysurgery.errors import InferenceError
 from flysurgery.ops import weight_cache as derivation
 from flysurgery.ops.weight_cache import forget_derived
-from tests.inference.models import images, ready
+from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 
 
-def test_the_cpu_is_refused_in_one_sentence() -> None:
-    with pytest.raises(InferenceError, match="one CUDA device, got an input on cpu, weights on cpu"):
-        flysurgery.capture(nn.Linear(3, 4).eval(), torch.zeros(2, 3))
-
-
-def test_what_is_no_model_or_no_tensor_is_refused() -> None:
-    with pytest.raises(InferenceError, match=r"expected a torch.nn.Module to capture, got str"):
-        flysurgery.capture("vit_tiny_patch16_224", torch.zeros(2, 3))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InferenceError, match="expected a tensor as example, got tuple"):
-        flysurgery.capture(nn.Linear(3, 4), (torch.zeros(2, 3),))  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("model", "example", "words"),
+    [
+        (nn.Linear(3, 4).eval(), torch.zeros(2, 3), "one CUDA device, got an input on cpu, weights on cpu"),
+        ("vit_tiny_patch16_224", torch.zeros(2, 3), "expected a torch.nn.Module to capture, got str"),
+        (nn.Linear(3, 4), (torch.zeros(2, 3),), "expected a tensor as example, got tuple"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_in_one_sentence(model: Any, example: Any, words: str) -> None:
+    with pytest.raises(InferenceError, match=words):
+        flysurgery.capture(model, example)
 
 
 @pytest.mark.gpu
 def test_replays_give_what_the_model_gives() -> None:
-    model = ready(timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2)).cuda()
-    x = images(model.cpu()).cuda()
+    model = small(embed_dim=64)
+    x = images(model).cuda()
     model.cuda()
     captured = flysurgery.capture(model, x)
     with torch.no_grad():
@@ -57,7 +59,7 @@ def test_replays_give_what_the_model_gives() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trains"])
 def test_weights_that_were_packed_count_in_the_next_call(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ready(timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2))
+    model = small(embed_dim=64)
     x = images(model).cuda()
     model.cuda().requires_grad_(trains)
     captured, weight = flysurgery.capture(model, x), model.get_parameter("blocks.0.mlp.fc1.factors.0")

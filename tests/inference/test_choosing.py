@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from flysurgery.ops import FeedForward
 from flysurgery.ops.parts import FusedFactors
 from flysurgery.patterns import Architecture, monarch
 from flysurgery.surgery import FidelityGoal, Plan
-from tests.inference.models import SMALL, images, ready
+from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 
 MONARCH_2 = {monarch(48, 48, 2), monarch(192, 48, 2), monarch(48, 192, 2)}
@@ -31,7 +30,7 @@ Price = Callable[[nn.Module, bool, set[Architecture]], float]
 
 @pytest.fixture
 def dense() -> nn.Module:
-    return ready(timm.create_model("vit_tiny_patch16_224", **SMALL), convert=False)
+    return small(convert=False)
 
 
 @pytest.fixture
@@ -125,7 +124,7 @@ def test_of_what_is_faster_the_most_accurate_is_chosen_and_the_model_stays(
 
 
 def test_a_budget_and_an_error_bound_the_measured_times(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch, by_architecture(dict.fromkeys(MONARCH_2, 0.9) | dict.fromkeys(MONARCH_4, 0.2)))
+    timer = Clock(monkeypatch, by_architecture(dict.fromkeys(MONARCH_2, 0.9) | dict.fromkeys(MONARCH_4, 0.2)))
     _, tradeoff, _ = choose_measured(plan, dense, Setting(), budget=0.5)
     assert tradeoff.chosen.cost <= 0.5 * 6
     made, tradeoff, _ = choose_measured(plan, dense, Setting(), max_error=0.99)
@@ -133,6 +132,9 @@ def test_a_budget_and_an_error_bound_the_measured_times(dense: nn.Module, plan: 
     assert {layer.parts[0].architecture for layer in made.replaced} == MONARCH_4
     with pytest.raises(OptionError, match="smallest reachable share"):
         choose_measured(plan, dense, Setting(), budget=0.1)
+    timer.price = by_architecture({monarch(48, 192, 8): 1.25})
+    with pytest.raises(PlanError, match=r"monarch 8 comes nearest for blocks\.0\.mlp\.fc2, 1\.25 ms beside 1 ms"):
+        choose_measured(plan, dense, Setting())
 
 
 def test_what_makes_the_whole_model_slower_goes_back_the_least_gain_first(
@@ -187,20 +189,14 @@ def test_milliseconds_bound_the_whole_model(dense: nn.Module, plan: Plan, monkey
     assert by_size(random_variant(exactly, dense), False, set()) == pytest.approx(fastest)
     with pytest.raises(PlanError, match=rf"nothing would be replaced: dense takes {dense_ms:.3g} ms, which is within 99 ms"):
         choose_measured(plan, dense, Setting(), ms=99.0)
+    timer.price = lambda owner, fused, found: 10.0 + len(found) if hasattr(owner, "blocks") else by_size(owner, fused, found)
+    with pytest.raises(OptionError, match=r"the fastest tried takes 1\d ms"):  # a model slower than dense
+        choose_measured(plan, dense, Setting(), ms=9.9)
     asked = len(timer.asked)
     for ms, budget in ((0.0, None), (float("nan"), None), (1.0, 0.5)):
         with pytest.raises(OptionError):
             choose_measured(plan, dense, Setting(), ms=ms, budget=budget)
     assert len(timer.asked) == asked
-
-
-def test_a_model_slower_than_dense_keeps_to_no_milliseconds(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def price(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
-        return 10.0 + len(found) if hasattr(owner, "blocks") else by_size(owner, fused, found)
-
-    Clock(monkeypatch, price)
-    with pytest.raises(OptionError, match=r"the fastest tried takes 1\d ms"):
-        choose_measured(plan, dense, Setting(), ms=9.9)
 
 
 def test_a_fidelity_is_reached_in_the_least_measured_time(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,49 +210,31 @@ def test_a_fidelity_is_reached_in_the_least_measured_time(dense: nn.Module, plan
     assert cheaper and max(cheaper) < 0.97 and measurement.converted_ms < measurement.dense_ms
 
 
-def test_where_nothing_is_faster_one_sentence_says_what_comes_nearest(
-    dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clock(monkeypatch, by_architecture({monarch(48, 192, 8): 1.25}))
-    with pytest.raises(PlanError, match=r"monarch 8 comes nearest for blocks\.0\.mlp\.fc2, 1\.25 ms beside 1 ms"):
-        choose_measured(plan, dense, Setting())
-
-
 def test_noise_is_what_dense_timed_twice_differs_by(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.3, 1.0, *[0.8] * (len(ways) - 2)))
     group, *_ = measure_groups(plan, dense, images(dense, 1), fused=False)
     assert group.noise == pytest.approx(0.3) and group.faster == ()
 
 
-def test_a_kernel_that_fails_takes_its_choice_away(
-    called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block", [4, None], ids=["one choice", "all choices"])
+def test_kernels_that_fail_leave_the_choice_to_its_own_modules(
+    called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch, block: int | None
 ) -> None:
     plainly = FeedForward.plainly
 
-    def fail(block: FeedForward, x: Tensor) -> Tensor:
-        up = block.up
-        if isinstance(up, FusedFactors) and up.factors[0].shape[0] == 1 and up.factors[0].shape[3] == 4:
+    def fail(operation: FeedForward, x: Tensor) -> Tensor:
+        up = operation.up
+        if block is None or (isinstance(up, FusedFactors) and up.factors[0].shape[0] == 1 and up.factors[0].shape[3] == block):
             raise RuntimeError("the launch failed\nwith details")
-        return plainly(block, x)
+        return plainly(operation, x)
 
     monkeypatch.setattr(FeedForward, "plainly", fail)
     Clock(monkeypatch, lambda owner, fused, found: 1.0 if not found else 0.5 if fused else 0.9 if found & MONARCH_4 else 2.0)
     _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
     by_name = {choice.name: choice for choice in group.choices}
-    assert not by_name["monarch 4"].fused and by_name["monarch 2"].fused
-    assert group.failed == {"monarch 4": "the launch failed"}
-
-
-def test_a_fused_kernel_that_fails_leaves_dense_to_its_own_modules(
-    called: list[str], dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(block: FeedForward, x: Tensor) -> Tensor:
-        raise RuntimeError("the launch failed")
-
-    monkeypatch.setattr(FeedForward, "plainly", fail)
-    Clock(monkeypatch, by_architecture({}))
-    _, group, *_ = measure_groups(plan, dense, images(dense, 1), fused=True)
-    assert not group.dense.fused and group.failed["dense"] == "the launch failed" and len(group.choices) == 11
+    assert not by_name["monarch 4"].fused and by_name["monarch 2"].fused == (block == 4)
+    assert set(group.failed.values()) == {"the launch failed"}
+    assert set(group.failed) == ({"monarch 4"} if block else set(by_name)) and len(by_name) == 11
 
 
 def test_a_dense_model_that_does_not_run_is_one_sentence(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +269,7 @@ def test_parts_of_different_sizes_and_layers_called_twice(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_choice_is_timed_and_the_model_gets_no_slower() -> None:
-    model = ready(timm.create_model("vit_tiny_patch16_224", **{**SMALL, "embed_dim": 64, "depth": 1}), convert=False).cuda().half()
+    model = small(convert=False, embed_dim=64, depth=1).cuda().half()
     made = flysurgery.plan(model, "lowrank")
     example = torch.randn(64, 3, 32, 32, device="cuda", dtype=torch.float16)
     for group in measure_groups(made, model, example, fused=True):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import flysurgery
-from flysurgery.inference import clock
 from flysurgery.inference.fused_block import FusedBlock
 from tests.support.tolerance import assert_equal
 
@@ -26,9 +25,8 @@ def x() -> Tensor:
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> Iterator[nn.Module]:
+def blocks(faster: None, x: Tensor) -> Iterator[nn.Module]:
     """The blocks of a small ViT, all of whose groups are fused, called three times."""
-    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))
     torch.compiler.reset()
     model = timm.create_model("vit_small_patch16_224", **SIZES).eval().requires_grad_(False)
     flysurgery.convert(model, "gonon", roles=("ffn", "qkv"))

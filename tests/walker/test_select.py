@@ -6,7 +6,7 @@ import pytest
 
 from flysurgery.errors import OptionError, SelectionError
 from flysurgery.walker import ROLES, Role, Target, select
-from flysurgery.walker.obstacles import obstacle
+from flysurgery.walker.target import obstacle
 
 
 def target(fqn: str, role: Role) -> Target:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.errors import WalkError
 from flysurgery.walker import walk
-from flysurgery.walker.shadow import shadow
+from flysurgery.walker.trace import shadow
 from tests.walker.toys import WIDTH, FusedAttention, Stack, tokens
 
 

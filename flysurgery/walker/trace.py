@@ -1,0 +1,197 @@
+"""From a model to its graph of aten operators: a stand-in with the same tensors, its export, and forwards on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from flysurgery.errors import WalkError
+from flysurgery.walker.operations import is_fused_attention, name_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; the CPU where it has none."""
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def shadow(model: nn.Module) -> nn.Module:
+    """A copy of the module tree that holds the same parameters and buffers (not copies of them), in eval mode and without hooks.
+
+    Attributes can be set on it, and what a trace of it stores in modules does not reach ``model``.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    for module in model.modules():
+        # deepcopy refuses tensors that are results of operations, such as an attention map kept for later
+        kept = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        memo.update({id(value): value.detach().clone() for value in kept if id(value) not in memo})
+    try:
+        double = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {one_line(error)}") from error
+    for module in double.modules():
+        for name in _HOOKS:
+            getattr(module, name, {}).clear()
+    return double.eval()
+
+
+def shadow_on_cpu(model: nn.Module) -> nn.Module:
+    """A ``shadow`` with tensors on the CPU in place of those on the meta device; nobody writes them, so they take no memory."""
+    double = shadow(model)
+    made: dict[int, Tensor] = {}
+    for module in double.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        empty = torch.empty_like(tensor, device="cpu")
+                        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    store[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
+    return double
+
+
+@contextlib.contextmanager
+def isolated(double: nn.Module) -> Iterator[None]:
+    """For the time of a trace: no gradients, no warnings or printed graphs, and random states and function caches untouched by it."""
+    state, disabled = random.getstate(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    _clear_caches(double)
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _clear_caches(double)
+        logging.disable(disabled)
+        random.setstate(state)
+
+
+def one_line(error: Exception) -> str:
+    """The first sentence of an error's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first_sentence = lines[0].split(". ")[0] if lines else type(error).__name__
+    return first_sentence[:300].rstrip(".")
+
+
+def _clear_caches(model: nn.Module) -> None:
+    """Empty the ``functools`` caches beside the model's classes: a cached fake tensor would spoil later real forwards, and the reverse."""
+    names = {type(module).__module__ for module in model.modules()}
+    for name in names:
+        if name in sys.modules and not name.startswith("torch."):
+            for value in list(vars(sys.modules[name]).values()):
+                if callable(getattr(value, "cache_clear", None)):
+                    value.cache_clear()
+
+
+def inlined(module: GraphModule) -> Graph:
+    """The module's graph with the bodies of higher-order operators in place of their calls."""
+    if not any(isinstance(child, GraphModule) for child in module.children()):
+        return module.graph
+    flat = Graph()
+    copies: dict[Node, Any] = {}
+    for node in module.graph.nodes:
+        call = _call_of_body(module, node)
+        if call is not None:
+            body, args = call
+            inner = inlined(body)
+            holes = [inner_node for inner_node in inner.nodes if inner_node.op == "placeholder"]
+            values = pytree.tree_map_only(Node, lambda n: copies[n], args)
+            copies[node] = flat.graph_copy(inner, dict(zip(holes, values, strict=True)))
+        elif _takes_item(node, copies):
+            copies[node] = copies[node.args[0]][node.args[1]]
+        else:
+            copies[node] = flat.node_copy(node, lambda n: copies[n])
+    return flat
+
+
+def _call_of_body(module: GraphModule, node: Node) -> tuple[GraphModule, list[Any]] | None:
+    """The nested graph that a node runs, and what it is run on."""
+    bodies = [(i, body) for i, body in enumerate(_submodule(module, arg) for arg in node.args) if body is not None]
+    # a conditional has two bodies, of which one runs: it stays a single opaque node
+    if node.op != "call_function" or len(bodies) != 1 or is_fused_attention(name_of(node)):  # whose bodies change scores
+        return None
+    position, body = bodies[0]
+    return body, list(node.args[position + 1 :])
+
+
+def _submodule(module: GraphModule, arg: Any) -> GraphModule | None:
+    child = getattr(module, str(arg.target), None) if isinstance(arg, Node) and arg.op == "get_attr" else None
+    return child if isinstance(child, GraphModule) else None
+
+
+def _takes_item(node: Node, copies: dict[Node, Any]) -> bool:
+    return bool(node.args) and isinstance(node.args[0], Node) and isinstance(copies.get(node.args[0]), (tuple, list))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced forward pass.
+
+    ``parameters`` maps placeholders of the graph to the names of their parameters; ``inputs`` are the placeholders of the example.
+    ``batch`` counts the example's samples; None where it is no tensor of images or tokens.
+    """
+
+    graph: Graph
+    parameters: dict[Node, str]
+    inputs: frozenset[Node]
+    batch: int | None
+
+
+def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
+    """Export the forward pass of a ``shadow`` for the example's shapes; nothing is computed, and no weight is copied.
+
+    Raises:
+        WalkError: the exporter cannot follow the model; the message holds the exporter's own reason.
+    """
+    from torch.export import export  # imported here: it takes about a second, which the rest of the package need not wait for
+
+    try:
+        with isolated(double):
+            program = export(double, example, strict=False)
+    except Exception as error:
+        raise WalkError(f"{type(double).__name__} cannot be walked, because torch.export cannot trace it: {one_line(error)}") from error
+    signature = program.graph_signature
+    graph = inlined(program.graph_module)
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    parameters = {placeholders[name]: fqn for name, fqn in signature.inputs_to_parameters.items()}
+    inputs = frozenset(placeholders[name] for name in signature.user_inputs if isinstance(name, str) and name in placeholders)
+    return Trace(graph, parameters, inputs, _batch(example))
+
+
+def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
+    """The result of a forward pass of a ``shadow`` on fake tensors: shapes without data. Whatever the forward raises, passes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensors = [leaf for leaf in (*double.parameters(), *double.buffers(), *pytree.tree_leaves(example)) if isinstance(leaf, Tensor)]
+    if all(tensor.is_meta for tensor in tensors):
+        with isolated(double):  # nothing to fake, and twice as fast
+            return double(*example)
+    with isolated(double), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return double(*pytree.tree_map_only(Tensor, mode.from_tensor, example))
+
+
+def _batch(example: tuple[Any, ...]) -> int | None:
+    first = example[0] if example else None
+    return first.shape[0] if isinstance(first, Tensor) and first.ndim >= 3 else None
