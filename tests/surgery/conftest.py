@@ -1,9 +1,10 @@
-"""Small models for surgery: a hand-made transformer block, and tiny timm and vit-pytorch ones."""
+"""Small models for surgery, and a check that a model is as it was."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import timm
@@ -15,6 +16,7 @@ from flysurgery.projection import project
 from flysurgery.surgery import Plan, plan
 
 TOKENS, WIDTH, HIDDEN, CLASSES = 8, 32, 64, 5
+TINY = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
 
 
 class Block(nn.Module):
@@ -58,10 +60,15 @@ def toy_input() -> Tensor:
     return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
+def beit() -> nn.Module:
+    """Its attention reads ``qkv.weight`` unless a switch is set."""
+    return timm.create_model("beit_base_patch16_224", **TINY)
+
+
 @pytest.fixture(scope="session")
 def _vit() -> nn.Module:
     torch.manual_seed(3)
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=64, num_heads=2, num_classes=7)
+    return timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
 
 
 @pytest.fixture
@@ -76,29 +83,68 @@ def vit_plan(_vit: nn.Module) -> Plan:
     return plan(_vit)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def many() -> Tensor:
     """60 images whose pixels hang together, so that layers' inputs have a decaying covariance."""
     noise = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(5))
     return nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
 
 
-@pytest.fixture
-def images() -> Tensor:
-    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+@torch.no_grad()
+def make_exact(plan: Plan, model: nn.Module) -> None:
+    """Replace each planned weight by its projection, so that it is a product of factors up to its own rounding."""
+    for layer in plan.replaced:
+        weight = model.get_parameter(f"{layer.fqn}.weight").flatten(1)
+        for part in layer.parts:
+            if part.architecture is not None:
+                rows = weight[part.start : part.stop]
+                rows.copy_(factors_to_dense(project(rows.double(), part.architecture).factors))
 
 
-@pytest.fixture
-def make_exact() -> Callable[[Plan, nn.Module], None]:
-    """Replaces each planned weight by its projection, so that it is a product of factors up to its own rounding."""
+def inputs_of(model: nn.Module, fqns: list[str], x: Tensor) -> dict[str, Tensor]:
+    """What the modules of these names are given in a forward."""
+    seen: dict[str, Tensor] = {}
+    names = {model.get_submodule(fqn): fqn for fqn in fqns}
+    hooks = [module.register_forward_pre_hook(lambda module, args: seen.update({names[module]: args[0]})) for module in names]
+    with torch.no_grad():
+        model.eval()(x)
+    for hook in hooks:
+        hook.remove()
+    return seen
 
-    @torch.no_grad()
-    def make(plan: Plan, model: nn.Module) -> None:
-        for layer in plan.replaced:
-            weight = model.get_parameter(f"{layer.fqn}.weight").flatten(1)
-            for part in layer.parts:
-                if part.architecture is not None:
-                    rows = weight[part.start : part.stop]
-                    rows.copy_(factors_to_dense(project(rows.double(), part.architecture).factors))
 
-    return make
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Everything a model holds, by identity and bit for bit, before and after, and the random state."""
+    modules, tensors, attributes = _held(model)
+    values = [tensor.detach().clone() for _, tensor in tensors]
+    random = torch.get_rng_state()
+    yield
+    modules_after, tensors_after, attributes_after = _held(model)
+    for before, after in ((modules, modules_after), (tensors, tensors_after)):
+        assert [(name, id(each)) for name, each in before] == [(name, id(each)) for name, each in after]
+    assert all(_bits(value).equal(_bits(now)) for value, (_, now) in zip(values, tensors_after, strict=True))
+    assert attributes == attributes_after
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def _held(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, Tensor]], list[dict[str, object]]]:
+    modules = list(model.named_modules(remove_duplicate=False))
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    registries = ("_parameters", "_buffers", "_modules")
+    attributes = [{name: copy.copy(each) for name, each in vars(module).items() if name not in registries} for _, module in modules]
+    return modules, tensors, attributes
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.detach().reshape(-1).view(torch.uint8)
+
+
+def interrupt_at(wanted: Callable[[int, str], bool]) -> Callable[[int, int, str], None]:
+    """A progress callback that interrupts where ``wanted`` of the number done and the name."""
+
+    def progress(done: int, total: int, name: str) -> None:
+        if wanted(done, name):
+            raise KeyboardInterrupt
+
+    return progress

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -11,12 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import collect, samples_of, sensitivities
+from flysurgery.calibration import collect, samples_of
 from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture, low_rank, monarch
 from flysurgery.projection import metric_of, output_error, project, project_calibrated
-from flysurgery.surgery import Plan, Split, Tradeoff, allocate, apply, candidates, convert, plan
+from flysurgery.surgery import FidelityGoal, Plan, Report, Split, allocate, apply, candidates, convert, plan
+from tests.surgery.conftest import unchanged
+
+
+@pytest.fixture
+@torch.no_grad()
+def uneven(vit: nn.Module) -> nn.Module:
+    """The ViT with larger weights in the first block, so that layers differ in what their errors cost."""
+    for name, parameter in vit.named_parameters():
+        if "blocks.0." in name:
+            parameter.mul_(3)
+    return vit
 
 
 def weights(made: Plan, among: Plan) -> tuple[int, int]:
@@ -25,46 +38,36 @@ def weights(made: Plan, among: Plan) -> tuple[int, int]:
     return sum(layer.weights_after for layer in chosen), sum(layer.weights_before for layer in chosen)
 
 
-@torch.no_grad()
-def make_first_block_count(model: nn.Module) -> None:
-    """Larger weights in the first block, so that layers differ in what their errors cost."""
-    for name, parameter in model.named_parameters():
-        if "blocks.0." in name:
-            parameter.mul_(3)
+def error_of(report: Report, dense: nn.Module, among: Plan) -> float:
+    """The relative error of all layers' weights together."""
+    norms = {each.fqn: float(dense.get_parameter(f"{each.fqn}.weight").detach().double().norm()) for each in among.replaced}
+    lost = sum((row.relative_error or 0.0) ** 2 * norms[row.fqn] ** 2 for row in report.replaced)
+    return sqrt(lost / sum(norm**2 for norm in norms.values()))
 
 
-@pytest.mark.parametrize("budget", [0.12, 0.3, 0.4, 0.75])
-def test_the_weights_keep_to_the_budget_and_the_prediction_is_what_apply_measures(vit: nn.Module, vit_plan: Plan, budget: float) -> None:
-    make_first_block_count(vit)
-    before = copy.deepcopy(vit.state_dict())
-    made, tradeoff = allocate(vit_plan, vit, budget=budget)
-    assert all(torch.equal(value, before[name]) for name, value in vit.state_dict().items())
+@pytest.mark.parametrize("budget", [0.12, 0.4, 0.75])
+def test_the_weights_keep_to_the_budget_and_the_prediction_is_what_apply_measures(uneven: nn.Module, vit_plan: Plan, budget: float) -> None:
+    with unchanged(uneven):
+        made, tradeoff = allocate(vit_plan, uneven, budget=budget)
     after, whole = weights(made, vit_plan)
     assert 0.8 * budget < after / whole <= budget
     assert tradeoff.chosen.cost == after and tradeoff.chosen.share == pytest.approx(after / whole)
-    norms = {each.fqn: float(vit.get_submodule(each.fqn).weight.detach().double().norm()) for each in vit_plan.replaced}  # pyright: ignore
-    report = apply(made, vit)
-    lost = sum((row.relative_error or 0.0) ** 2 * norms[row.fqn] ** 2 for row in report.replaced)
-    assert tradeoff.chosen.error == pytest.approx(sqrt(lost / sum(norm**2 for norm in norms.values())), rel=1e-4)
+    report = apply(made, copy.deepcopy(uneven))
+    assert tradeoff.chosen.error == pytest.approx(error_of(report, uneven, vit_plan), rel=1e-4)
+    assert Plan.from_json(made.to_json()) == made
+    kept = [layer for layer in made.layers if layer.reason is not None and layer.reason.code == "budget"]
+    assert (kept or budget < 0.75) and all(layer.weights_after == layer.weights_before for layer in kept)
+    if budget == 0.4:
+        first, second = (sum(each.weights_after for each in made.layers if f"blocks.{i}.m" in each.fqn) for i in (0, 1))
+        assert first > 1.5 * second
 
 
-def test_no_uniform_architecture_of_equal_cost_is_better(vit: nn.Module, vit_plan: Plan) -> None:
-    make_first_block_count(vit)
-    norms = {each.fqn: float(vit.get_submodule(each.fqn).weight.detach().double().norm()) for each in vit_plan.replaced}  # pyright: ignore
-    for nblocks in (2, 4, 8):
-        uniform = plan(vit, nblocks=nblocks)
-        rows = apply(uniform, copy.deepcopy(vit)).replaced
-        error = sqrt(sum((row.relative_error or 0) ** 2 * norms[row.fqn] ** 2 for row in rows) / sum(norm**2 for norm in norms.values()))
-        after, whole = weights(uniform, vit_plan)
-        _, tradeoff = allocate(vit_plan, vit, budget=after / whole)
-        assert tradeoff.chosen.error <= error * (1 + 1e-4)
-
-
-def test_the_block_that_counts_gets_more(vit: nn.Module, vit_plan: Plan) -> None:
-    make_first_block_count(vit)
-    made, _ = allocate(vit_plan, vit, budget=0.4)
-    first, second = (sum(each.weights_after for each in made.layers if f"blocks.{i}.m" in each.fqn) for i in (0, 1))
-    assert first > 1.5 * second
+@pytest.mark.parametrize("nblocks", [2, 8])
+def test_no_uniform_architecture_of_equal_cost_is_better(uneven: nn.Module, vit_plan: Plan, nblocks: int) -> None:
+    uniform = plan(uneven, nblocks=nblocks)
+    after, whole = weights(uniform, vit_plan)
+    _, tradeoff = allocate(vit_plan, uneven, budget=after / whole)
+    assert tradeoff.chosen.error <= error_of(apply(uniform, copy.deepcopy(uneven)), uneven, vit_plan) * (1 + 1e-4)
 
 
 def test_max_error_is_kept_and_the_curve_falls(vit: nn.Module, vit_plan: Plan) -> None:
@@ -93,70 +96,29 @@ def test_each_family_wins_where_the_weights_are_of_it_and_one_sentence_says_so(v
     monarchs, ranks = alone["monarch"], alone["low rank"]
     assert monarchs is not None and ranks is not None and "gonon" not in alone
     assert max(monarchs.share, ranks.share) <= 0.3125 and min(monarchs.error, ranks.error) > 0.1
+    (first, _), (second, _) = tradeoff.families
     assert tradeoff.sentence == (
-        f"chosen for the least predicted error within 0.3125 of the dense weights: {_counts(tradeoff)}; "
+        f"chosen for the least predicted error within 0.3125 of the dense weights: {first} for 2 layers, {second} for 2; "
         f"its predicted error is 0.0000 at 31.2% of the dense weights; "
         f"monarch alone has {monarchs.error:.4f} at {monarchs.share:.1%}, low rank alone has {ranks.error:.4f} at {ranks.share:.1%}"
     )
     assert str(tradeoff).endswith(tradeoff.sentence)
-    assert "low rank  (1,256,16,1),(1,16,64,1)" in str(made)
-
-
-def _counts(tradeoff: Tradeoff) -> str:
-    (first, _), (second, _) = tradeoff.families
-    return f"{first} for 2 layers, {second} for 2"
-
-
-def test_a_family_that_costs_more_than_the_budget_is_said_to(vit: nn.Module, tmp_path: Path) -> None:
-    only = plan(vit, "lowrank", include="mlp.fc2")
-    rows = [
-        f'{each.fqn},"{architecture}",{ms}'
-        for each in only.replaced
-        for architecture, ms in (("dense", 4), (monarch(64, 256, 4), 3), (low_rank(64, 256, 16), 1))
-    ]
-    (tmp_path / "t.csv").write_text("\n".join(["fqn,architecture,ms", *rows]))
-    _, tradeoff = allocate(only, vit, budget=0.5, latency=tmp_path / "t.csv")
-    assert dict(tradeoff.alone)["monarch"] is None
-    assert "; monarch alone costs more, low rank alone has" in tradeoff.sentence
-
-
-def test_layers_that_stay_dense_say_so_and_the_plan_is_data(vit: nn.Module, vit_plan: Plan) -> None:
-    make_first_block_count(vit)
-    made, _ = allocate(vit_plan, vit, budget=0.75)
-    kept = [layer for layer in made.layers if layer.reason is not None and layer.reason.code == "budget"]
-    assert kept and all(layer.status == "keep" and layer.weights_after == layer.weights_before for layer in kept)
-    assert Plan.from_json(made.to_json()) == made
 
 
 def test_candidates_are_smaller_than_dense_and_low_rank_is_no_larger_than_its_twin(vit_plan: Plan) -> None:
-    up = next(layer for layer in vit_plan.replaced if layer.fqn == "blocks.0.mlp.fc1")
-    found = candidates(up)
+    found = candidates(next(layer for layer in vit_plan.replaced if layer.fqn == "blocks.0.mlp.fc1"))
     assert monarch(256, 64, 4) in found
     assert low_rank(256, 64, monarch(256, 64, 4).num_parameters // (256 + 64)) in found
     assert all(each.density < 1 and each.shape == (256, 64) for each in found)
 
 
-def test_sensitivities_are_the_squares_of_the_derivative() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
-    x = torch.randn(4000, 6, dtype=torch.float64)
-    found = sensitivities(model, ["0", "1"], [x])
-    last = model[1].weight
-    assert isinstance(last, Tensor)
-    assert found["1"] == pytest.approx(1)
-    assert found["0"] == pytest.approx(float(last.detach().square().sum()) / 5, rel=0.1)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_calibration_weighs_layers_by_what_the_output_feels(vit: nn.Module, vit_plan: Plan, images: Tensor) -> None:
+def test_calibration_weighs_layers_by_what_the_output_feels(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
     with torch.no_grad():
         vit.get_parameter("blocks.1.mlp.fc2.weight").mul_(10)
-        vit.get_parameter("blocks.0.mlp.fc2.weight").mul_(0.01)
-        vit.get_parameter("blocks.0.mlp.fc2.bias").mul_(0.01)
-    only = replace(
-        vit_plan, layers=tuple(replace(each, status="keep", parts=()) if "fc1" not in each.fqn else each for each in vit_plan.layers)
-    )
-    made, tradeoff = allocate(only, vit, budget=0.6, calibrate=images.repeat(4, 1, 1, 1), samples=10)
+        for name in ("weight", "bias"):
+            vit.get_parameter(f"blocks.0.mlp.fc2.{name}").mul_(0.01)
+    layers = (each if "fc1" in each.fqn else replace(each, status="keep", parts=()) for each in vit_plan.layers)
+    made, tradeoff = allocate(replace(vit_plan, layers=tuple(layers)), vit, budget=0.6, calibrate=many, samples=10)
     after = {layer.fqn: layer.weights_after for layer in made.layers}
     assert tradeoff.weighted
     assert after["blocks.1.mlp.fc1"] > 2 * after["blocks.0.mlp.fc1"]
@@ -186,20 +148,17 @@ def table(made: Plan, file: Path, fast: Architecture | None = None) -> Path:
 
 def test_a_table_bounds_the_milliseconds_and_names_the_candidates(vit: nn.Module, vit_plan: Plan, tmp_path: Path) -> None:
     fast = low_rank(64, 256, 1)
-    made, tradeoff = allocate(vit_plan, vit, budget=0.4, latency=table(vit_plan, tmp_path / "t.csv", fast))
+    times = table(vit_plan, tmp_path / "t.csv", fast)
+    made, tradeoff = allocate(vit_plan, vit, budget=0.4, latency=times)
     assert tradeoff.unit == "ms" and tradeoff.chosen.cost <= 0.4 * 2 * len(vit_plan.replaced)
-    allowed = {
-        monarch(64, 64, 4),
-        monarch(64, 64, 8),
-        monarch(256, 64, 4),
-        monarch(256, 64, 8),
-        monarch(64, 256, 4),
-        monarch(64, 256, 8),
-        fast,
-    }
+    allowed = {monarch(*size, nblocks) for size in ((64, 64), (256, 64), (64, 256)) for nblocks in (4, 8)} | {fast}
     assert {part.architecture for layer in made.replaced for part in layer.parts} <= allowed
-    slow, _ = allocate(vit_plan, vit, max_error=0.99, latency=table(vit_plan, tmp_path / "t.csv", fast))
+    slow, _ = allocate(vit_plan, vit, max_error=0.99, latency=times)
     assert all(layer.parts[0].architecture == fast for layer in slow.replaced if layer.fqn.endswith("fc2"))
+    only = plan(vit, "lowrank", include="mlp.fc2")
+    _, tradeoff = allocate(only, vit, budget=0.24, latency=times)
+    assert dict(tradeoff.alone)["monarch"] is None
+    assert "; monarch alone costs more, low rank alone has" in tradeoff.sentence
 
 
 @pytest.mark.parametrize(
@@ -216,7 +175,7 @@ def test_a_table_bounds_the_milliseconds_and_names_the_candidates(vit: nn.Module
         (lambda _: '{"rows": [', "no valid JSON, line 1"),
     ],
 )
-def test_wrong_tables_are_refused(vit: nn.Module, vit_plan: Plan, tmp_path: Path, change, words: str) -> None:  # pyright: ignore
+def test_wrong_tables_are_refused(vit: nn.Module, vit_plan: Plan, tmp_path: Path, change: Callable[[str], str], words: str) -> None:
     file = table(vit_plan, tmp_path / "t.csv")
     assert len(file.read_text().splitlines()) == 20
     file.write_text(change(file.read_text()))
@@ -224,35 +183,43 @@ def test_wrong_tables_are_refused(vit: nn.Module, vit_plan: Plan, tmp_path: Path
         allocate(vit_plan, vit, budget=0.5, latency=file)
 
 
-def test_bounds_that_cannot_be_kept_or_contradict_each_other(vit: nn.Module, vit_plan: Plan) -> None:
-    with pytest.raises(OptionError, match=r"smallest reachable share of the dense layers' weights is 0\.\d+"):
-        allocate(vit_plan, vit, budget=0.01)
-    with pytest.raises(PlanError, match="every layer does best dense"):
-        allocate(vit_plan, vit, budget=1.0)
-    for budget, max_error in ((None, None), (0.4, 0.1), (0.0, None), (float("nan"), None), (None, 1.0)):
-        with pytest.raises(OptionError):
-            allocate(vit_plan, vit, budget=budget, max_error=max_error)
+def test_bounds_that_cannot_be_kept_or_contradict_each_other(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    for kind, message, options in (
+        (OptionError, r"smallest reachable share of the dense layers' weights is 0\.\d+", {"budget": 0.01}),
+        (PlanError, "every layer does best dense", {"budget": 1.0}),
+        (OptionError, "needs a budget, max-error or fidelity", {}),
+        (OptionError, "different goals", {"budget": 0.4, "max_error": 0.1}),
+        (OptionError, r"budget and fidelity are different goals, .* give one of them", {"budget": 0.5, "fidelity": FidelityGoal(0.9)}),
+        (OptionError, "budget is the share", {"budget": 0.0}),
+        (OptionError, "budget is the share", {"budget": float("nan")}),
+        (OptionError, "max-error is a relative error", {"max_error": 1.0}),
+        (OptionError, "a fidelity is measured on samples; give data", {"fidelity": FidelityGoal(0.9)}),
+        (DataError, "at least 3 samples, to fit to, to choose by and to report on; there are 2", {"budget": 0.4, "calibrate": many[:2]}),
+    ):
+        with pytest.raises(kind, match=message):
+            allocate(vit_plan, vit, **options)
+    for target in (0.0, 1.0, -0.5, float("nan")):
+        with pytest.raises(OptionError, match="fidelity is the cosine to reach, above 0 and below 1"):
+            FidelityGoal(target)
+    assert allocate(vit_plan, vit, budget=0.4, calibrate=many[:3])[1].samples == Split(1, 1, 1)
 
 
-def test_what_is_reported_is_measured_on_samples_that_were_not_chosen_by(vit: nn.Module, vit_plan: Plan) -> None:
-    noise = torch.randn(50, 3, 8, 8, generator=torch.Generator().manual_seed(5))
-    many = nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
-    made, tradeoff = allocate(vit_plan, vit, budget=0.3, calibrate=many)
+def test_what_is_reported_is_measured_on_samples_that_were_not_chosen_by(vit: nn.Module, many: Tensor) -> None:
+    many, only = many[:50], plan(vit, include=r"blocks.1.mlp")
+    made, tradeoff = allocate(only, vit, budget=0.3, calibrate=many)
     assert tradeoff.samples == Split(fitted=32, chosen=8, reported=10)
     assert "chosen by their errors on 8 others" in str(tradeoff) and "on 10 that had no part in it, so few" in str(tradeoff)
     others = many.clone()
     others[4::5] = others[4::5].flip(0) * 2 + 1
-    again, other = allocate(vit_plan, vit, budget=0.3, calibrate=others)
+    again, other = allocate(only, vit, budget=0.3, calibrate=others)
     assert again.layers == made.layers and other.chosen.error == tradeoff.chosen.error
     assert other.chosen.held_out_error != tradeoff.chosen.held_out_error
     assert all(point.held_out_error is not None for point in tradeoff.curve)
     assert (tradeoff.curve[-1].held_out_error, tradeoff.curve[-1].reported) == (0, 0)
-    assert allocate(vit_plan, vit, budget=0.3)[1].chosen.held_out_error is None
+    assert allocate(only, vit, budget=0.3)[1].chosen.held_out_error is None
 
 
-def test_the_held_out_error_is_that_of_factors_fitted_to_a_part(vit: nn.Module) -> None:
-    noise = torch.randn(50, 3, 8, 8, generator=torch.Generator().manual_seed(5))
-    many = nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
+def test_the_held_out_error_is_that_of_factors_fitted_to_a_part(vit: nn.Module, many: Tensor) -> None:
     fqn = "blocks.1.mlp.fc2"
     made, tradeoff = allocate(plan(vit, include=rf"{fqn}$"), vit, budget=0.3, calibrate=many)
     samples = samples_of(many)
@@ -266,15 +233,64 @@ def test_the_held_out_error_is_that_of_factors_fitted_to_a_part(vit: nn.Module) 
     assert tradeoff.chosen.held_out_error == pytest.approx(error, rel=1e-6)
 
 
-def test_two_samples_are_too_few_for_a_budget(vit: nn.Module, vit_plan: Plan, images: Tensor) -> None:
-    with pytest.raises(DataError, match="at least 3 samples, to fit to, to choose by and to report on; there are 2"):
-        allocate(vit_plan, vit, budget=0.4, calibrate=images[:2])
-    assert allocate(vit_plan, vit, budget=0.4, calibrate=images[:3])[1].samples == Split(1, 1, 1)
-
-
 @pytest.mark.gpu
 def test_a_gpu_finds_the_trade_off_of_the_cpu(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
     _, expected = allocate(vit_plan, vit, budget=0.4, calibrate=many)
     _, found = allocate(vit_plan, copy.deepcopy(vit).cuda(), budget=0.4, calibrate=many.cuda())
     assert found.chosen.error == pytest.approx(expected.chosen.error, rel=1e-2)
     assert [point.error for point in found.curve] == pytest.approx([point.error for point in expected.curve], rel=1e-2, abs=1e-6)
+
+
+@pytest.mark.parametrize("goal", [FidelityGoal(0.9), FidelityGoal(0.9, sequential=True, permute=True)])
+def test_the_cheapest_plan_tried_that_reaches_the_fidelity_is_taken(
+    vit: nn.Module, vit_plan: Plan, many: Tensor, goal: FidelityGoal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flysurgery.surgery.allocation.STEPS", 3)
+    with unchanged(vit):
+        made, tradeoff = allocate(vit_plan, vit, fidelity=goal, calibrate=many)
+    assert tradeoff.search is not None and tradeoff.unit == "weights"
+    trials = dict(tradeoff.search.trials)
+    assert 2 <= len(trials) <= 4
+    reached = [share for share, cosine in trials.items() if cosine >= goal.target]
+    assert tradeoff.chosen.share == min(reached) > min(trials)
+    report = apply(made, copy.deepcopy(vit), calibrate=many, sequential=goal.sequential, permute=goal.permute)
+    assert report.fidelity is not None
+    assert report.fidelity.lowest_cosine == pytest.approx(trials[tradeoff.chosen.share], abs=1e-9)
+    assert f"the fewest weights at which output and token cosine reach {goal.target}: " in tradeoff.sentence
+
+
+def test_a_fidelity_out_of_reach_names_the_closest(vit: nn.Module, many: Tensor) -> None:
+    only = plan(vit, include=r"blocks.1.mlp")
+    words = r"reaches a fidelity of 0\.9999999999: the closest, at a share of 0\.\d+ of .* weights"
+    with pytest.raises(OptionError, match=words) as caught:
+        allocate(only, vit, fidelity=FidelityGoal(0.9999999999), calibrate=many)
+    found = re.search(r"has (0\.\d+); ask for at most that", str(caught.value))
+    assert found is not None
+    _, tradeoff = allocate(only, vit, fidelity=FidelityGoal(float(found[1])), calibrate=many)
+    assert tradeoff.search is not None
+    assert 0 <= max(value for _, value in tradeoff.search.trials) - float(found[1]) < 1e-3
+
+
+def test_convert_reaches_a_fidelity_and_reports_it(vit: nn.Module, many: Tensor) -> None:
+    batches = iter(many.split(16))  # which can be read once
+    report = convert(copy.deepcopy(vit), fidelity=0.2, calibrate=batches)
+    assert report.fidelity is not None and report.fidelity.lowest_cosine >= 0.2
+    assert report.tradeoff is not None and report.tradeoff.search is not None
+    assert len(report.tradeoff.search.trials) == 1  # the cheapest choices reach it
+    document = report.to_json()
+    assert document["tradeoff"]["search"]["target"] == 0.2
+    families = {row["family"] for row in document["rows"] if row["status"] == "replace"}
+    assert families == {name for name, _ in document["tradeoff"]["families"]} - {"dense"}
+    with pytest.raises(OptionError, match="fidelity choose the architectures, so arch cannot"):
+        convert(vit, "gonon", fidelity=0.8, calibrate=many)
+
+
+class Overflowing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x + float("inf")
+
+
+def test_a_fidelity_that_is_no_number_ends_the_search(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    vit.head_drop = Overflowing()
+    with pytest.raises(DataError, match="the fidelity is no number: one of the two models gives outputs that are not finite"):
+        allocate(vit_plan, vit, fidelity=FidelityGoal(0.5), calibrate=many)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
+from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.layers import SplitLinear
-from flysurgery.surgery import Plan, Report, apply, convert
-from tests.surgery.conftest import TOKENS, WIDTH
-from tests.surgery.test_rollback import unchanged
+from flysurgery.surgery import Plan, Report, apply, convert, plan
+from tests.surgery.conftest import TOKENS, WIDTH, beit, inputs_of, interrupt_at, unchanged
+from tests.surgery.test_apply import Mobile
 
 
-def inputs_of(model: nn.Module, fqns: list[str], x: Tensor) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
-
-    def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen[names[module]] = args[0]
-
-    names = {model.get_submodule(fqn): fqn for fqn in fqns}
-    hooks = [module.register_forward_pre_hook(see) for module in names]
-    with torch.no_grad():
-        model.eval()(x)
-    for hook in hooks:
-        hook.remove()
-    return seen
+@pytest.fixture(autouse=True)
+def _twenty_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flysurgery.fidelity.reconstruction._affordable", lambda *_: 20)
 
 
 def errors(report: Report) -> dict[str, tuple[float, float]]:
@@ -37,17 +28,24 @@ def errors(report: Report) -> dict[str, tuple[float, float]]:
 
 
 def test_reported_errors_are_those_of_the_modules_on_held_out_images(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    dense, plain = copy.deepcopy(vit), copy.deepcopy(vit)
-    report = apply(vit_plan, vit, calibrate=many)
+    models = dense, plain, calibrated = [copy.deepcopy(vit) for _ in range(3)]
+    report = apply(vit_plan, calibrated, calibrate=many)
     apply(vit_plan, plain)
-    held_out = many[4::5]
-    for fqn, x in inputs_of(dense, [layer.fqn for layer in vit_plan.replaced], held_out).items():
-        old, ours, theirs = (model.get_submodule(fqn) for model in (dense, vit, plain))
+    fqns = [layer.fqn for layer in vit_plan.replaced]
+    for fqn, x in inputs_of(dense, fqns, many[4::5]).items():
+        old, ours, theirs = (model.get_submodule(fqn) for model in (dense, calibrated, plain))
         with torch.no_grad():
             right = old(x)
             scale = float((right - old.bias).norm())
             measured = tuple(float((module(x) - right).norm()) / scale for module in (ours, theirs))
         assert errors(report)[fqn] == pytest.approx(measured, rel=1e-3)
+    x = inputs_of(dense, ["blocks.1.attn.qkv"], many)["blocks.1.attn.qkv"][torch.arange(60) % 5 != 4]
+    new, old = (model.get_submodule("blocks.1.attn.qkv") for model in (calibrated, dense))
+    assert isinstance(new, SplitLinear)  # whose parts take up their own mean
+    with torch.no_grad():
+        assert torch.allclose(new(x).mean((0, 1)), old(x).mean((0, 1)), atol=1e-5)
+        outputs = [model.eval()(many) for model in models]
+        assert float((outputs[2] - outputs[0]).norm()) < 0.7 * float((outputs[1] - outputs[0]).norm())
 
 
 @pytest.mark.gpu
@@ -60,50 +58,31 @@ def test_a_gpu_gives_the_errors_of_the_cpu(vit: nn.Module, vit_plan: Plan, many:
         assert found[fqn] == pytest.approx(expected, rel=0.05 if permute else 1e-3)  # features that are nearly alike may change places
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_output_errors_fall_well_below_those_of_the_plain_projection(vit: nn.Module, many: Tensor, sequential: bool) -> None:
-    report = convert(vit, calibrate=many, sequential=sequential)
-    assert len(errors(report)) == 6
-    assert all(ours < 0.8 * theirs for ours, theirs in errors(report).values()), errors(report)
-    assert report.calibration is not None
-    assert (report.calibration.samples, report.calibration.held_out, report.calibration.sequential) == (60, 12, sequential)
-    assert report.verified and "calibrated with 60 samples" in str(report)
+def test_errors_fall_and_a_sequential_calibration_sees_what_the_converted_blocks_make(vit: nn.Module, many: Tensor) -> None:
+    models = {sequential: copy.deepcopy(vit) for sequential in (False, True)}
+    for sequential, model in models.items():
+        report = convert(model, calibrate=many, sequential=sequential)
+        assert len(errors(report)) == 6
+        assert all(ours < 0.8 * theirs for ours, theirs in errors(report).values()), errors(report)
+        assert report.calibration is not None
+        assert (report.calibration.samples, report.calibration.held_out, report.calibration.sequential) == (60, 12, sequential)
+        assert report.verified and "calibrated with 60 samples" in str(report)
+    for name, same in (("blocks.0.mlp.fc1.factors.0", True), ("blocks.1.mlp.fc1.factors.0", False)):
+        assert torch.equal(*(model.get_parameter(name) for model in models.values())) == same
 
 
-def test_the_whole_models_output_comes_nearer(vit: nn.Module, many: Tensor) -> None:
-    models = [copy.deepcopy(vit) for _ in range(3)]
-    convert(models[1])
-    convert(models[2], calibrate=many[:50])
-    with torch.no_grad():
-        dense, plain, calibrated = (model.eval()(many[50:]) for model in models)
-    assert float((calibrated - dense).norm()) < 0.7 * float((plain - dense).norm())
-
-
-def test_a_sequential_calibration_sees_what_the_converted_blocks_make(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    at_once, one_by_one = copy.deepcopy(vit), copy.deepcopy(vit)
-    apply(vit_plan, at_once, calibrate=many)
-    apply(vit_plan, one_by_one, calibrate=many, sequential=True)
-    same, other = "blocks.0.mlp.fc1.factors.0", "blocks.1.mlp.fc1.factors.0"
-    assert torch.equal(at_once.get_parameter(same), one_by_one.get_parameter(same))
-    assert not torch.equal(at_once.get_parameter(other), one_by_one.get_parameter(other))
-
-
-def test_parts_of_a_split_projection_take_up_their_own_mean(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    dense = copy.deepcopy(vit)
-    apply(vit_plan, vit, calibrate=many)
-    new, old = vit.get_submodule("blocks.1.attn.qkv"), dense.get_submodule("blocks.1.attn.qkv")
-    assert isinstance(new, SplitLinear)
-    x = inputs_of(dense, ["blocks.1.attn.qkv"], many)["blocks.1.attn.qkv"]
-    fitted = x[torch.arange(60) % 5 != 4]
-    with torch.no_grad():
-        assert torch.allclose(new(fitted).mean((0, 1)), old(fitted).mean((0, 1)), atol=1e-5)
-
-
-def test_layers_without_bias_and_other_architectures_are_calibrated_too(toy: nn.Module) -> None:
+def test_layers_without_bias_and_other_kinds_are_calibrated_too(toy: nn.Module, many: Tensor) -> None:
+    generator = torch.Generator().manual_seed(6)
     scales = torch.arange(1, WIDTH + 1) ** -1.0
-    x = torch.randn(40, TOKENS, WIDTH, generator=torch.Generator().manual_seed(6)) * scales @ torch.ones(WIDTH, WIDTH).triu()
-    report = convert(toy, arch="lowrank", calibrate=x, example=x[:2])
-    assert len(errors(report)) == 6 and all(ours < 0.8 * theirs for ours, theirs in errors(report).values()), errors(report)
+    x = torch.randn(40, TOKENS, WIDTH, generator=generator) * scales @ torch.ones(WIDTH, WIDTH).triu()
+    decay = 0.6 ** torch.arange(16)[:, None] * torch.randn(16, 16, generator=generator)
+    channels = torch.einsum("bchw,cn->bnhw", torch.randn(40, 16, 8, 8, generator=generator), decay)
+    for report, count, share in (
+        (convert(toy, arch="lowrank", calibrate=x, example=x[:2]), 6, 0.8),
+        (convert(Mobile(), calibrate=channels, example=channels[:2], convs=True), 2, 0.95),
+        (convert(beit(), roles="qkv", calibrate=many), 2, 1.0),  # its attention is switched while it is watched
+    ):
+        assert len(errors(report)) == count and all(ours < share * theirs for ours, theirs in errors(report).values()), errors(report)
     assert toy.get_submodule("blocks.0.down").bias is None
 
 
@@ -115,36 +94,54 @@ def test_more_than_two_factors_are_projected_plainly_and_the_report_says_so(vit:
     assert "two factors" in str(report)
 
 
-def test_a_parent_that_reads_its_weight_is_switched_while_it_is_watched(many: Tensor) -> None:
-    model = timm.create_model("beit_base_patch16_224", img_size=32, patch_size=8, depth=1, embed_dim=64, num_heads=2, num_classes=3)
-    report = convert(model, roles="qkv", calibrate=many)
-    assert errors(report)["blocks.0.attn.qkv"][0] < errors(report)["blocks.0.attn.qkv"][1]
-
-
 def test_few_samples_are_shrunk_and_still_no_worse_than_plain(vit: nn.Module, many: Tensor) -> None:
     report = convert(vit, calibrate=many[:4])
-    shares = [row.calibration.shrinkage for row in report.replaced if row.calibration is not None]
-    assert min(shares) > 1e-3
+    assert all(row.calibration is not None and row.calibration.shrinkage > 1e-3 for row in report.replaced)
     assert all(ours < 1.1 * theirs for ours, theirs in errors(report).values())
 
 
 def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    with unchanged(vit), pytest.raises(DataError, match=r"\(3, 32, 32\), got \(1, 32, 32\)"):
-        apply(vit_plan, vit, calibrate=many[:, :1])
-    with unchanged(vit), pytest.raises(DataError, match="61 were asked for and there are 60"):
-        apply(vit_plan, vit, calibrate=many, samples=61)
-    with unchanged(vit), pytest.raises(OptionError, match="options of calibration"):
-        apply(vit_plan, vit, sequential=True)
-
-
-def test_a_failure_in_the_last_block_takes_all_back(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    for kind, message, options in (
+        (DataError, r"\(3, 32, 32\), got \(1, 32, 32\)", {"calibrate": many[:, :1]}),
+        (DataError, "61 were asked for and there are 60", {"calibrate": many, "samples": 61}),
+        (OptionError, "options of calibration", {"sequential": True}),
+        (OptionError, "reconstruct are options of calibration", {"reconstruct": True}),
+        (OptionError, "minutes must be a positive number", {"calibrate": many, "reconstruct": 0.0}),
+    ):
+        with unchanged(vit), pytest.raises(kind, match=message):
+            apply(vit_plan, vit, **options)
+    with unchanged(vit), pytest.raises(SurgeryError, match="describes no example input to trace"):
+        apply(replace(vit_plan, example=None), vit, calibrate=Samples(many), reconstruct=True, verify=False)
     with torch.no_grad():
         vit.get_parameter("blocks.1.norm1.bias")[0] = torch.nan
     with unchanged(vit), pytest.raises(SurgeryError, match=r"layer blocks\.1\.attn\.qkv is given NaN"):
         apply(vit_plan, vit, calibrate=many, sequential=True)
 
 
-def test_a_report_without_calibration_says_nothing_of_it(vit: nn.Module, vit_plan: Plan) -> None:
-    document = apply(vit_plan, vit).to_json()
-    assert document["calibration"] is None
-    assert all(row["calibration"] is None for row in document["rows"])
+def test_calibration_measures_the_fidelity_by_the_samples_held_out(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
+    dense = copy.deepcopy(vit).eval()
+    found = apply(vit_plan, vit, calibrate=many).fidelity
+    held_out = many[4::5]
+    with torch.no_grad():
+        expected = nn.functional.cosine_similarity(vit.eval()(held_out), dense(held_out), dim=1).mean()
+    assert found is not None and found.samples == 12
+    assert found.output_cosine == pytest.approx(float(expected), abs=1e-5)
+    assert [name for name, _ in found.blocks] == ["blocks.0", "blocks.1"]
+
+
+def test_reconstruction_fits_to_the_dense_model_from_before(vit: nn.Module, many: Tensor) -> None:
+    dense = copy.deepcopy(vit).eval()
+    report = convert(vit, calibrate=many[:40], sequential=True, permute=True, reconstruct=60.0)
+    found = report.reconstruction
+    assert found is not None and found.after == report.fidelity and found.updates == 20
+    assert found.after.relative_error < found.before.relative_error
+    with torch.no_grad():
+        tokens, wanted = (model.eval().forward_features(many[4:40:5]) for model in (vit, dense))
+    assert found.after.relative_error == pytest.approx(float((tokens - wanted).norm() / wanted.norm()), rel=1e-3)
+
+
+def test_an_interrupted_reconstruction_takes_the_conversion_back_with_it(vit: nn.Module, many: Tensor) -> None:
+    made = plan(vit)
+    stop = interrupt_at(lambda _, name: name.startswith("reconstruction"))
+    with unchanged(vit), pytest.raises(KeyboardInterrupt):
+        apply(made, vit, calibrate=many[:20], reconstruct=60.0, progress=stop)

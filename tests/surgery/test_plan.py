@@ -1,4 +1,4 @@
-"""The plan's data: what it counts, what it refuses, and its JSON."""
+"""The plan's data: what it counts, what it refuses, its JSON, and its table."""
 
 from __future__ import annotations
 
@@ -35,29 +35,27 @@ def test_counts_weights_biases_and_flops() -> None:
     assert (qkv.flops_before, qkv.flops_after) == (2 * 96 * 32 * 8, 2 * (512 + 1024) * 8)
     assert (out.params_before, out.params_after, out.flops_after) == (1024, 1024, 2 * 1024 * 8)
     assert (up.params_after, up.flops_after) == (768 + 64, 2 * 768 * 16)
+    assert (qkv.architecture, out.architecture, up.architecture) == (f"q,k {SQUARE}; v dense", None, str(UP))
     assert a_plan().replaced == (qkv, up)
 
 
-def test_architecture_names_the_parts_that_share_it() -> None:
-    qkv, out, up = a_plan().layers
-    assert (qkv.architecture, out.architecture, up.architecture) == (f"q,k {SQUARE}; v dense", None, str(UP))
-
-
-def test_json_and_back_is_the_same_plan() -> None:
-    plan = a_plan()
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-
-
-def test_json_has_the_documented_layout() -> None:
-    data = a_plan().to_json()
-    assert {key: data[key] for key in ("schema", "base", "base_args", "switches")} == {
+def test_json_has_the_documented_layout_and_gives_the_same_plan() -> None:
+    data = json.loads(json.dumps(a_plan().to_json()))
+    assert Plan.from_json(data) == a_plan()
+    assert {key: data[key] for key in data if key != "layers"} == {
         "schema": 1,
         "base": "a_model",
         "base_args": {"depth": 2},
+        "example": [{"shape": [2, 8, 32], "dtype": "float32"}],
         "switches": [["block", "separate", True]],
     }
     assert data["layers"][1]["reason"] == {"code": "not-selected", "text": "not selected"}
     assert data["layers"][2]["parts"] == [{"name": None, "start": 0, "stop": 64, "architecture": [[1, 32, 8, 2], [2, 8, 16, 1]]}]
+    assert "conv" not in data["layers"][0]
+    assert Plan.from_json(change("layers.2.conv", True)).layers[2].conv
+    assert Plan.from_json(change("example", ...)).example is None
+    lists = Plan((), example=((ExampleInput((2,), "int64"), ExampleInput((3,), "int64")),))
+    assert Plan.from_json(lists.to_json()) == lists
 
 
 def change(path: str, value: Any) -> Any:
@@ -77,7 +75,6 @@ def change(path: str, value: Any) -> Any:
 TILE = "must tile the rows 0 to"
 WRONG = [
     ("schema", 2, "schema 1, got schema 2"),
-    ("schema", "1", "schema 1, got schema '1'"),
     ("schema", True, "schema 1, got schema True"),
     ("layers", ..., "no entry 'layers'"),
     ("layers", {}, "'layers' must be a list"),
@@ -86,7 +83,6 @@ WRONG = [
     ("base_args", [], "'base_args' must be an object"),
     ("switches", [["block", "separate"]], "a switch is a list"),
     ("switches", [["block", "__class__", True]], "public attribute"),
-    ("switches", [["block", "separate", {}]], "public attribute"),
     ("switches", [["block", "separate", True], ["block", "separate", False]], "stands twice"),
     ("example", [{"shape": [1 << 20, 1 << 20], "dtype": "float32"}], "at most"),
     ("example", [{"shape": [0, 3], "dtype": "float32"}], "positive sides"),
@@ -97,32 +93,23 @@ WRONG = [
     ("layers.2.aliases", ["block.qkv"], "block.qkv stands twice"),
     ("layers.2.aliases", [1], "'aliases[0]' must be a text"),
     ("layers.0.role", "boss", "'role' must be one of"),
-    ("layers.0.status", "maybe", "'status' must be one of replace, keep"),
     ("layers.0.bias", 1, "'bias' must be true or false"),
     ("layers.0.calls", -1, "must lie between 0 and"),
     ("layers.0.rows", 1 << 63, "must lie between 0 and"),
-    ("layers.0.rows", 1.0, "'rows' must be a whole number"),
     ("layers.0.in_features", 1 << 40, "sizes must lie between"),
-    ("layers.0.in_features", 0, "sizes must lie between"),
     ("layers.0.in_features", 64, "the layer is 32x64"),
     ("layers.0.reason", {"code": "x"}, "no entry 'text'"),
-    ("layers.0.colour", "red", "unknown entry 'colour'"),
     ("layers.0.parts", [], TILE),
     ("layers.0.parts.0.stop", 31, TILE),
-    ("layers.0.parts.1.start", 16, TILE),
     ("layers.0.parts.2.stop", 128, TILE),
     ("layers.0.parts.0.name", "k", "different names"),
-    ("layers.0.parts.0.name", None, "different names"),
-    ("layers.0.parts.0.name", "a.b", "different names"),
     ("layers.0.parts.0.name", "forward", "different names"),
     ("layers.2.parts.0.name", "q", "no name"),
     ("layers.2.parts.0.architecture", None, "no part of it has an architecture"),
     ("layers.2.parts.0.architecture", [[1, 2, 3]], "four integers"),
-    ("layers.2.parts.0.architecture", [[1, 64, 1.0, 1], [1, 1, 32, 1]], "four positive integers"),
     ("layers.2.parts.0.architecture", [[1, 1 << 40, 8, 2], [2, 8, 16, 1]], "no side may exceed"),
     ("layers.2.parts.0.architecture", [[1, 64, 1 << 24, 1], [1, 1 << 24, 32, 1]], "more parameters than the dense"),
     ("layers.2.parts.0.architecture", [[10**4000, 10**4000, 8, 2], [2, 8, 16, 1]], "layer block.up: "),
-    ("layers.2.parts.0.architecture", [[1, 32, 32, 1]], "describes a 32x32 matrix, the layer is 64x32"),
     ("layers.1.parts", [{"name": None, "start": 0, "stop": 32, "architecture": None}], "kept dense and yet has parts"),
 ]
 
@@ -135,12 +122,6 @@ def test_wrong_json_is_one_sentence(path: str, value: Any, message: str) -> None
     assert "\n" not in str(caught.value)
     if path.startswith("layers.") and "fqn" not in path and path.count(".") > 1 and "twice" not in message:
         assert a_plan().layers[int(path[7])].fqn in str(caught.value)
-
-
-@pytest.mark.parametrize("data", [None, [], "plan", 3])
-def test_json_of_another_kind_is_refused(data: object) -> None:
-    with pytest.raises(PlanError, match="must be a JSON object"):
-        Plan.from_json(data)
 
 
 def places(value: Any, path: str = "") -> list[str]:
@@ -157,11 +138,10 @@ json_values = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(place=st.sampled_from(places(a_plan().to_json())), value=json_values)
+@given(place=st.sampled_from(["", *places(a_plan().to_json())]), value=json_values)
 def test_any_damage_is_a_plan_error_or_another_valid_plan(place: str, value: Any) -> None:
-    data = change(place, value)
     try:
-        plan = Plan.from_json(data)
+        plan = Plan.from_json(change(place, value) if place else value)
     except PlanError as error:
         assert "\n" not in str(error)
     else:
@@ -170,23 +150,19 @@ def test_any_damage_is_a_plan_error_or_another_valid_plan(place: str, value: Any
         assert str(plan)
 
 
-def test_a_plan_without_an_example_can_be_read() -> None:
-    assert Plan.from_json(change("example", ...)).example is None
-
-
-def test_table_shows_groups_totals_and_reasons() -> None:
+def test_the_table_shows_groups_totals_and_reasons() -> None:
     text = str(a_plan())
     assert "plan for a_model: 2 of 3 linear layers to replace" in text
     assert "weights in them: 5.12 k -> 2.3 k (45.0%)" in text  # 96*32 + 64*32 and 1536 + 768
     up = next(line for line in text.splitlines() if line.startswith("block.up"))
     assert up.split() == ["block.up", "1", "ffn_in", "64x32", "2.05", "k", "768", "37.5%", "other", str(UP)]
     assert "not-selected: not selected" in text
-
-
-def test_table_folds_alike_layers_and_shows_where_names_differ() -> None:
-    part = (Part(None, 0, 64, UP),)
     names = ("layers.0.1.net.1", "layers.1.1.net.1", "layers.0.1.net.4")
-    layers = tuple(LayerPlan(name, "ffn_in", 32, 64, True, 1, 8, "replace", parts=part) for name in names[:2])
-    other = LayerPlan(names[2], "ffn_out", 32, 64, True, 1, 8, "replace", parts=part)
-    lines = [line.split()[:3] for line in str(Plan((*layers, other))).splitlines() if line.startswith("layers.")]
+    roles = ("ffn_in", "ffn_in", "ffn_out")
+    part = (Part(None, 0, 64, UP),)
+    layers = tuple(
+        LayerPlan(name, role, 32, 64, True, 1, 8, "replace", parts=part)  # pyright: ignore[reportArgumentType]
+        for name, role in zip(names, roles, strict=True)
+    )
+    lines = [line.split()[:3] for line in str(Plan(layers)).splitlines() if line.startswith("layers.")]
     assert lines == [["layers.*.1.net.1", "2", "ffn_in"], ["layers.0.1.net.4", "1", "ffn_out"]]

@@ -1,8 +1,9 @@
-"""From a model to a plan, through the walker."""
+"""From a model to a plan, through the walker: which layers, which architectures, and how the model is built again."""
 
 from __future__ import annotations
 
-import copy
+import json
+from typing import Any
 
 import pytest
 import timm
@@ -11,65 +12,53 @@ import vit_pytorch
 from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
-from flysurgery.errors import PatternError, PlanError, SelectionError, SurgeryError
-from flysurgery.patterns import Architecture, low_rank, monarch
-from flysurgery.surgery import LayerPlan, Plan, apply, plan
-
-TINY = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
+from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError, SurgeryError
+from flysurgery.patterns import Architecture, gonon, low_rank, monarch
+from flysurgery.surgery import LayerPlan, Plan, Reason, apply, plan
+from flysurgery.surgery.base import find_base
+from flysurgery.surgery.planning import Rule, read_architectures
+from tests.surgery.conftest import TINY, beit, unchanged
 
 
 def layers(of: Plan) -> dict[str, LayerPlan]:
     return {layer.fqn: layer for layer in of.layers}
 
 
-def test_default_plan_of_a_timm_vit(vit: nn.Module) -> None:
-    made = plan(vit)
+def names(of: Plan) -> set[str]:
+    return {layer.fqn for layer in of.replaced}
+
+
+def blocks(*of_block: str) -> set[str]:
+    return {f"blocks.{i}.{name}" for i in (0, 1) for name in of_block}
+
+
+def test_the_default_plan_of_a_timm_vit(vit: nn.Module) -> None:
+    with unchanged(vit):
+        made = plan(vit)
     found = layers(made)
-    assert {layer.fqn for layer in made.replaced} == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "mlp.fc1", "mlp.fc2")}
+    assert names(made) == blocks("attn.qkv", "mlp.fc1", "mlp.fc2")
     qkv, fc1 = found["blocks.0.attn.qkv"], found["blocks.1.mlp.fc1"]
     assert [(part.name, part.start, part.stop) for part in qkv.parts] == [("q", 0, 64), ("k", 64, 128), ("v", 128, 192)]
     assert {part.architecture for part in qkv.parts} == {monarch(64, 64, 4)}
     assert [(part.name, part.architecture) for part in fc1.parts] == [(None, monarch(256, 64, 4))]
     assert (qkv.role, fc1.role, found["blocks.0.mlp.fc2"].role) == ("qkv", "ffn_in", "ffn_out")
-    proj, head = found["blocks.0.attn.proj"].reason, found["head"].reason
-    assert proj is not None
-    assert head is not None
-    assert (proj.code, head.code) == ("not-selected", "head")
+    reasons = [found[fqn].reason for fqn in ("blocks.0.attn.proj", "head")]
+    assert [reason and reason.code for reason in reasons] == ["not-selected", "head"]
     assert made.base == "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     assert (made.base_args["num_classes"], made.base_args["img_size"], made.base_args["depth"]) == (7, [32, 32], 2)
-
-
-def test_rows_and_flops_are_those_of_one_sample(vit: nn.Module) -> None:
-    tokens = 2 * 2 + 1
-    for images in (torch.zeros(1, 3, 32, 32), torch.zeros(6, 3, 32, 32)):
-        fc1 = layers(plan(vit, example=images))["blocks.0.mlp.fc1"]
-        assert (fc1.calls, fc1.rows, fc1.flops_before) == (1, tokens, 2 * 256 * 64 * tokens)
-
-
-def test_planning_changes_nothing(vit: nn.Module) -> None:
-    state, modules, modes = copy.deepcopy(vit.state_dict()), dict(vit.named_modules()), [module.training for module in vit.modules()]
-    random = torch.get_rng_state()
-    plan(vit)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert dict(vit.named_modules()) == modules
-    assert [module.training for module in vit.modules()] == modes
-    assert all(torch.equal(value, vit.state_dict()[name]) for name, value in state.items())
-
-
-def test_a_model_on_meta_gives_the_same_plan(vit: nn.Module) -> None:
     with torch.device("meta"):
         empty = timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
-    assert plan(empty) == plan(vit)
+    assert plan(empty) == made
+    tokens = 2 * 2 + 1
+    fc1 = layers(plan(vit, example=torch.zeros(6, 3, 32, 32)))["blocks.0.mlp.fc1"]
+    assert (fc1.calls, fc1.rows, fc1.flops_before) == (1, tokens, 2 * 256 * 64 * tokens)
 
 
-def test_families_and_their_options(vit: nn.Module) -> None:
+def test_families_options_and_selection(vit: nn.Module) -> None:
     assert layers(plan(vit, nblocks=8))["blocks.0.mlp.fc1"].parts[0].architecture == monarch(256, 64, 8)
     assert layers(plan(vit, "lowrank", rank=5))["blocks.0.mlp.fc2"].parts[0].architecture == low_rank(64, 256, 5)
-
-
-def test_selection_by_role_and_name(vit: nn.Module) -> None:
-    assert {layer.fqn for layer in plan(vit, roles=("attn_out",)).replaced} == {"blocks.0.attn.proj", "blocks.1.attn.proj"}
-    assert {layer.fqn for layer in plan(vit, include=r"blocks\.1", exclude="qkv").replaced} == {"blocks.1.mlp.fc1", "blocks.1.mlp.fc2"}
+    assert names(plan(vit, roles=("attn_out",))) == blocks("attn.proj")
+    assert names(plan(vit, include=r"blocks\.1", exclude="qkv")) == {"blocks.1.mlp.fc1", "blocks.1.mlp.fc2"}
     with pytest.raises(SelectionError):
         plan(vit, include="no_such_layer")
 
@@ -78,10 +67,7 @@ def test_default_roles_are_those_that_the_model_has_and_named_ones_must_occur() 
     mixer = MlpMixer(img_size=32, patch_size=8, num_blocks=1, embed_dim=64, num_classes=3)
     images = torch.zeros(2, 3, 32, 32)
     made = plan(mixer, example=images)
-    assert {layer.fqn: layer.role for layer in made.replaced if "channels" in layer.fqn} == {
-        "blocks.0.mlp_channels.fc1": "ffn_in",
-        "blocks.0.mlp_channels.fc2": "ffn_out",
-    }
+    assert [layer.role for layer in made.replaced if "channels" in layer.fqn] == ["ffn_in", "ffn_out"]
     assert plan(mixer, roles="ffn", example=images) == made
     with pytest.raises(SelectionError, match="'qkv'"):
         plan(mixer, roles=("ffn", "qkv"), example=images)
@@ -91,52 +77,46 @@ def test_default_roles_are_those_that_the_model_has_and_named_ones_must_occur() 
 
 def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
     made = plan(vit, patterns=["(1,32,8,2),(2,8,32,1)", "(1,128,32,2),(2,32,32,1)"])
-    assert {layer.fqn for layer in made.replaced} == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "mlp.fc1")}
+    assert names(made) == blocks("attn.qkv", "mlp.fc1")
     assert layers(made)["blocks.0.attn.qkv"].parts[1].architecture == Architecture.of((1, 32, 8, 2), (2, 8, 32, 1))
     down = layers(made)["blocks.0.mlp.fc2"].reason
-    assert down is not None
-    assert (down.code, "64x256" in down.text) == ("no-pattern", True)
-
-
-def test_a_pattern_of_the_whole_fused_matrix_leaves_it_whole(vit: nn.Module) -> None:
-    whole = "(1,96,16,2),(2,16,32,1)"
-    qkv = layers(plan(vit, patterns=whole))["blocks.0.attn.qkv"]
-    assert [(part.name, str(part.architecture)) for part in qkv.parts] == [(None, whole)]
-
-
-def test_patterns_that_do_not_fit(vit: nn.Module) -> None:
+    assert down is not None and down.code == "no-pattern" and "64x256" in down.text
+    whole = "(1,96,16,2),(2,16,32,1)"  # of the fused matrix, which then is not taken apart
+    assert [(part.name, str(part.architecture)) for part in layers(plan(vit, patterns=whole))["blocks.0.attn.qkv"].parts] == [(None, whole)]
     with pytest.raises(PatternError, match=r"blocks.0.mlp.fc2: the matrix is 64x256.*is 256x64"):
         plan(vit, patterns=monarch(256, 64), include="mlp")
-    with pytest.raises(
-        SelectionError, match="describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
-    ):
+    sizes = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
+    with pytest.raises(SelectionError, match=sizes):
         plan(vit, patterns=[monarch(256, 64), monarch(100, 64)])
 
 
-def test_a_plan_that_replaces_nothing_says_why(vit: nn.Module) -> None:
+def test_what_cannot_be_planned_says_why(vit: nn.Module) -> None:
     with pytest.raises(PlanError, match=r"nothing would be replaced: no-pattern \(\d layers\): .*"):
         plan(vit, nblocks=48)
     with pytest.raises(PlanError, match="no-gain"):
         plan(vit, nblocks=1, roles=("attn_out",))
+    apply(plan(vit), vit)
+    with pytest.raises(SurgeryError, match=r"converted already \(6 layers, such as blocks.0.attn.qkv\); densify it first"):
+        plan(vit)
+
+
+class Uneven(nn.Module):
+    """Eight query heads of width 4 that share one key and value head of width 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 32 + 4 + 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split((32, 4, 6), dim=-1)
+        q = q.unflatten(-1, (8, 4)).transpose(1, 2)
+        scores = q @ k.unsqueeze(1).transpose(-2, -1) / 2
+        return (scores.softmax(-1) @ v.unsqueeze(1)).flatten(1)
 
 
 def test_a_part_without_an_architecture_stays_dense() -> None:
-    class Uneven(nn.Module):
-        """Eight query heads of width 4 that share one key and value head of width 6."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(32, 32 + 4 + 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).split((32, 4, 6), dim=-1)
-            q = q.unflatten(-1, (8, 4)).transpose(1, 2)
-            scores = q @ k.unsqueeze(1).transpose(-2, -1) / 2
-            return (scores.softmax(-1) @ v.unsqueeze(1)).flatten(1)
-
     model = Uneven()
-    x = torch.randn(2, 5, 32)
-    made = plan(model, nblocks=8, example=x)
+    made = plan(model, nblocks=8, example=torch.randn(2, 5, 32))
     assert [(part.name, part.architecture) for part in made.layers[0].parts] == [("q", monarch(32, 32, 8)), ("k", None), ("v", None)]
     key = model.qkv.weight.detach()[32:36].clone()
     apply(made, model)
@@ -144,36 +124,104 @@ def test_a_part_without_an_architecture_stays_dense() -> None:
 
 
 def test_parents_that_read_the_weight_are_switched() -> None:
-    model = timm.create_model("beit_base_patch16_224", **TINY).eval()
-    x = torch.randn(2, 3, 32, 32)
+    model = beit().eval()
     made = plan(model)
-    assert {(switch.module_fqn, switch.attribute, switch.value) for switch in made.switches} == {
-        ("blocks.0.attn", "qkv_bias_separate", True),
-        ("blocks.1.attn", "qkv_bias_separate", True),
+    assert {(each.module_fqn, each.attribute, each.value) for each in made.switches} == {
+        (f"blocks.{i}.attn", "qkv_bias_separate", True) for i in (0, 1)
     }
+    assert plan(model, roles=("ffn",)).switches == ()
     assert not layers(made)["blocks.0.attn.qkv"].bias
+    x = torch.randn(2, 3, 32, 32)
     before = model(x)
     apply(made, model)
-    assert model.blocks[0].attn.qkv_bias_separate
-    assert all(parameter is None for name, parameter in model.blocks[0].attn.qkv.named_parameters() if "bias" in name)
     assert not torch.equal(model(x), before)
 
 
-def test_switches_of_layers_that_stay_are_left_out() -> None:
-    model = timm.create_model("beit_base_patch16_224", **TINY)
-    assert plan(model, roles=("ffn",)).switches == ()
-
-
 def test_vit_pytorch() -> None:
-    model = vit_pytorch.ViT(image_size=32, patch_size=16, num_classes=5, dim=64, depth=2, heads=2, dim_head=32, mlp_dim=128)
-    made = plan(model, base="vit_pytorch:ViT", base_args={"depth": 2})
-    assert (len(made.replaced), made.base, dict(made.base_args)) == (6, "vit_pytorch:ViT", {"depth": 2})
+    model = vit_pytorch.ViT(image_size=32, patch_size=16, num_classes=5, dim=64, depth=1, heads=2, dim_head=32, mlp_dim=128)
+    made = plan(model, base="vit_pytorch:ViT", base_args={"depth": 1})
+    assert (len(made.replaced), made.base, dict(made.base_args)) == (3, "vit_pytorch:ViT", {"depth": 1})
     assert {layer.role for layer in made.replaced} == {"qkv", "ffn_in", "ffn_out"}
-    report = apply(made, model)
-    assert report.verified
 
 
-def test_a_converted_model_is_refused(vit: nn.Module) -> None:
-    apply(plan(vit), vit)
-    with pytest.raises(SurgeryError, match=r"converted already \(6 layers, such as blocks.0.attn.qkv\); densify it first"):
-        plan(vit)
+def test_the_familys_options_decide_and_matrices_that_stay_dense_have_a_reason() -> None:
+    assert Rule("monarch", nblocks=2).choose(1536, 384) == monarch(1536, 384, 2)
+    assert Rule("lowrank", rank=7).choose(384, 384) == low_rank(384, 384, 7)
+    assert Rule("gonon").choose(384, 1536) == gonon(384, 1536)
+    square, up = monarch(64, 64, 8), monarch(256, 64, 8)
+    given = Rule(architectures=(square, up))
+    assert (given.choose(64, 64), given.choose(256, 64)) == (square, up)
+    for rule, size, code, words in (
+        (Rule("monarch"), (10, 64), "no-pattern", ("10", "64")),
+        (Rule("monarch", nblocks=1), (64, 64), "no-gain", ("8192", "4096")),
+        (given, (64, 256), "no-pattern", ("64x256", "is 256x64")),
+    ):
+        reason = rule.choose(*size)
+        assert isinstance(reason, Reason) and reason.code == code and all(word in reason.text for word in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arch": "butterfly"}, "monarch, gonon, lowrank"),
+        ({"nblocks": 0}, "nblocks must be a positive integer, got 0"),
+        ({"nblocks": 2.0}, "nblocks must be a positive integer"),
+        ({"arch": "lowrank", "rank": -3}, "rank must be a positive integer, got -3"),
+        ({"rank": 8}, "takes no rank"),
+        ({"arch": "gonon", "nblocks": 8}, "takes no nblocks"),
+        ({"architectures": (monarch(8, 8, 2),), "nblocks": 8}, "patterns name the architecture, so nblocks"),
+    ],
+)
+def test_options_out_of_range_or_in_contradiction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Rule(**options)
+
+
+def test_every_form_of_patterns_is_read() -> None:
+    square, up = monarch(8, 8, 2), monarch(16, 8, 2)
+    assert read_architectures(None) == ()
+    for form in (square, str(square), [str(square)], square.to_json()):
+        assert read_architectures(form) == (square,)
+    assert read_architectures([str(square), up]) == (square, up)
+    for wrong in ("(1,2,3)", [], [[1, 2, 3]], [1, 2]):
+        with pytest.raises(PatternError):
+            read_architectures(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("vit_tiny_patch16_224", {**TINY, "num_classes": 7, "in_chans": 1}),
+        ("vit_tiny_patch16_224", {**TINY, "global_pool": "avg", "num_classes": 0}),
+        ("eva02_tiny_patch14_224", {**TINY, "img_size": 56}),
+        ("swin_tiny_patch4_window7_224", {"img_size": 112, "in_chans": 4}),
+        ("levit_128s", {"num_classes": 5}),
+        ("vit_base_patch16_siglip_224.v2_webli", {"depth": 1}),
+    ],
+)
+def test_a_timm_model_says_how_it_is_built_again(name: str, arguments: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, **arguments)
+        base, base_args = find_base(model, None, None)
+        assert base is not None and base.startswith(name)
+        again = timm.create_model(base, **json.loads(json.dumps(base_args)))
+    assert {key: value.shape for key, value in again.state_dict().items()} == {
+        key: value.shape for key, value in model.state_dict().items()
+    }
+
+
+def test_what_is_given_goes_before_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", in_chans=1, num_classes=7, **TINY)
+        other = timm.create_model("vit_tiny_patch16_224", act_layer=nn.ReLU, **TINY)
+    base, base_args = find_base(model, None, {"num_classes": 9})
+    assert (base, base_args["num_classes"], base_args["depth"]) == ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", 9, 2)
+    assert find_base(model, "vit_pytorch:ViT", {"depth": 1}) == ("vit_pytorch:ViT", {"depth": 1})
+    model.reset_classifier(3)
+    assert find_base(model, None, None)[1]["num_classes"] == 3
+    for unknown in (other, nn.Linear(2, 2)):  # JSON has no functions
+        assert find_base(unknown, None, None) == (None, {})
+    with pytest.raises(OptionError, match="base_args must be values that JSON has"):
+        find_base(model, "vit_tiny_patch16_224", {"act_layer": nn.ReLU})
+    monkeypatch.delattr(timm.models, "get_model_args", raising=False)  # as in earlier versions of timm
+    assert find_base(model, None, None)[1] == {"img_size": [32, 32], "in_chans": 1, "num_classes": 3}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import collect, watched
+from flysurgery.calibration import collect, sensitivities, watched
 from flysurgery.errors import DataError, SurgeryError
 
 
@@ -54,38 +54,29 @@ def test_moments_are_those_of_the_inputs_in_eval_mode(net: Net, batches: list[Te
         assert torch.allclose(found[name].second, rows.double().mT @ rows.double() / len(rows), rtol=1e-5, atol=1e-6)
 
 
-def test_a_forward_ends_with_the_last_wanted_call(net: Net, batches: list[Tensor]) -> None:
+def test_a_forward_ends_with_the_last_wanted_call_and_the_model_is_as_before(net: Net, batches: list[Tensor]) -> None:
+    state = {name: value.clone() for name, value in net.state_dict().items()}
     collect(net, {"first": 1, "twice": 2}, batches)
     assert net.late_calls == 0
     collect(net, {"late": 1}, batches)
     assert net.late_calls == len(batches)
-
-
-def test_the_model_is_as_before(net: Net, batches: list[Tensor]) -> None:
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    collect(net, {"first": 1}, batches)
     assert net.training and net.norm.training
     assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
     assert all(not module._forward_pre_hooks for module in net.modules())
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_layer_that_is_not_called_is_named(net: Net, batches: list[Tensor]) -> None:
+def test_failures_name_the_layer_or_the_reason_and_leave_no_hooks(net: Net, batches: list[Tensor]) -> None:
     with pytest.raises(SurgeryError, match="layer unused was not called"):
         collect(net, {"first": 1, "unused": 1}, batches)
-    assert not net.first._forward_pre_hooks
-
-
-def test_inputs_that_are_not_finite_name_the_layer(net: Net, batches: list[Tensor]) -> None:
+    with pytest.raises(DataError, match=r"fails on calibration inputs of shape \(4, 7\): .*7"):
+        collect(net, {"first": 1}, [torch.randn(4, 7)])
+    with pytest.raises(SurgeryError, match="layer unused has no finite gradient"):
+        sensitivities(net, ["first", "unused"], batches)
     nn.init.constant_(net.first.weight, torch.inf)
     with pytest.raises(SurgeryError, match="layer twice is given NaN or infinite inputs"):
         collect(net, {"first": 1, "twice": 2}, batches)
-
-
-def test_a_model_that_fails_says_why(net: Net) -> None:
-    with pytest.raises(DataError, match=r"fails on calibration inputs of shape \(4, 7\): .*7"):
-        collect(net, {"first": 1}, [torch.randn(4, 7)])
-    assert net.training and not net.first._forward_pre_hooks
+    assert net.training and not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
 
 
 def test_a_pass_that_is_made_anyway_can_be_watched(net: Net, batches: list[Tensor]) -> None:
@@ -100,3 +91,12 @@ def test_a_pass_that_is_made_anyway_can_be_watched(net: Net, batches: list[Tenso
     assert net.late_calls and not net.first._forward_pre_hooks
     with pytest.raises(SurgeryError, match="unused was not called"), watched(net, ["unused"]):
         net(batches[0])
+
+
+def test_sensitivities_are_the_squares_of_the_derivative() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    found = sensitivities(model, ["0", "1"], [torch.randn(4000, 6, dtype=torch.float64)])
+    assert found["1"] == pytest.approx(1)
+    assert found["0"] == pytest.approx(float(model[1].weight.detach().square().sum()) / 5, rel=0.1)  # pyright: ignore
+    assert all(parameter.grad is None for parameter in model.parameters())
