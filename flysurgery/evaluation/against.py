@@ -1,18 +1,16 @@
-"""How close one model is to another, on images without labels."""
+"""Measures how close one model is to another, on images without labels."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from flysurgery.calibration import DEFAULT_SAMPLES, Samples, samples_of
+from flysurgery.calibration import Samples, samples_of
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
-from flysurgery.evaluation.calibration import load_calibration
-from flysurgery.evaluation.data import fractals, preparation
-from flysurgery.evaluation.digits import digits
+from flysurgery.evaluation.calibration import load_unseen
+from flysurgery.evaluation.data import preparation
 from flysurgery.fidelity import Fidelity, Stream, measure_fidelity
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import is_optimized, plan_of
@@ -22,11 +20,11 @@ from flysurgery.walker import Cut, example_input, find_cuts, run_fake, shadow, s
 def compare(
     model: nn.Module, teacher: nn.Module, data: str | Path | Samples, samples: int | None = None, *, batch_size: int = 64
 ) -> Fidelity:
-    """The fidelity of ``model`` to ``teacher`` on ``samples`` images, by default 512 or as many as there are.
+    """Measure the fidelity of ``model`` to ``teacher`` on ``samples`` images, by default 512 or as many as there are.
 
     ``data`` is what ``load_unseen`` takes, or gives. Nothing should have been fitted to it. Each model runs where it is, in its dtype and
     in eval mode, and stays as it is. Blocks are compared where one model is dense and both have the same modules, apart from what was
-    converted; the last tokens where they have the same name and shape in both.
+    converted. The last tokens are compared where they have the same name and shape in both.
 
     Raises:
         DataError: the models take other images or give outputs of other shapes, the data are not there or too few, or outputs are no
@@ -37,9 +35,10 @@ def compare(
     if batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, got {batch_size}")
     check_comparable(model, teacher)
-    wanted = preparation(teacher)
-    size = (wanted.channels, wanted.height, wanted.width)
-    known = samples_of(data, count=samples, shape=size) if isinstance(data, Samples) else load_unseen(data, teacher, samples=samples)
+    if isinstance(data, Samples):
+        known = samples_of(data, count=samples, shape=preparation(teacher).shape)
+    else:
+        known = load_unseen(data, teacher, samples=samples)
     found = measure_fidelity(model, teacher, known.inputs.split(batch_size), _common_cuts(model, teacher))
     numbers = (found.output_cosine, found.token_cosine or 0.0, found.relative_error, *(error for _, error in found.blocks))
     if not all(map(math.isfinite, numbers)):
@@ -47,26 +46,8 @@ def compare(
     return found
 
 
-def load_unseen(name: str | Path, model: nn.Module, *, samples: int | None = None) -> Samples:
-    """Images to compare models on, prepared for ``model``: of "digits" and "fractals" those that calibration does not take.
-
-    Anything else is a folder of images at any depth. Takes ``samples`` of them, by default 512 or as many as there are.
-
-    Raises:
-        DataError: there is no such data set, or it has fewer readable images than ``samples``, or fewer than two.
-        OptionError: ``samples`` below 2.
-    """
-    if str(name) not in ("digits", "fractals"):
-        return load_calibration(name, model, samples=samples)
-    wanted = preparation(model)
-    size = (wanted.height, wanted.width)
-    made = digits("held-out", size, mean=wanted.mean, std=wanted.std) if str(name) == "digits" else fractals("held-out", model, wanted)
-    count = samples if samples is not None else min(len(made), DEFAULT_SAMPLES)
-    return replace(samples_of(made, count=count, shape=(wanted.channels, *size)), name=str(name))
-
-
 def check_comparable(model: nn.Module, teacher: nn.Module) -> None:
-    """See that two models take the same images, tell the same classes apart, and have their own blocks.
+    """Check that two models take the same images, tell the same classes apart, and have their own blocks.
 
     Raises:
         DataError, SurgeryError: they do not; one sentence with both numbers.
@@ -94,12 +75,12 @@ def check_comparable(model: nn.Module, teacher: nn.Module) -> None:
 
 
 def _common_cuts(model: nn.Module, teacher: nn.Module) -> tuple[Cut, ...]:
-    """The places at which both can be compared: those of the dense one, all of them or the last tokens alone."""
+    """Find the cuts at which both can be compared: those of the dense one, all of them or the last tokens alone."""
     has_dense = plan_of(model) is None or plan_of(teacher) is None
     first, second = (model, teacher) if plan_of(model) is None and plan_of(teacher) is not None else (teacher, model)
     try:
         cuts = find_cuts(survey(first))
-    except WalkError:  # what cannot be traced can still be run
+    except WalkError:  # a model that cannot be traced can still run
         return ()
     # The blocks of a converted model are not known, since its layers have no roles.
     alike = has_dense and _modules(model) == _modules(teacher)
@@ -108,13 +89,13 @@ def _common_cuts(model: nn.Module, teacher: nn.Module) -> tuple[Cut, ...]:
 
 
 def _modules(model: nn.Module) -> set[str]:
-    """Names of the modules, without those inside converted layers."""
+    """Give the names of the modules, without those inside converted layers."""
     inside = {part for each in model.modules() if isinstance(each, ButterflyLinear | SplitLinear) for part in list(each.modules())[1:]}
     return {name for name, module in model.named_modules() if module not in inside}
 
 
 def _has(model: nn.Module, cuts: tuple[Cut, ...]) -> bool:
-    """Whether ``model`` has tensors of the same shapes at all of the cuts."""
+    """Say whether ``model`` has tensors of the same shapes at all of the cuts."""
     double, example = shadow(model), example_input(model)
     try:
         with Stream(double, cuts) as stream:

@@ -1,29 +1,45 @@
-"""Images with their classes, prepared for one model."""
+"""Images with their classes, prepared for one model: digits, fractals, or a folder."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from PIL import Image
 from timm.data.config import resolve_data_config
+from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
 
 from flysurgery.errors import DataError, WalkError
-from flysurgery.evaluation.digits import digits
 from flysurgery.evaluation.fractals import Fractals
 from flysurgery.walker import example_input
 
+Part = Literal["train", "held-out"]
+
+MADE = ("digits", "fractals")
+"""Data sets that need no files."""
+
 SMALL = 512
-"""Below this many images a process of its own costs more than it reads."""
+"""For fewer images than this a reading process costs more than it saves."""
 
 MAX_WORKERS = 8
 
 FRACTALS_A_CLASS = 50
 """Held-out fractals of each class."""
+
+SPLIT_SEED = 0
+"""Sets the order of the digits by which they are split, in training and in evaluation."""
+
+WHITE = 16
+"""The largest value of a digit's pixel."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +53,16 @@ class ImageData:
 
     @property
     def workers(self) -> int:
-        """How many processes to read images with; none where they lie in memory or are few."""
-        return 0 if self.name in ("digits", "fractals") or self.samples < SMALL else min(MAX_WORKERS, os.cpu_count() or 1)
+        """How many processes to read images with; none where the images are in memory or few."""
+        return 0 if self.name in MADE or self.samples < SMALL else min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a model wants of its images: their size, and the mean and standard deviation to normalize each channel by."""
+    """What a model wants of its images: their size, and the mean and standard deviation to normalize each channel by.
+
+    ``config`` holds these and the interpolation and crop, as timm's transforms take them.
+    """
 
     channels: int
     height: int
@@ -52,35 +71,24 @@ class Preparation:
     std: tuple[float, ...]
     config: Mapping[str, Any]
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.height, self.width
 
-def load_data(name: str | Path, model: nn.Module) -> ImageData:
-    """The data set ``name``, prepared for ``model``, whose weights may live on meta.
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.channels, self.height, self.width
 
-    "digits" is the held-out third of scikit-learn's digits: 599 handwritten digits of 8x8 pixels, resized to the
-    model's input. "fractals" is computed where the model is, in as many classes as it has: 50 held-out images of each.
-    Anything else is a folder with one folder of images for each class, prepared as timm does for the model's
-    ``pretrained_cfg``; the classes are numbered in the order of their names.
-
-    Raises:
-        DataError: the data are not there or cannot be read, or have another number of classes than the model.
-    """
-    wanted = preparation(model)
-    if str(name) == "digits":
-        dataset = digits("held-out", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std)
-        data = ImageData("digits", dataset, len(dataset), 10)
-    elif str(name) == "fractals":
-        dataset = fractals("held-out", model, wanted)
-        return ImageData("fractals", dataset, len(dataset), dataset.classes)
-    else:
-        data = _folder(Path(name), wanted)
-    classes = getattr(model, "num_classes", None)
-    if isinstance(classes, int) and classes != data.num_classes:
-        raise DataError(f"{name} has {data.num_classes} classes and the model tells {classes} apart; they must be the same")
-    return data
+    def transform(self) -> Callable[[Any], Any]:
+        """Make what timm does to an image before the model sees it, without augmentation."""
+        transform: Any = create_transform(**self.config, is_training=False)
+        return transform
 
 
 def preparation(model: nn.Module) -> Preparation:
-    """The input size that the model takes, and the normalization its ``pretrained_cfg`` names, or else timm's default.
+    """Find the input size that the model takes, and the normalization that its ``pretrained_cfg`` names, or else timm's default.
 
     Raises:
         DataError: the model takes something else than images.
@@ -97,27 +105,77 @@ def preparation(model: nn.Module) -> Preparation:
     _, channels, height, width = shape
     known = getattr(model, "pretrained_cfg", None) or {}
     config = resolve_data_config({}, pretrained_cfg={**known, "input_size": (channels, height, width)})
-    return Preparation(channels, height, width, _per_channel(config["mean"], channels), _per_channel(config["std"], channels), config)
+    mean, std = (_per_channel(config[name], channels) for name in ("mean", "std"))
+    return Preparation(channels, height, width, mean, std, {**config, "mean": mean, "std": std})
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """One value a channel; a single channel gets the mean of all."""
+    """Give one value a channel; a single channel gets the mean of all."""
     return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
 
 
-def fractals(part: Literal["train", "held-out"], model: nn.Module, wanted: Preparation) -> Fractals:
-    """Fractals in as many classes as ``model`` has, made where it is; of the held-out ones a fixed number of each class.
+def load_data(name: str | Path, model: nn.Module) -> ImageData:
+    """Load the data set ``name``, prepared for ``model``, whose weights may be on the meta device.
+
+    "digits" is the held-out third of scikit-learn's digits: 599 handwritten digits of 8x8 pixels, resized to the
+    model's input. "fractals" is computed where the model is, in as many classes as it has: 50 held-out images of each.
+    Anything else is a folder with one folder of images for each class, prepared as timm does for the model's
+    ``pretrained_cfg``; the classes are numbered in the order of their names.
 
     Raises:
-        DataError: the model does not say how many classes it has.
+        DataError: the data are not there or cannot be read, or have another number of classes than the model.
     """
+    wanted = preparation(model)
+    if str(name) in MADE:
+        dataset = made(str(name), "held-out", model, wanted)
+        data = ImageData(str(name), dataset, len(dataset), dataset.classes if isinstance(dataset, Fractals) else 10)
+    else:
+        data = _folder(Path(name), wanted)
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int) and classes != data.num_classes:
+        raise DataError(f"{name} has {data.num_classes} classes and the model tells {classes} apart; they must be the same")
+    return data
+
+
+def made(name: str, part: Part, model: nn.Module, wanted: Preparation) -> TensorDataset | Fractals:
+    """Make a part of the digits, or fractals in as many classes as ``model`` has, where it is; a fixed number of each class.
+
+    Raises:
+        DataError: the model does not say how many classes it has, or scikit-learn is not installed.
+    """
+    if name == "digits":
+        return digits(part, wanted.size, mean=wanted.mean, std=wanted.std)
     classes = getattr(model, "num_classes", None)
     if not isinstance(classes, int):
         raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
     device = next(model.parameters()).device
     place = "cpu" if device.type == "meta" else device
-    size = (wanted.height, wanted.width)
-    return Fractals(part, classes, size, mean=wanted.mean, std=wanted.std, device=place, samples=FRACTALS_A_CLASS * classes)
+    return Fractals(part, classes, wanted.size, mean=wanted.mean, std=wanted.std, device=place, samples=FRACTALS_A_CLASS * classes)
+
+
+def digits(part: Part, size: tuple[int, int], *, mean: Sequence[float], std: Sequence[float]) -> TensorDataset:
+    """Give two thirds of scikit-learn's 1797 digits for training, or the held-out third, as pairs of an image and its class.
+
+    Images are scaled to [0, 1], resized bilinearly from 8x8 to ``size``, given one equal channel for each ``mean``, and
+    normalized. They are float32 of shape (channels, height, width).
+
+    Raises:
+        DataError: scikit-learn is not installed.
+
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError("the digits come with scikit-learn, which is not installed: pip install 'flysurgery[train]'") from error
+    found: Any = load_digits()
+    order = np.random.RandomState(SPLIT_SEED).permutation(len(found.images))
+    third = len(order) // 3
+    chosen = order[:third] if part == "held-out" else order[third:]
+    pixels = torch.tensor(found.images[chosen], dtype=torch.float32)[:, None] / WHITE
+    images = functional.interpolate(pixels, size=size, mode="bilinear", align_corners=False, antialias=True)
+    center, scale = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+    return TensorDataset((images - center) / scale, torch.tensor(found.target[chosen], dtype=torch.int64))
 
 
 def _folder(folder: Path, wanted: Preparation) -> ImageData:
@@ -128,31 +186,44 @@ def _folder(folder: Path, wanted: Preparation) -> ImageData:
     from torchvision.datasets import ImageFolder
 
     try:
-        dataset = ImageFolder(folder, transform=transform_of(wanted), loader=lambda path: read_image(path, wanted.channels))
-    except OSError as error:  # torchvision's word for no folders, or one without images
-        raise DataError(f"{folder} is no image folder, with one folder of images for each class: {_first_line(error)}") from error
+        dataset = ImageFolder(folder, transform=wanted.transform(), loader=partial(read_image, channels=wanted.channels))
+    except OSError as error:  # torchvision raises this for no folders, and for a folder without images
+        raise DataError(f"{folder} is no image folder, with one folder of images for each class: {first_line(error)}") from error
     return ImageData(str(folder), dataset, len(dataset), len(dataset.classes))
 
 
-def transform_of(wanted: Preparation) -> Callable[[Any], Any]:
-    """What timm does to an image before it is shown to the model, without augmentation."""
-    from timm.data.transforms_factory import create_transform
+def image_files(folder: Path) -> list[Path]:
+    """List all image files of a folder, at any depth, by their names.
 
-    options: Any = {**wanted.config, "mean": wanted.mean, "std": wanted.std}
-    transform: Any = create_transform(**options, is_training=False)
-    return transform
+    Raises:
+        DataError: there are none.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
+    if not paths:
+        raise DataError(f"there are no images in {folder}; expected files ending in {', '.join(IMG_EXTENSIONS)}")
+    return paths
 
 
-def read_image(path: str, channels: int) -> Any:
-    """The image in a file, grey or in colours. Raises ``DataError`` for what is no image, or is cut short."""
-    from PIL import Image
+def read_image(path: str | Path, channels: int) -> Image.Image:
+    """Read the image in a file, grey or in colours.
 
+    Raises:
+        DataError: the file holds no image, or one that is cut short.
+    """
     try:
         with Image.open(path) as image:
             return image.convert("L" if channels == 1 else "RGB")
     except OSError as error:  # PIL's errors for what is no image, or is cut short, are of this kind
-        raise DataError(f"{path} cannot be read as an image: {_first_line(error)}") from error
+        raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".")
+def sentence_of(error: DataError) -> DataError:
+    """Give the error of a reading process as its sentence alone: the process sends it as the last line of a traceback."""
+    return DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of an error's message, or the error's name where it has none, without a full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,16 +1,17 @@
-"""The accuracy of a model."""
+"""Measures the accuracy of a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flysurgery.errors import DataError, OptionError
-from flysurgery.evaluation.data import ImageData
+from flysurgery.evaluation.data import ImageData, sentence_of
 
 TOP = 5
 
@@ -26,6 +27,19 @@ class Accuracy:
 
     def __str__(self) -> str:
         return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%} of {self.samples} samples in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The accuracy before and after a change to a model, on the same ``data``, its name or folder."""
+
+    data: str
+    before: Accuracy
+    after: Accuracy
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the measurements as JSON values."""
+        return asdict(self)
 
 
 def evaluate(model: nn.Module, data: ImageData, *, batch_size: int = 64, device: torch.device | str | None = None) -> Accuracy:
@@ -47,7 +61,7 @@ def evaluate(model: nn.Module, data: ImageData, *, batch_size: int = 64, device:
     started = perf_counter()
     try:
         model.eval()
-        # Not inference_mode: what FSDP2 gathers here, training uses later.
+        # not inference_mode: training later uses what FSDP2 gathers here
         with torch.no_grad():
             for images, classes in DataLoader(data.dataset, batch_size, num_workers=data.workers):
                 scores = _scores(model(images.to(parameter.device, parameter.dtype)), len(classes), data)
@@ -55,8 +69,7 @@ def evaluate(model: nn.Module, data: ImageData, *, batch_size: int = 64, device:
                 first += int(right[:, 0].sum())
                 among += int(right.sum())
     except DataError as error:
-        # A reading process sends its error inside a traceback, whose last line is the sentence.
-        raise DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]) from error
+        raise sentence_of(error) from error
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -1,4 +1,4 @@
-"""The batches of one process, epoch by epoch, the same whenever an epoch is begun anew."""
+"""The batches of one process, epoch by epoch; an epoch that is begun anew has the same batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch import Tensor
 from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
+from flysurgery.evaluation.data import MAX_WORKERS, sentence_of
 from flysurgery.fidelity import MIXED, views
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import BATCH, Settings
-
-MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Batches(Protocol):
 
 
 def check_augmentation(settings: Settings) -> None:
-    """See that timm knows the policy of augmentation, before anything is written.
+    """Check that timm knows the policy of augmentation, before anything is written.
 
     Raises:
         OptionError: it does not.
@@ -59,7 +58,7 @@ def check_augmentation(settings: Settings) -> None:
 
 
 def batch_size_of(settings: Settings, images: int, processes: int) -> int:
-    """The batch that was asked for, or else ``BATCH`` images, or as many as each process has of them."""
+    """Give the batch that was asked for, or else ``BATCH`` images, or as many as there are for each process."""
     if settings.batch_size is not None:
         return settings.batch_size
     size = max(1, min(BATCH, images // processes))
@@ -67,10 +66,10 @@ def batch_size_of(settings: Settings, images: int, processes: int) -> int:
 
 
 class LoadedBatches:
-    """Pictures by timm's loader: its random crops, policies and erasing, in processes of their own where that pays.
+    """Pictures by timm's loader, with its random crops, policies and erasing, in processes of their own where that pays.
 
     An epoch's order and distortions follow from the seed and the epoch's number. Batches before ``start`` are read and dropped, so
-    that those after it are what they would have been.
+    that those after it are the same as in a whole epoch.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class LoadedBatches:
         self.size = batch_size_of(settings, len(dataset), here.processes)
         self._loader: Any = create_loader(
             dataset,
-            input_size=(wanted.channels, wanted.height, wanted.width),
+            input_size=wanted.shape,
             batch_size=self.size,
             is_training=True,
             scale=(crop, 1.0),
@@ -125,21 +124,20 @@ class LoadedBatches:
         seed_everything(self._settings.seed, number, self._here.process)
         batches = iter(self._loader)
         for index in range(len(self)):
-            # Pictures that are read in this process draw from its generators, so these start anew with each batch.
+            # pictures that are read in this process draw from its generators, so these start anew with each batch
             seed_everything(self._settings.seed, number, self._here.process, index)
             try:
                 images, classes = next(batches)
             except StopIteration:
                 return
             except DataError as error:
-                # A reading process sends its error inside a traceback, whose last line is the sentence.
-                raise DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]) from error
+                raise sentence_of(error) from error
             if index >= start:
                 yield images.to(self._here.device), classes.to(self._here.device)
 
 
 class GeneratedBatches:
-    """Fractals that are made on the device. Every image is new: its number counts on through epochs and processes."""
+    """Fractals made on the device. Every image is new: its number goes on through epochs and processes."""
 
     def __init__(self, images: Fractals, samples: int, settings: Settings, here: Process) -> None:
         self._images, self._here = images, here

@@ -6,24 +6,33 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
-from flysurgery.evaluation.calibration import image_files
+from flysurgery.evaluation.data import image_files
 from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Process, ViewedBatches
-from flysurgery.finetune.files import UnlabelledPictures, class_folders, held_out_part, is_labelled, prepared, unlabelled_files
-from flysurgery.finetune.pictures import DigitPictures, Skipping, dataset_classes, open_dataset
-from flysurgery.finetune.reading import MOST_BYTES, read_pictures
+from flysurgery.finetune.pictures import (
+    MOST_BYTES,
+    Skipping,
+    class_folders,
+    dataset_classes,
+    digit_pictures,
+    held_out_part,
+    is_labelled,
+    open_dataset,
+    read_pictures,
+    unlabelled_files,
+    unlabelled_pictures,
+)
 from flysurgery.finetune.settings import Settings
 
 _logger = logging.getLogger(__name__)
 
 DIGIT_CROP, PHOTO_CROP, VIEW_CROP = 0.7, 0.08, 0.25
-"""Least share of an image that a random crop keeps: a digit must stay the same digit; timm's default for photographs with their classes."""
+"""The least share of an image that a random crop keeps: a digit must stay the same digit; photographs with classes have timm's default."""
 
 IMAGES_A_CLASS = 256
 """Generated images of each class in an epoch, unless the settings say otherwise."""
@@ -46,7 +55,7 @@ class TrainingData:
 def training_data(
     name: str | Path, model: nn.Module, settings: Settings, *, root: Path | None = None, teacher: bool = False, aside: bool = True
 ) -> TrainingData:
-    """The training images ``name``, prepared for ``model``.
+    """Find the training images ``name``, prepared for ``model``.
 
     "digits": two thirds of scikit-learn's. "fractals": generated on the device as they are needed, never the same twice, in as
     many classes as the model has. A folder that holds one folder of images for each class, itself or its ``train``. A name with a
@@ -74,7 +83,7 @@ def training_data(
         if not class_folders(Path(name)):
             raise DataError(f"{name} holds no folder of images for each class; give a teacher that needs none, --teacher MODEL")
     if str(name) == "digits":
-        dataset, found, least, flip = DigitPictures(wanted.channels), 10, DIGIT_CROP, 0.0
+        dataset, found, least, flip = digit_pictures(wanted.channels), 10, DIGIT_CROP, 0.0
     else:
         dataset = open_dataset(str(name), root, "train", wanted.channels, training=True)
         found, least, flip = dataset_classes(dataset), PHOTO_CROP, 0.5
@@ -92,7 +101,7 @@ def training_data(
 
 
 def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData | None:
-    """The held-out images that go with the training images ``name``; None where a folder has none.
+    """Find the held-out images that go with the training images ``name``; None where a folder has none.
 
     Of images without labels, which need a ``teacher``, they have no classes either.
 
@@ -111,7 +120,7 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
 
 
 def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData:
-    """All images of the data set ``name``, to measure with; with a ``teacher`` those of a folder need no labels.
+    """Find all images of the data set ``name``, to measure with; with a ``teacher`` those of a folder need no labels.
 
     Raises:
         DataError: they are not there, or do not fit the model.
@@ -120,7 +129,7 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     folder = Path(name)
     if str(name) == "digits" and headless:
         wanted = preparation(model)
-        dataset = digits("held-out", (wanted.height, wanted.width), mean=wanted.mean, std=wanted.std)
+        dataset = digits("held-out", wanted.size, mean=wanted.mean, std=wanted.std)
         return ImageData("digits", dataset, len(dataset), 0)
     if str(name) in ("digits", "fractals"):
         return load_data(name, model)
@@ -141,7 +150,7 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
         if pictures is not None:
             _check_batch(folder, len(pictures), settings)
             return ViewedBatches(pictures, settings, here)
-        dataset = Skipping(UnlabelledPictures(paths, wanted.channels))
+        dataset = Skipping(unlabelled_pictures(paths, wanted.channels))
         crop, flip = VIEW_CROP if settings.crop is None else settings.crop, 0.5 if settings.flip is None else settings.flip
         return LoadedBatches(dataset, wanted, settings, here, crop=crop, flip=flip, jitter=0.0)
 
@@ -149,7 +158,7 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
 
 
 def _room(here: Process) -> int:
-    """How many bytes pictures may take where they lie: on a GPU at most a quarter of what is free."""
+    """Say how many bytes pictures may take where they are: on a GPU at most a quarter of what is free."""
     return min(MOST_BYTES, torch.cuda.mem_get_info(here.device)[0] // 4) if here.device.type == "cuda" else MOST_BYTES
 
 
@@ -159,15 +168,13 @@ def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:
 
 
 def _without_classes(folder: Path, paths: list[Path], wanted: Preparation) -> ImageData:
-    return ImageData(str(folder), prepared(paths, wanted), len(paths), 0)
+    return ImageData(str(folder), unlabelled_pictures(paths, wanted.channels, wanted.transform()), len(paths), 0)
 
 
 def _held_out_split(name: str, root: Path | None, model: nn.Module) -> ImageData:
-    from timm.data.transforms_factory import create_transform
-
     wanted = preparation(model)
-    dataset: Any = open_dataset(name, root, "validation", wanted.channels, training=False)
-    dataset.transform = create_transform(**{**wanted.config, "mean": wanted.mean, "std": wanted.std}, is_training=False)
+    dataset = open_dataset(name, root, "validation", wanted.channels, training=False)
+    dataset.transform = wanted.transform()
     classes = dataset_classes(dataset) or getattr(model, "num_classes", 0)
     return ImageData(f"{name} validation", dataset, len(dataset), classes)
 
@@ -178,8 +185,7 @@ def _fractals(wanted: Preparation, classes: object, settings: Settings) -> Train
     samples = settings.images_per_epoch or IMAGES_A_CLASS * classes
 
     def open_(here: Process) -> Batches:
-        size = (wanted.height, wanted.width)
-        images = Fractals("train", classes, size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
+        images = Fractals("train", classes, wanted.size, mean=wanted.mean, std=wanted.std, device=here.device, seed=settings.seed)
         return GeneratedBatches(images, samples, settings, here)
 
     return TrainingData("fractals", classes, samples, open_)

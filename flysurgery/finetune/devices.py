@@ -1,4 +1,4 @@
-"""accelerate, which decides about devices, processes and precision."""
+"""Sets up accelerate, which decides about devices, processes and precision, and the random generators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_installed(settings: Settings) -> None:
-    """See that what the run needs is installed.
+    """Check that what the run needs is installed.
 
     Raises:
         TrainingError: it is not; the message says how to install it.
@@ -31,9 +31,9 @@ def check_installed(settings: Settings) -> None:
 
 
 def accelerator_for(settings: Settings, folder: Path | None, *, quick: bool = False) -> Accelerator:
-    """accelerate's own object for this process, as ``accelerate launch`` or ``accelerate config`` set it up.
+    """Make accelerate's own object for this process, as ``accelerate launch`` or ``accelerate config`` set it up.
 
-    Where neither the settings nor accelerate say anything about precision, ``quick`` takes bfloat16 on CUDA.
+    Where neither the settings nor accelerate choose a precision, ``quick`` takes bfloat16 on CUDA.
 
     Raises:
         TrainingError: accelerate or tensorboard is missing.
@@ -42,33 +42,35 @@ def accelerator_for(settings: Settings, folder: Path | None, *, quick: bool = Fa
     check_installed(settings)
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    logger = "tensorboard" if settings.tensorboard and folder is not None else None
+    precision = settings.precision
+    chosen = precision is not None or "ACCELERATE_MIXED_PRECISION" in os.environ or settings.cpu
+    if quick and not chosen and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+        precision = "bf16"
     try:
         accelerator = Accelerator(
             cpu=settings.cpu,
-            mixed_precision="bf16" if quick and _is_free(settings) else settings.precision,
-            log_with=logger,
+            mixed_precision=precision,
+            log_with="tensorboard" if settings.tensorboard and folder is not None else None,
             project_dir=folder,
-            # Gradients stay where they were reduced, in place of a copy of each.
+            # gradients stay where they were reduced, so that no copy of them is needed
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
     except ValueError as error:
         raise OptionError(f"accelerate cannot run with these options: {str(error).splitlines()[0].rstrip('.')}") from error
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
-        # Each process has the weights already, and accelerate 1.15 cannot send those of no submodule, such as a class token.
+        # each process has the weights already, and accelerate 1.15 cannot send those of no submodule, such as a class token
         fsdp.cpu_ram_efficient_loading = False
     return accelerator
 
 
-def _is_free(settings: Settings) -> bool:
-    """Whether the precision is free to choose, and bfloat16 is there and pays."""
-    said = settings.precision is not None or "ACCELERATE_MIXED_PRECISION" in os.environ
-    return not said and not settings.cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+def sharded(accelerator: Accelerator) -> bool:
+    """Say whether each process holds only a part of the weights."""
+    return accelerator.distributed_type.value == "FSDP"
 
 
 def leave_processes() -> None:
-    """End what connects this process with the others that train; after that it can train no more. Alone, it does nothing."""
+    """End what connects this process with the others that train; after that it cannot train any more. Alone, it does nothing."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -76,8 +78,8 @@ def leave_processes() -> None:
 def seed_everything(*numbers: int) -> None:
     """Start every generator of this process from ``numbers``.
 
-    Called before each update with its number, so that what is drawn depends on the seed, the update and the process, and
-    never on what ran before: a run that is taken up again draws what it would have drawn.
+    It is called before each update with its number, so that what is drawn depends on the seed, the update and the process, and
+    not on what ran before: a resumed run draws what it would have drawn.
     """
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flysurgery.errors import DataError, TrainingError
 from flysurgery.fidelity import Fidelity, moments, rate_for
 from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.batches import Batches
-from flysurgery.finetune.budget import LOOKS, affordable, looks_for
 from flysurgery.finetune.data import TrainingData
-from flysurgery.finetune.log import Log, LogRow
-from flysurgery.finetune.measure import Judge, Look, sharded
-from flysurgery.finetune.outcome import Outcome
+from flysurgery.finetune.devices import sharded
+from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.state import States
+from flysurgery.finetune.state import Log, LogRow, States
 from flysurgery.finetune.step import Stepper
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import densify
@@ -34,9 +33,41 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]
 """Called with the updates done, the number of all, and a few words on the loss and on what was seen last."""
 
+TIMED = 5
+"""Updates at a rate of zero that measure the time of one, after one that does not count."""
+
+SPARED = 0.03
+"""The share of what is left of the budget that the updates leave for everything else."""
+
+LOOKS = 10
+"""How often a run without labels, or with a budget, is looked at."""
+
+LOOKED = 0.2
+"""The share of a budget that looks may take. Where they take longer there are fewer."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a run knows of itself; a state holds it as JSON. ``seconds`` are those up to the state."""
+
+    updates: int
+    learning_rate: float
+    kept: int = 0
+    loss: float = math.nan
+    seconds: float = 0.0
+    looks: int = LOOKS
+    before: Look = field(default_factory=Look)
+    last: Look = field(default_factory=Look)
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Notes:
+        """Read what ``asdict`` gave."""
+        looks: dict[str, Any] = {name: Look.of_json(found[name]) for name in ("before", "last")}
+        return cls(**found | looks)
+
 
 class Loop:
-    """One run; ``started`` is when its budget began."""
+    """One run; ``started`` is when its budget began. After ``go``, ``notes`` and ``speed`` say how it went."""
 
     def __init__(
         self,
@@ -61,16 +92,16 @@ class Loop:
                 f"{data.name} has {len(batches)} batches an epoch, fewer than the {settings.accumulation} of one update; "
                 "lower the accumulation or the batch size"
             )
-        self._images = batches.size * settings.accumulation * accelerator.num_processes  # of one update
         self._densify_at = None if settings.densify_after is None else settings.densify_after * self._per_epoch
-        self._look_count = LOOKS
-        self._updates, self._rate = (settings.epochs or 0) * self._per_epoch, settings.learning_rate or 0.0
-        self._before, self._last, self._kept, self._best = Look(), Look(), 0, None
-        self._seconds, self._loss = 0.0, float("nan")
+        self._best: Copied | None = None
         self._saved: int | None = None
+        self.images = batches.size * settings.accumulation * accelerator.num_processes
+        """Images of one update."""
+        self.notes = Notes((settings.epochs or 0) * self._per_epoch, settings.learning_rate or 0.0)
         self._speeds: list[float] = []
 
-    def go(self, model: nn.Module, begun: int, notes: dict[str, Any]) -> Outcome:
+    def go(self, model: nn.Module, begun: int, notes: dict[str, Any]) -> nn.Module:
+        """Run from update ``begun`` on, whose state holds ``notes``; gives the whole model, bare and in eval mode."""
         spare = copy.deepcopy(model).cpu() if sharded(self._accelerator) else None
         if self._densify_at is not None and begun > self._densify_at:
             densify(model)
@@ -79,12 +110,13 @@ class Loop:
             self._take_up(stepper, begun, notes)
         else:
             self._begin(stepper)
-        stepper.plan(self._updates, self._rate)
+        updates = self.notes.updates
+        stepper.plan(updates, self.notes.learning_rate)
         looks = self._looks()
-        begun_at = perf_counter()
+        begun_at = perf_counter() - self.notes.seconds
         total = torch.zeros(5, device=self._accelerator.device)
-        since, clock, batch = begun, begun_at, iter(())
-        for update in range(begun, self._updates):
+        since, clock, batch = begun, perf_counter(), iter(())
+        for update in range(begun, updates):
             epoch, step = divmod(update, self._per_epoch)
             if step == 0 or update == begun:
                 batch = self._batches.epoch(epoch, step * self._settings.accumulation)
@@ -96,21 +128,23 @@ class Loop:
             if not (done % self._settings.log_every == 0 or done in looks or saves):
                 continue
             losses = self._reduced(total, done - since, since, done)
-            self._speeds.append(self._images * (done - since) / (perf_counter() - clock))
+            self._speeds.append(self.images * (done - since) / (perf_counter() - clock))
             look = self._look(stepper, done) if done in looks else None
             self._note(done, losses, stepper.learning_rate, look)
             if saves and self._states is not None:
-                noted = self._notes(self._seconds + perf_counter() - begun_at)
+                noted = asdict(replace(self.notes, seconds=perf_counter() - begun_at))
                 self._states.save(self._accelerator, done, noted, self._best)
                 self._saved = done
             total.zero_()
             since, clock = done, perf_counter()
         if self._best is not None:
             self._best.put_back()
-        if begun == self._updates or not self._data.labelled:
-            self._last = replace(self._last, accuracy=self._judge.accuracy(stepper.model))
-        seconds = self._seconds + perf_counter() - begun_at
-        return self._outcome(self._finished(stepper, spare), seconds)
+        last = self.notes.last
+        if begun == updates or not self._data.labelled:
+            last = replace(last, accuracy=self._judge.accuracy(stepper.model))
+        kept = updates if self._best is None else self.notes.kept
+        self.notes = replace(self.notes, last=last, kept=kept, seconds=perf_counter() - begun_at)
+        return self._finished(stepper, spare)
 
     def _stepper(self, model: nn.Module) -> Stepper:
         classes, labelled = self._data.num_classes, self._data.labelled
@@ -118,47 +152,41 @@ class Loop:
 
     def _begin(self, stepper: Stepper) -> None:
         """Look at the start, and find from it how fast to learn and, with a budget, for how many updates."""
-        self._before = self._last = self._judge.look(stepper.model, stepper.bare)
-        close = self._before.fidelity
+        before = self._judge.look(stepper.model, stepper.bare)
+        self.notes = replace(self.notes, before=before, last=before)
+        close = before.fidelity
         if close is not None and not math.isfinite(close.relative_error):
             raise DataError(f"{self._data.name}: the outputs are no finite numbers before the first update, so there is nothing to fit to")
         if self._settings.learning_rate is None:
             if close is None:
                 images, _ = next(iter(self._batches.epoch(0, 0)))
                 close = self._judge.compared(stepper.bare, [images])
-            self._rate = rate_for(self._agreed(close.relative_error))
+            self.notes = replace(self.notes, learning_rate=rate_for(self._agreed(close.relative_error)))
         if self._settings.minutes is not None:
-            clock = perf_counter()  # of a second look, which starts nothing anew
+            clock = perf_counter()  # a second look, which has nothing to set up, is timed
             self._judge.look(stepper.model, stepper.bare, accuracy=self._data.labelled)
             each, budget = self._agreed(perf_counter() - clock), 60 * self._settings.minutes
-            self._look_count = looks_for(budget, each)
-            left = budget - (clock - self._started) - (self._look_count + 1) * each
-            self._updates = affordable(stepper, self._batches, left, self._agreed)
+            looks = looks_for(budget, each)
+            left = budget - (clock - self._started) - (looks + 1) * each
+            self.notes = replace(self.notes, looks=looks, updates=affordable(stepper, self._batches, left, self._agreed))
         self._best = self._copied(stepper)
-        self._log.add(self._before.row(LogRow(0, 0.0)))
+        self._log.add(before.row(LogRow(0, 0.0)))
 
     def _take_up(self, stepper: Stepper, begun: int, notes: dict[str, Any]) -> None:
-        """Go on from a state, with what was found at the start."""
-        self._updates, self._kept, self._loss, self._seconds = (notes[name] for name in ("updates", "kept", "loss", "seconds"))
-        self._look_count = notes.get("looks", LOOKS)
-        if self._settings.learning_rate is None:
-            self._rate = notes["learning_rate"]
-        self._before, self._last = Look.of_json(notes["before"]), Look.of_json(notes["last"])
+        """Go on from a state, with what was found at the start; a rate that is given may have changed."""
+        self.notes = Notes.of_json(notes)
+        if self._settings.learning_rate is not None:
+            self.notes = replace(self.notes, learning_rate=self._settings.learning_rate)
         self._best, self._saved = self._copied(stepper), begun
         if self._states is not None:
             self._states.load(self._accelerator, begun, self._best)
 
-    def _notes(self, seconds: float) -> dict[str, Any]:
-        before, last = self._before.to_json(), self._last.to_json()
-        noted = {"updates": self._updates, "looks": self._look_count, "learning_rate": self._rate, "kept": self._kept, "loss": self._loss}
-        return noted | {"before": before, "last": last, "seconds": seconds}
-
     def _copied(self, stepper: Stepper) -> Copied | None:
-        """A copy to keep the best state in; None where labels, or nothing at all, say what is best."""
+        """Make a copy to keep the best state in; None where labels, or nothing at all, say what is best."""
         return Copied(stepper.bare) if self._judge.compares and not self._data.labelled else None
 
     def _agreed(self, number: float) -> float:
-        """The mean over all processes, so that all do the same."""
+        """Give the mean over all processes, so that all do the same."""
         summed: Any = self._accelerator.reduce(torch.tensor(float(number), device=self._accelerator.device), "mean")
         return float(summed)
 
@@ -168,31 +196,31 @@ class Loop:
         bare = stepper.close()
         densify(bare)
         stepper = self._stepper(bare)
-        stepper.plan(self._updates, self._rate)
+        stepper.plan(self.notes.updates, self.notes.learning_rate)
         self._best = self._copied(stepper)
         return stepper
 
     def _looks(self) -> frozenset[int]:
-        """The updates after which the model is looked at: of epochs with labels their ends."""
+        """Choose the updates after which the model is looked at: with labels the ends of epochs."""
         if self._settings.minutes is None and self._data.labelled:
-            return frozenset(range(self._per_epoch, self._updates + 1, self._per_epoch))
-        return moments(self._updates, self._look_count)
+            return frozenset(range(self._per_epoch, self.notes.updates + 1, self._per_epoch))
+        return moments(self.notes.updates, self.notes.looks)
 
     def _look(self, stepper: Stepper, done: int) -> Look:
         """See how good the model is, and keep it where it is the best so far."""
         look = self._judge.look(stepper.model, stepper.bare, accuracy=self._data.labelled)
-        if self._best is None or _is_closer(look.fidelity, self._last.fidelity):
-            self._last, self._kept = look, done
+        if self._best is None or _is_closer(look.fidelity, self.notes.last.fidelity):
+            self.notes = replace(self.notes, last=look, kept=done)
             if self._best is not None:
                 self._best.take()
         return look
 
     def _saves(self, done: int, looks: frozenset[int]) -> bool:
         every = self._settings.save_every
-        return self._states is not None and (done == self._updates or (done in looks if every is None else done % every == 0))
+        return self._states is not None and (done == self.notes.updates or (done in looks if every is None else done % every == 0))
 
-    def _reduced(self, total: torch.Tensor, count: int, since: int, done: int) -> list[float]:
-        """Mean losses of all processes over ``count`` updates; the same in each, so that all stop together."""
+    def _reduced(self, total: Tensor, count: int, since: int, done: int) -> list[float]:
+        """Give mean losses of all processes over ``count`` updates; the same in each, so that all stop together."""
         summed: Any = self._accelerator.reduce(total, "sum")
         *sums, bad = summed.tolist()
         if bad:
@@ -204,18 +232,18 @@ class Loop:
         return [each / count / self._accelerator.num_processes for each in sums]
 
     def _note(self, done: int, losses: list[float], rate: float, look: Look | None) -> None:
-        self._loss = losses[0]
+        self.notes = replace(self.notes, loss=losses[0])
         of_classes = losses[1] if self._data.labelled else None
         of_output, of_blocks = (losses[2], losses[3]) if self._teacher is not None else (None, None)
         epoch, speed = round(done / self._per_epoch, 4), round(self._speeds[-1], 1)
         row = LogRow(done, epoch, losses[0], of_classes, of_output, of_blocks, rate, speed)
         self._log.add(row if look is None else look.row(row))
         if self._progress is not None:
-            seen = str(self._last if look is None else look)
-            self._progress(done, self._updates, f"loss {losses[0]:.3f}{f', {seen}' if seen else ''}")
+            seen = str(self.notes.last if look is None else look)
+            self._progress(done, self.notes.updates, f"loss {losses[0]:.3f}{f', {seen}' if seen else ''}")
 
     def _finished(self, stepper: Stepper, spare: nn.Module | None) -> nn.Module:
-        """The whole model, bare and in eval mode."""
+        """Give the whole model, bare and in eval mode."""
         if spare is None:
             return stepper.close().eval()
         state = self._accelerator.get_state_dict(stepper.model)
@@ -224,27 +252,38 @@ class Loop:
             spare.load_state_dict(state)
         return spare.eval()
 
-    def _outcome(self, model: nn.Module, seconds: float) -> Outcome:
-        # The first stretch has the start of everything in it.
-        speed = statistics.median(self._speeds[1:] or self._speeds or [0.0])
-        return Outcome(
-            model=model,
-            updates=self._updates,
-            images=self._images * self._updates,
-            seconds=seconds,
-            images_per_second=speed,
-            processes=self._accelerator.num_processes,
-            loss=self._loss,
-            before=self._before.accuracy,
-            after=self._last.accuracy,
-            fidelity_before=self._before.fidelity,
-            fidelity_after=self._last.fidelity,
-            kept=self._updates if self._best is None else self._kept,
-            labelled=self._data.labelled,
-            settings=replace(self._settings, learning_rate=self._rate),
-            is_main=self._accelerator.is_main_process,
-        )
+    @property
+    def speed(self) -> float:
+        """Images a second of the training alone; the first stretch has the start of everything in it."""
+        return statistics.median(self._speeds[1:] or self._speeds or [0.0])
 
 
 def _is_closer(one: Fidelity | None, other: Fidelity | None) -> bool:
     return one is not None and other is not None and one.relative_error < other.relative_error
+
+
+def looks_for(budget: float, each: float) -> int:
+    """Say how many times to look, at least once, within a budget of seconds of which each look takes some."""
+    return max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
+
+
+def affordable(stepper: Stepper, batches: Batches, seconds: float, agreed: Callable[[float], float]) -> int:
+    """Measure how many updates fit into ``seconds``, from now on; at least one. The model and the optimizer stay as they are.
+
+    ``agreed`` gives the mean of a number over all processes. Each update exchanges gradients, so all must make equally many here.
+    """
+    started = perf_counter()
+    rows: Iterator[tuple[Tensor, Tensor]] = chain.from_iterable(batches.epoch(number, 0) for number in count())
+
+    def timed(updates: int) -> float:
+        """Seconds of one update, the mean of several."""
+        begun = perf_counter()
+        for _ in range(updates):
+            stepper.update(rows, 0).tolist()  # reads from the device, so that it waits for it
+        return (perf_counter() - begun) / updates
+
+    with stepper.rehearsal():
+        timed(1)
+        each = agreed(timed(1))
+        each = agreed(timed(max(1, min(TIMED, int(seconds / 10 / each)))))
+    return max(1, int(agreed((seconds - (perf_counter() - started)) * (1 - SPARED) / each)))

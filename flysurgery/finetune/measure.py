@@ -1,10 +1,10 @@
-"""How good a model is during training, on held-out images: its accuracy, and how close it is to its teacher."""
+"""Measures a model during training, on held-out images: its accuracy, and how close it is to its teacher."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,15 @@ from torch.utils.data import IterableDataset, Subset
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
 from flysurgery.fidelity import Fidelity, measure_fidelity
-from flysurgery.finetune.log import LogRow
+from flysurgery.finetune.devices import sharded
+from flysurgery.finetune.state import LogRow
 from flysurgery.finetune.teacher import Teacher
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MOST = {"cuda": 512, "cpu": 128}
-"""Held-out images that are compared with the teacher's, by the kind of device; spread evenly over all."""
+"""How many held-out images are compared with the teacher, by the kind of device; they are spread evenly over all."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Look:
     fidelity: Fidelity | None = None
 
     def row(self, row: LogRow) -> LogRow:
-        """A row of the log with what was seen."""
+        """Add what was seen to a row of the log."""
         right = {} if self.accuracy is None else {name: getattr(self.accuracy, name) for name in ("top1", "top5")}
         names = ("relative_error", "output_cosine", "token_cosine")
         return replace(row, **right, **({} if self.fidelity is None else {name: getattr(self.fidelity, name) for name in names}))
@@ -46,13 +47,9 @@ class Look:
             words += [] if self.fidelity.token_cosine is None else [f"of tokens {self.fidelity.token_cosine:.3f}"]
         return ", ".join(words)
 
-    def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
-        return {name: None if value is None else asdict(value) for name, value in vars(self).items()}
-
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Look:
-        """What ``to_json`` gave."""
+        """Read what ``asdict`` gave."""
         right, close = found["accuracy"], found["fidelity"]
         blocks = () if close is None else tuple((name, error) for name, error in close["blocks"])
         return cls(None if right is None else Accuracy(**right), None if close is None else Fidelity(**close | {"blocks": blocks}))
@@ -75,19 +72,19 @@ class Judge:
         return Look(self.accuracy(model) if accuracy else None, self.compared(bare, self._images) if self._images else None)
 
     def accuracy(self, model: nn.Module) -> Accuracy | None:
-        """Of a prepared model; None without classes."""
+        """Measure the accuracy of a prepared model; None without classes."""
         if self._data is None or not self._data.num_classes:
             return None
         return measure(model, self._data, self._accelerator, self._batch_size)
 
     def compared(self, bare: nn.Module, images: list[Tensor]) -> Fidelity:
-        """How close the outputs are to the teacher's."""
+        """Measure how close the outputs are to the teacher's."""
         assert self._teacher is not None
         return measure_fidelity(bare, self._teacher.model, images, self._teacher.cuts)
 
 
 def images_of(data: ImageData, device: torch.device, batch_size: int) -> list[Tensor]:
-    """Images of ``data`` in batches, in memory; what cannot be read is left out.
+    """Read images of ``data`` into memory, in batches; those that cannot be read are left out.
 
     Raises:
         DataError: none can be read.
@@ -114,7 +111,7 @@ def images_of(data: ImageData, device: torch.device, batch_size: int) -> list[Te
 
 
 def measure(model: nn.Module, data: ImageData, accelerator: Accelerator, batch_size: int) -> Accuracy:
-    """The accuracy of a prepared model on all of ``data``; every process gets it.
+    """Measure the accuracy of a prepared model on all of ``data``; every process gets it.
 
     Each process looks at its share. Where the weights themselves are shared out, every forward is one of all processes, so each
     looks at everything.
@@ -131,8 +128,3 @@ def measure(model: nn.Module, data: ImageData, accelerator: Accelerator, batch_s
     summed: Any = accelerator.reduce(counts, "sum")
     first, among = summed.tolist()
     return Accuracy(round(first) / data.samples, round(among) / data.samples, data.samples, perf_counter() - started)
-
-
-def sharded(accelerator: Accelerator) -> bool:
-    """Whether each process holds only a part of the weights."""
-    return accelerator.distributed_type.value == "FSDP"

@@ -1,49 +1,81 @@
-"""Data sets of pictures, as timm's loader takes them: with a ``transform`` that it sets."""
+"""Data sets of pictures: which files of a folder train and which are held out, and how they are read."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from flysurgery.calibration import ASPECT, SIDES, Pictures, unchanged_state
 from flysurgery.errors import DataError
-from flysurgery.evaluation import digits
+from flysurgery.evaluation import Preparation, digits
+from flysurgery.evaluation.calibration import picture_of
+from flysurgery.evaluation.data import first_line, image_files, read_image
+from flysurgery.walker import example_input
 
 _logger = logging.getLogger(__name__)
 
 LEVELS = 255
 
 MOST_SKIPPED = 10
-"""Images in a row for which the next one is taken: as many as timm's own data sets skip."""
+"""In place of so many images in a row the next one is taken, as by timm's own data sets."""
+
+TRAIN = ("train", "training")
+HELD_OUT = ("val", "validation", "eval", "test")
+"""Names of the folders that hold the two parts of a data set."""
+
+ASIDE = 10
+"""One image in so many is held out where a folder has no held-out part."""
+
+MOST_BYTES = 4 << 30
+MOST_THREADS = 16
 
 
-class DigitPictures(Dataset[Any]):
-    """The training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
+class PictureSet(Dataset[Any]):
+    """Pairs of a picture, which ``read`` makes of an item, and its class. timm's loader sets ``transform``."""
 
-    def __init__(self, channels: int) -> None:
-        from PIL import Image
-
-        images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
-        grey = (images[:, 0] * LEVELS).round().byte().numpy()
-        self._pictures = [Image.fromarray(each).convert("L" if channels == 1 else "RGB") for each in grey]
-        self._classes = classes.tolist()
-        self.transform: Any = None
+    def __init__(self, items: Sequence[Any], classes: Sequence[int], read: Callable[[Any], Any], transform: Any = None) -> None:
+        self._items, self._classes, self._read, self.transform = items, classes, read, transform
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._items)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        picture = self._pictures[index]
+        picture = self._read(self._items[index])
         return (picture if self.transform is None else self.transform(picture)), self._classes[index]
 
 
+def digit_pictures(channels: int) -> PictureSet:
+    """Give the training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
+    images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
+    grey = (images[:, 0] * LEVELS).round().byte().numpy()
+    return PictureSet(list(grey), classes.tolist(), partial(_of_pixels, channels=channels))
+
+
+def _of_pixels(pixels: np.ndarray, channels: int) -> Image.Image:
+    return Image.fromarray(pixels).convert("L" if channels == 1 else "RGB")
+
+
+def unlabelled_pictures(paths: Sequence[Path], channels: int, transform: Any = None) -> PictureSet:
+    """Give pictures of a model's channels, with 0 for a class."""
+    return PictureSet(list(paths), [0] * len(paths), partial(read_image, channels=channels), transform)
+
+
 class Skipping(Dataset[Any]):
-    """Pictures to train on, the next one in place of one that cannot be read, with a warning, as timm's own data sets do it."""
+    """Pictures to train on. In place of one that cannot be read the next one is taken, with a warning, as by timm's own data sets."""
 
     def __init__(self, pictures: Any) -> None:
-        self._pictures, self.classes = pictures, pictures.classes
+        self._pictures, self.classes = pictures, getattr(pictures, "classes", None)
 
     @property
     def transform(self) -> Any:
@@ -66,21 +98,22 @@ class Skipping(Dataset[Any]):
 
 
 def open_dataset(name: str, root: Path | None, split: str, channels: int, *, training: bool) -> Any:
-    """A folder of images, or one of timm's data sets by its name.
+    """Open a folder of images, or one of timm's data sets by its name.
 
     Raises:
-        DataError: there is none of that name, or it says not how many images it has.
+        DataError: there is none of that name, or it does not say how many images it has.
     """
     from timm.data.dataset_factory import create_dataset
 
-    mode = "L" if channels == 1 else "RGB"
+    reader = partial(read_image, channels=channels)
     try:
         if Path(name).is_dir():
-            # torchvision's folders: classes in the order of their names, as the evaluation numbers them.
-            dataset: Any = create_dataset("torch/image_folder", root=name, split=split, loader=_reader(mode))
+            # torchvision's folders number classes in the order of their names, as the evaluation does
+            dataset: Any = create_dataset("torch/image_folder", root=name, split=split, loader=reader)
             dataset = Skipping(dataset) if training else dataset
         elif "/" in name and root is not None:
-            extra = {"loader": _reader(mode)} if name in ("torch/folder", "torch/image_folder") else {}
+            extra: dict[str, Any] = {"loader": reader} if name in ("torch/folder", "torch/image_folder") else {}
+            mode = "L" if channels == 1 else "RGB"
             dataset = create_dataset(name, root=str(root), split=split, is_training=training, input_img_mode=mode, **extra)
         elif "/" in name and name.partition("/")[0] in ("torch", "hfds", "hfids", "tfds", "wds"):
             raise DataError(f"the data set {name} of timm needs the folder that it is or will be kept in: give --data-root DIR")
@@ -93,32 +126,108 @@ def open_dataset(name: str, root: Path | None, split: str, channels: int, *, tra
     except DataError:
         raise
     except Exception as error:  # each of timm's sources fails in its own way, assertions included
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise DataError(f"{name} cannot be opened as a data set for training: {reason}") from error
+        raise DataError(f"{name} cannot be opened as a data set for training: {first_line(error)}") from error
     return dataset
 
 
 def dataset_classes(dataset: Any) -> int | None:
-    """How many classes a data set says that it has."""
+    """Say how many classes a data set has; None where it does not say."""
     known = getattr(dataset, "classes", None) or getattr(getattr(dataset, "reader", None), "class_to_idx", None)
     return len(known) if known else None
 
 
-def _reader(mode: str) -> Any:
-    return _Reader(mode)
+def class_folders(folder: Path) -> int:
+    """Count the folders in the folder, or in its ``train``: its classes if it is labelled."""
+    return sum(each.is_dir() for each in _training_part(folder).iterdir())
 
 
-class _Reader:
-    """Reads one picture; an object, not a closure, so that processes that are spawned can be given it."""
+def is_labelled(folder: Path, model: nn.Module) -> bool:
+    """Say whether the model is a classifier and the folder, or its ``train``, holds one folder for each of its classes."""
+    found = class_folders(folder)
+    return found > 0 and found == _classes_of(model)
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
 
-    def __call__(self, path: str) -> Any:
-        from PIL import Image
+def held_out_part(folder: Path) -> Path | None:
+    """Find the folder of held-out images in ``folder``."""
+    return next((folder / each for each in HELD_OUT if (folder / each).is_dir()), None)
 
+
+def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], list[Path]]:
+    """List the images to train on and the held-out ones, by their sorted names, at any depth.
+
+    Held out is what lies in a folder ``val`` or the like, or else every tenth image. Without ``aside`` all images train.
+
+    Raises:
+        DataError: there are no images, or only one and it would be held out.
+    """
+    part, apart = _training_part(folder), held_out_part(folder)
+    paths = [path for path in image_files(part) if apart is None or apart not in path.parents]
+    if not aside:
+        return paths, []
+    if apart is not None:
+        return paths, image_files(apart)
+    if len(paths) < 2:
+        raise DataError(f"{folder} has one image, which cannot both be trained on and be held out; give more images, or --evaluate FOLDER")
+    return [path for index, path in enumerate(paths) if index % ASIDE], paths[::ASIDE]
+
+
+def _training_part(folder: Path) -> Path:
+    return next((folder / each for each in TRAIN if (folder / each).is_dir()), folder)
+
+
+def _classes_of(model: nn.Module) -> int | None:
+    """Give the classes that the model names, or else how many scores it gives."""
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int):
+        return classes
+    parameter, example = next(model.parameters()), example_input(model)
+    if not isinstance(example, Tensor):
+        return None
+    with torch.no_grad(), unchanged_state(model):
+        output = model(torch.zeros(example.shape, device=parameter.device, dtype=parameter.dtype))
+    return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
+
+
+def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOST_BYTES) -> Pictures | None:
+    """Read pictures into memory, scaled down to twice the model's input; None where they would take more than ``most`` bytes.
+
+    Those that cannot be read are left out, with a warning that names the first of them.
+
+    Raises:
+        DataError: no picture can be read, or each is of one colour.
+    """
+
+    def read(path: Path) -> Tensor | DataError:
         try:
-            with Image.open(path) as picture:
-                return picture.convert(self.mode)
-        except OSError as error:  # PIL's errors for what is no image, or is cut short, are of this kind
-            raise DataError(f"{path} cannot be read as an image: {str(error).splitlines()[0].rstrip('.')}") from error
+            return picture_of(read_image(path, wanted.channels), wanted.size)
+        except DataError as error:
+            return error
+        except Image.DecompressionBombError as error:
+            return DataError(f"{path} cannot be read as an image: {error}")
+
+    with ThreadPoolExecutor(min(MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
+        sides = [each for each in threads.map(lambda path: _sides(path, wanted.size), paths) if each is not None]
+        if sides and len(sides) * wanted.channels * max(h for h, _ in sides) * max(w for _, w in sides) > most:
+            return None
+        found = list(threads.map(read, paths))
+    images = [each for each in found if isinstance(each, Tensor)]
+    failed = [each for each in found if isinstance(each, DataError)]
+    if not images:
+        raise DataError(f"none of the {len(paths)} images can be read, the first for this reason: {failed[0]}")
+    if failed:
+        _logger.warning("%s of %s images are left out, the first for this reason: %s", len(failed), len(paths), failed[0])
+    if all(bool((image == image[:, :1, :1]).all()) for image in images):
+        raise DataError(f"all {len(images)} images are of one colour each, from which nothing can be learned; give photographs")
+    return Pictures.of_images(images, wanted.size, wanted.mean, wanted.std)
+
+
+def _sides(path: Path, size: tuple[int, int]) -> tuple[int, int] | None:
+    """Bound the height and width that a picture will have, from the head of its file; None for what is no picture."""
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+    except (OSError, Image.DecompressionBombError):
+        return None
+    scale = min(1.0, SIDES * max(size) / min(width, height))
+    longest = ASPECT * min(width, height)
+    return round(scale * min(height, longest)) + 1, round(scale * min(width, longest)) + 1

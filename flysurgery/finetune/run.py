@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-import torch
 from torch import nn
 
 from flysurgery.errors import OptionError, TrainingError
-from flysurgery.evaluation import Fractals, ImageData
+from flysurgery.evaluation import Accuracy, Fractals, ImageData
+from flysurgery.fidelity import Fidelity
 from flysurgery.finetune.batches import Process, check_augmentation
 from flysurgery.finetune.data import TrainingData
-from flysurgery.finetune.devices import accelerator_for
-from flysurgery.finetune.log import Log
+from flysurgery.finetune.devices import accelerator_for, sharded
 from flysurgery.finetune.loop import Loop, Progress
-from flysurgery.finetune.measure import Judge, sharded
-from flysurgery.finetune.outcome import Outcome
+from flysurgery.finetune.measure import Judge
 from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.state import Identity, States
+from flysurgery.finetune.state import Identity, Log, States
 from flysurgery.finetune.step import check_optimizer
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import plan_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The trained model, with numbers of the whole run, pauses between its parts left out.
+
+    ``before`` and ``after`` are None without held-out data, or without classes; ``fidelity_before`` and ``fidelity_after`` without a
+    teacher. ``kept`` is the update whose state the model has: the last, or without labels the one that was closest to the teacher on
+    held-out images, 0 for the start. ``settings`` are complete, with the rate that was found. ``loss`` is the last one logged;
+    ``images_per_second`` counts the training alone. On all processes but the main one ``is_main`` is false and the model must not be saved.
+    """
+
+    model: nn.Module
+    updates: int
+    images: int
+    seconds: float
+    images_per_second: float
+    processes: int
+    loss: float
+    before: Accuracy | None
+    after: Accuracy | None
+    fidelity_before: Fidelity | None
+    fidelity_after: Fidelity | None
+    kept: int
+    labelled: bool
+    settings: Settings
+    is_main: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the numbers as JSON values."""
+        numbers = ("updates", "images", "seconds", "images_per_second", "processes", "loss", "kept", "labelled")
+        looks = ("before", "after", "fidelity_before", "fidelity_after")
+        measured = {name: getattr(self, name) for name in looks}
+        found = {name: None if value is None else asdict(value) for name, value in measured.items()}
+        return {name: getattr(self, name) for name in numbers} | found
 
 
 def train(
@@ -67,7 +101,7 @@ def train(
         why = "with weights shared out among processes" if sharded(accelerator) else "a dense model"
         raise OptionError(f"there is nothing to densify in {why}" if plan_of(model) is None else f"densify_after cannot be used {why}")
     states = None if folder is None else States(folder, Identity.of(model, data.name, settings, here.processes))
-    begun, notes = (0, {}) if states is None or not resume else states.check_same()
+    begun, noted = (0, {}) if states is None or not resume else states.check_same()
     if states is not None and not resume:
         if force and accelerator.is_main_process:
             states.clear()
@@ -77,22 +111,35 @@ def train(
     log: Log | None = None
     try:
         batches = data.open(here)
-        looks = Judge(_moved(held_out, accelerator.device), judge, accelerator, batches.size)
+        if held_out is not None and isinstance(held_out.dataset, Fractals):
+            held_out.dataset.to(accelerator.device)  # pictures that are computed are computed where they are needed
+        looks = Judge(held_out, judge, accelerator, batches.size)
         if folder is not None and accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.wait_for_everyone()
         log = Log(folder, accelerator, begun, asdict(settings))
         loop = Loop(accelerator, settings, data, batches, judge, looks, states, log, progress, started)
-        return loop.go(model, begun, notes)
+        whole = loop.go(model, begun, noted)
     finally:
         if judge is not None:
             judge.close()
         if log is not None:
             log.close()
-
-
-def _moved(held_out: ImageData | None, device: torch.device) -> ImageData | None:
-    """Pictures that are computed are computed where they are needed."""
-    if held_out is not None and isinstance(held_out.dataset, Fractals):
-        held_out.dataset.to(device)
-    return held_out
+    notes = loop.notes
+    return Outcome(
+        model=whole,
+        updates=notes.updates,
+        images=loop.images * notes.updates,
+        seconds=notes.seconds,
+        images_per_second=loop.speed,
+        processes=accelerator.num_processes,
+        loss=notes.loss,
+        before=notes.before.accuracy,
+        after=notes.last.accuracy,
+        fidelity_before=notes.before.fidelity,
+        fidelity_after=notes.last.fidelity,
+        kept=notes.kept,
+        labelled=data.labelled,
+        settings=replace(settings, learning_rate=notes.learning_rate),
+        is_main=accelerator.is_main_process,
+    )

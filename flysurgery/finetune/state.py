@@ -1,19 +1,22 @@
-"""A run on disk, from which it is taken up again: complete or not there."""
+"""What a run leaves on disk: its log, and states from which it is resumed, each complete or not there."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from flysurgery.errors import TrainingError
+from flysurgery.evaluation.data import first_line
 from flysurgery.fidelity.copied import Copied
-from flysurgery.finetune.measure import sharded
+from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import plan_of
 
@@ -32,7 +35,7 @@ class Identity:
 
     @classmethod
     def of(cls, model: nn.Module, data: str, settings: Settings, processes: int) -> Identity:
-        """The identity of a run that is about to begin."""
+        """Give the identity of a run that is about to begin."""
         plan = plan_of(model)
         shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         text = json.dumps([None if plan is None else plan.to_json(), shapes], sort_keys=True)
@@ -40,7 +43,7 @@ class Identity:
 
 
 class States:
-    """The states of a run in ``folder``, one a folder named after its update; an older one goes when a newer one stands."""
+    """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete."""
 
     def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder, self._identity = folder, identity
@@ -52,10 +55,10 @@ class States:
         return max(found, default=None)
 
     def check_new(self) -> None:
-        """See that no run has left its state here.
+        """Check that no run has left its state here.
 
         Raises:
-            TrainingError: one has; the message says how to take it up and how to begin anew.
+            TrainingError: one has; the message says how to resume it and how to begin anew.
         """
         if self.last is not None:
             raise TrainingError(
@@ -63,7 +66,7 @@ class States:
             )
 
     def check_same(self) -> tuple[int, dict[str, Any]]:
-        """The update that the run is taken up from, and what ``save`` was told to note.
+        """Give the update that the run is resumed from, and the notes that ``save`` got.
 
         Raises:
             TrainingError: there is no state, or it belongs to another run; the message says what differs.
@@ -88,10 +91,10 @@ class States:
         return last, notes
 
     def save(self, accelerator: Accelerator, update: int, notes: dict[str, Any], best: Copied | None = None) -> None:
-        """Write the state, and the best one so far; called by all processes. The older ones are there until this one is.
+        """Write the state, and the best one so far; called by all processes. The older ones stay until this one is complete.
 
         Raises:
-            TrainingError: it cannot be written, as on a full disk; what was written of it is removed.
+            TrainingError: it cannot be written, as on a full disk; the part that was written is removed.
         """
         fresh = self._folder / f".new-{update:08d}"
         try:
@@ -99,9 +102,10 @@ class States:
         except Exception as error:  # each of accelerate's, torch's and safetensors' writers fails in its own way
             last = self.last
             shutil.rmtree(fresh, ignore_errors=True)
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             kept = "no state was kept" if last is None else f"the last complete state, of update {last}, is kept"
-            raise TrainingError(f"the state of update {update} cannot be written into {self._folder}: {reason}; {kept}") from error
+            raise TrainingError(
+                f"the state of update {update} cannot be written into {self._folder}: {first_line(error)}; {kept}"
+            ) from error
 
     def _write(self, accelerator: Accelerator, fresh: Path, update: int, notes: dict[str, Any], best: Copied | None) -> None:
         if accelerator.is_main_process and fresh.exists():
@@ -132,8 +136,7 @@ class States:
             if best is not None:
                 best.load(self._path(update) / BEST.format(accelerator.process_index if sharded(accelerator) else 0))
         except Exception as error:  # accelerate, torch and safetensors each fail in their own way
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            raise TrainingError(f"the state in {self._path(update)} cannot be read: {reason}") from error
+            raise TrainingError(f"the state in {self._path(update)} cannot be read: {first_line(error)}") from error
 
     def clear(self) -> None:
         """Remove every state, complete or not."""
@@ -143,3 +146,69 @@ class States:
 
     def _path(self, update: int) -> Path:
         return self._folder / f"state-{update:08d}"
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """The state after ``update`` updates.
+
+    Losses are means over the updates since the last row and over all processes. Accuracy and closeness to the teacher
+    are None where the held-out images were not looked at.
+    """
+
+    update: int
+    epoch: float
+    loss: float | None = None
+    class_loss: float | None = None
+    output_loss: float | None = None
+    blocks_loss: float | None = None
+    learning_rate: float | None = None
+    images_per_second: float | None = None
+    top1: float | None = None
+    top5: float | None = None
+    relative_error: float | None = None
+    output_cosine: float | None = None
+    token_cosine: float | None = None
+
+
+LOG, COLUMNS = "log.csv", [each.name for each in fields(LogRow)]
+
+
+class Log:
+    """Appends rows to ``folder/log.csv``; without a folder, or on other processes than the main one, to nothing."""
+
+    def __init__(self, folder: Path | None, accelerator: Accelerator, resumed_at: int, settings: Mapping[str, Any]) -> None:
+        self._accelerator = accelerator
+        self._file = folder / LOG if folder is not None and accelerator.is_main_process else None
+        if accelerator.trackers or accelerator.log_with:
+            plain = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
+            accelerator.init_trackers("tensorboard", config=plain)
+        if self._file is None:
+            return
+        # rows from after the saved state are written anew
+        kept = [row for row in _read(self._file) if int(row["update"]) <= resumed_at] if resumed_at else []
+        with self._file.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+
+    def add(self, row: LogRow) -> None:
+        """Append one row."""
+        values = {name: value for name, value in asdict(row).items() if value is not None}
+        if self._accelerator.trackers:
+            self._accelerator.log({name: value for name, value in values.items() if name != "update"}, step=row.update)
+        if self._file is not None:
+            with self._file.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
+
+    def close(self) -> None:
+        """Let the trackers write what they still hold."""
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+
+def _read(file: Path) -> list[dict[str, str]]:
+    if not file.is_file():
+        return []
+    with file.open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))

@@ -1,4 +1,4 @@
-"""One update: forward, losses, backward, clipping, step."""
+"""One update: forward, losses, backward, clipping, step; and which parameters learn how fast."""
 
 from __future__ import annotations
 
@@ -7,29 +7,68 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data.mixup import Mixup
+from timm.loss.cross_entropy import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_class  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flysurgery.errors import OptionError
-from flysurgery.fidelity import Muon
+from flysurgery.fidelity import Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
 from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.devices import seed_everything
-from flysurgery.finetune.groups import parameter_groups
-from flysurgery.finetune.losses import Losses, class_loss, features_loss, logits_loss
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher
+from flysurgery.layers import ButterflyLinear
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 UPDATES = 1 << 30
 """Sets the seeds of updates apart from those of epochs."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """One batch's losses, each a mean over its images; ``total`` is what the gradient is taken of, with none of the blocks' in it."""
+
+    total: Tensor
+    classes: Tensor
+    output: Tensor
+
+
+def class_loss(settings: Settings) -> nn.Module:
+    """timm's cross-entropy for mixed classes or smoothed ones, PyTorch's for plain ones."""
+    if settings.mixes:
+        return SoftTargetCrossEntropy()
+    return LabelSmoothingCrossEntropy(settings.smoothing) if settings.smoothing else nn.CrossEntropyLoss()
+
+
+def logits_loss(
+    scores: Tensor,  # shape: (batch, classes)
+    wanted: Tensor,  # shape: (batch, classes)
+    temperature: float,
+) -> Tensor:
+    """Kullback-Leibler divergence of the softened scores from the teacher's, times the squared temperature.
+
+    Source: G. Hinton, O. Vinyals, J. Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
+    """
+    mine, theirs = (functional.log_softmax(each.float() / temperature, dim=-1) for each in (scores, wanted))
+    return functional.kl_div(mine, theirs, reduction="batchmean", log_target=True) * temperature**2
+
+
+def features_loss(
+    features: Tensor,  # shape: (batch, ...)
+    wanted: Tensor,  # shape: (batch, ...)
+) -> Tensor:
+    """Squared distance of the features from the teacher's, relative to how the teacher's differ from each other."""
+    return relative_error(features.flatten(1), wanted.flatten(1))[0]
 
 
 class Stepper:
@@ -195,3 +234,26 @@ def _fused(optimizer: str) -> dict[str, Any]:
     """What has timm make an optimizer that steps by few launches, where it is one of PyTorch's that can."""
     parameters = inspect.signature(get_optimizer_class(optimizer, bind_defaults=False)).parameters
     return {"fused": True} if "fused" in parameters else {}
+
+
+def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Groups for one of timm's optimizers: weight decay for matrices and factors only, and the learning rate of factors by their fan-in.
+
+    A step of Adam moves each entry by about the learning rate whatever the gradient, so the outputs of a layer move in proportion to
+    the number of entries that a sum runs over: in_features for a dense layer, c for a factor of pattern (a, b, c, d). Multiplying a
+    factor's rate by in_features / c lets one learning rate serve both. timm's schedules read the group's ``lr_scale``.
+
+    Source: A. Potapczynski et al., Compute Better Spent: Replacing Dense Layers with Structured Matrices, arXiv:2406.06248, section 3.
+    """
+    scales: dict[nn.Parameter, float] = {}
+    for module in model.modules():
+        if isinstance(module, ButterflyLinear) and settings.factor_rate != "same":
+            for factor, pattern in zip(module.factors, module.architecture, strict=True):
+                scales[factor] = module.in_features / pattern.c
+    undecayed = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore[reportCallIssue]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = 0.0 if parameter.ndim <= 1 or name in undecayed else settings.weight_decay or 0.0
+            groups.setdefault((decay, scales.get(parameter, 1.0)), []).append(parameter)
+    return [{"params": members, "weight_decay": decay, "lr_scale": scale} for (decay, scale), members in groups.items()]

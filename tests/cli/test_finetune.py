@@ -134,7 +134,7 @@ def test_a_run_that_was_killed_goes_on(run: Run, converted: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from flysurgery.cli import main\n"
-        "from flysurgery.finetune.log import Log\n"
+        "from flysurgery.finetune.state import Log\n"
         "add = Log.add\n"
         "def kill(self, row):\n"
         "    add(self, row)\n"

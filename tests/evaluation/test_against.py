@@ -16,8 +16,7 @@ from vit_pytorch import ViT
 
 from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
-from flysurgery.evaluation import compare, load_unseen
-from flysurgery.evaluation.digits import digits
+from flysurgery.evaluation import compare, digits, load_unseen
 from flysurgery.inference import clock, optimize
 from flysurgery.surgery import convert
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from flysurgery.fidelity import moments
 from flysurgery.finetune import Settings, held_out_data, train, training_data
-from flysurgery.finetune.budget import LOOKS, looks_for
+from flysurgery.finetune.loop import LOOKS, looks_for
 from flysurgery.finetune.measure import Judge, Look
 from tests.finetune.test_run import rows
 

@@ -18,8 +18,7 @@ from flysurgery.errors import DataError, TrainingError
 from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Process
 from flysurgery.finetune.devices import accelerator_for
-from flysurgery.finetune.groups import parameter_groups
-from flysurgery.finetune.losses import features_loss, logits_loss
+from flysurgery.finetune.step import features_loss, logits_loss, parameter_groups
 from flysurgery.finetune.teacher import Teacher
 from tests.finetune.conftest import ARGUMENTS, BASE
 

@@ -22,8 +22,7 @@ from flysurgery.fidelity import moments
 from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.batches import LoadedBatches, Process, ViewedBatches
-from flysurgery.finetune.files import unlabelled_files
-from flysurgery.finetune.reading import read_pictures
+from flysurgery.finetune.pictures import read_pictures, unlabelled_files
 from flysurgery.surgery import convert
 from tests.finetune.conftest import ARGUMENTS, BASE
 from tests.finetune.test_run import StoppedError, rows, states, stop_at
