@@ -58,7 +58,7 @@ from flysurgery.bench import (
 )
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled, time_patterns
 from flysurgery.bench.rivals import CSR
-from flysurgery.cli.bench_show import TIMES, print_records
+from flysurgery.cli.bench_run import TIMES, print_records
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import OptionError
 from flysurgery.patterns import Pattern

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench import Protocol, modes_of
-from flysurgery.cli.bench_run import BenchRun
-from flysurgery.cli.bench_show import print_records
-from flysurgery.cli.memory import sentence_if_full
+from flysurgery.cli.app import sentence_if_full
+from flysurgery.cli.bench_run import BenchRun, print_records
 from flysurgery.cli.options import device_of
 from flysurgery.errors import FlysurgeryError
 

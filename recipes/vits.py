@@ -54,7 +54,7 @@ from flysurgery.bench import (
     share_head,
 )
 from flysurgery.bench.variants import COMPILED
-from flysurgery.cli.bench_show import TIMES
+from flysurgery.cli.bench_run import TIMES
 from flysurgery.cli.options import model_arguments, names
 
 

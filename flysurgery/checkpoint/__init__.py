@@ -1,6 +1,7 @@
 """Converted models on disk: self-describing safetensors folders, and the timm entry point that opens them."""
 
 from flysurgery.checkpoint.base import build_base as build_base
+from flysurgery.checkpoint.base import first_line as first_line
 from flysurgery.checkpoint.config import vouch_for_weights as vouch_for_weights
 from flysurgery.checkpoint.dense import check_dense_folder as check_dense_folder
 from flysurgery.checkpoint.dense import load_dense as load_dense
@@ -10,7 +11,7 @@ from flysurgery.checkpoint.folder import check_space as check_space
 from flysurgery.checkpoint.load import is_converted as is_converted
 from flysurgery.checkpoint.load import load as load
 from flysurgery.checkpoint.save import check_folder as check_folder
-from flysurgery.checkpoint.save import check_report as check_report
+from flysurgery.checkpoint.save import read_report as read_report
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.shell import build_random as build_random
 from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured

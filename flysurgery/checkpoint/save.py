@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flysurgery.checkpoint.card import model_card
 from flysurgery.checkpoint.config import config_of
+from flysurgery.checkpoint.files import read_json
 from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
 from flysurgery.checkpoint.header import Header
 from flysurgery.checkpoint.load import is_converted
@@ -100,16 +101,24 @@ def check_folder(folder: str | Path, *, force: bool = False) -> Path:
     return check_target(folder, is_converted, force=force)
 
 
-def check_report(plan: Plan, report: Mapping[str, Any]) -> None:
-    """See that ``save`` can write what an earlier folder's report.json holds.
+def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
+    """What a folder's ``report.json`` holds, for ``save`` to go on from; nothing where there is none.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: it is damaged, so that ``save`` could not write it; one sentence.
     """
+    file, advice = folder / "report.json", "its content is to go on with the model; mend it, or move it away"
     try:
-        model_card("model", plan, json.loads(json.dumps(_report_json(plan, report, None))), "float32", {})
+        found = read_json(file)
+    except FileNotFoundError:
+        return {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, and {advice}") from error
+    try:
+        model_card("model", plan, json.loads(json.dumps(_report_json(plan, found, None))), "float32", {})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError("report.json is damaged, and its content is to go on with the model; mend it, or move it away") from error
+        raise CheckpointError(f"{file} is damaged, and {advice}") from error
+    return found
 
 
 def _report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
+import torch
 import typer
 
 from flysurgery import __version__
 from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, finetune, inspect
-from flysurgery.cli.memory import sentence_if_full
 from flysurgery.errors import FlysurgeryError
 
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
@@ -19,6 +19,9 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 LONGEST = 400
 """Characters of a message."""
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of the plain RuntimeError that PyTorch raises where a CPU has no memory left."""
 
 app = typer.Typer(
     name="flysurgery",
@@ -69,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _fail(_file_system_error(error), 1)
+        reason = error.strerror or str(error)
+        return _fail(f"{reason}: {error.filename}" if error.filename else reason, 1)
     except RuntimeError as error:
         sentence = sentence_if_full(error)
         if sentence is None:
@@ -78,6 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
+
+
+def sentence_if_full(error: RuntimeError) -> str | None:
+    """What to tell a user whose work did not fit into memory; None for any other error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "this does not fit into the memory of the GPU; take fewer images or rows, or a smaller model"
+    if CPU_ALLOCATOR in str(error):
+        return "this does not fit into this machine's memory; take fewer images or rows, or a smaller model"
+    return None
 
 
 def _fail(message: str, code: int) -> int:
@@ -93,8 +106,3 @@ def _what_came(error: typer.BadParameter) -> str:
     details: Callable[[], list[dict[str, object]]] = getattr(error.__context__, "errors", list)
     values = [str(detail.get("input")) for detail in details()]
     return "".join(f", got '{value}'" for value in values if f"'{value}'" not in error.message)
-
-
-def _file_system_error(error: OSError) -> str:
-    reason = error.strerror or str(error)
-    return f"{reason}: {error.filename}" if error.filename else reason

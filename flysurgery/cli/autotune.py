@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from flysurgery import surgery
 from flysurgery.cli import options
-from flysurgery.cli.progress import progress
 from flysurgery.cli.source import ConvertedFolder, find
-from flysurgery.cli.tables import print_json, print_table
+from flysurgery.cli.tables import print_json, print_table, progress
 from flysurgery.errors import BackendError, OptionError
 from flysurgery.ops.cuda.autotune import Tuning
 from flysurgery.ops.cuda.autotune import autotune as tune
@@ -51,7 +50,7 @@ def autotune(
     target = options.device_of(device)
     if target.type != "cuda":
         raise BackendError(f"only CUDA kernels are autotuned, and the device is {target}")
-    source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=None)
+    source = find(model, base=base, model_args=model_args)
     if isinstance(source, ConvertedFolder):
         network = source.build(pretrained=False, seed=0, device=target)
     else:

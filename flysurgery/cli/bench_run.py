@@ -1,22 +1,63 @@
-"""One run of measurements: what is there already, what is added, and how far it is."""
+"""One run of measurements: its options, the rows that are there already and those that are added, and how they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
-from flysurgery.bench import Record, Sheet, check_apart, check_plot, typed
-from flysurgery.cli.progress import progress
-from flysurgery.cli.tables import print_json
+from flysurgery.bench import Protocol, Record, Sheet, check_apart, check_plot, typed
+from flysurgery.cli import options
+from flysurgery.cli.tables import print_json, print_table, progress
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+class LaunchName(str, Enum):
+    """How calls are launched on CUDA."""
+
+    graph = "graph"
+    eager = "eager"
+
+
+Families = Annotated[list[options.Family] | None, typer.Option("--arch", help="A family of architectures; repeatable.")]
+Width = Annotated[int, typer.Option("--width", min=1, help="Width of the transformer; the FFN is 4 times as wide.")]
+MODES_HELP = "Precisions: fp32, tf32 (CUDA), fp16, bf16, or all; separated by commas."
+Modes = Annotated[str, typer.Option("--mode", help=MODES_HELP, metavar="NAMES")]
+LAUNCH_HELP = "On CUDA: captured graphs, or calls launched one by one from Python."
+Launch = Annotated[LaunchName, typer.Option("--launch", help=LAUNCH_HELP)]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default PyTorch's number.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", min=2, help="Samples of each candidate at most; by default 30, quick 7.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and samples: an answer within two minutes.")]
+OUT_HELP = "Keep the rows in this CSV file; a run that was interrupted goes on where it stopped."
+Out = Annotated[Path | None, typer.Option("--out", help=OUT_HELP, metavar="FILE")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure all again, and replace the rows that the file holds.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this file; needs matplotlib.", metavar="FILE")]
+
+TITLES = {"median_ms": "median ms", "iqr_ms": "iqr ms", "ratio_to_dense": "/ dense", "paper_ratio": "paper", "share_of_bound": "of bound"}
+FORMATS = {"median_ms": ".3f", "iqr_ms": ".3f", "bound_ms": ".3f", "ratio_to_dense": ".2f", "share_of_bound": ".0%", "error": ".1e"}
+TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "error", "status")
+"""The columns that every measurement ends with."""
+
+
+def prepare(device: str | None, threads: int | None) -> torch.device:
+    """The device that is meant, after the number of threads has been set."""
+    target = options.device_of(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return target
+
+
+def protocol_of(launch: LaunchName, rounds: int | None, seed: int, *, quick: bool, seconds: tuple[float, float]) -> Protocol:
+    """How each candidate is timed; ``seconds`` are its most in a quick run and in a whole one."""
+    return Protocol(launch.value, rounds or (7 if quick else 30), seconds[0] if quick else seconds[1], seed)
 
 
 class BenchRun:
@@ -38,6 +79,7 @@ class BenchRun:
         if self._sheet.records:
             typer.echo(f"{out}: {len(self._sheet.records)} rows are there already and stay; --fresh measures them again", err=True)
         self._stack = ExitStack()
+        self._step: Callable[[int, int, str], None] | None = None
         self._groups = 0
 
     def __enter__(self) -> BenchRun:
@@ -70,3 +112,33 @@ class BenchRun:
     def print_json(self) -> None:
         """Print all rows as one JSON document, with the stamp of the last."""
         print_json(typed(self.records))
+
+    def print(self, columns: Sequence[str], *, as_json: bool) -> None:
+        """Print all rows: some of their columns as a table, or everything as JSON."""
+        if as_json:
+            self.print_json()
+        else:
+            print_records(self.records, columns)
+
+
+def print_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print some columns of the records; numbers short, and to the right."""
+    titles = [TITLES.get(name, name.replace("_", " ")) for name in columns]
+    numbers = {
+        title for name, title in zip(columns, titles, strict=True) if name in FORMATS or all(_is_number(each[name]) for each in records)
+    }
+    print_table(titles, [[_short(name, record[name]) for name in columns] for record in records], right=numbers)
+
+
+def _short(name: str, text: Any) -> str:
+    if text in ("", None):
+        return ""
+    return format(float(text), FORMATS[name]) if name in FORMATS else str(text)
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text or 0)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flysurgery import evaluation, inference
 from flysurgery.cli import options
-from flysurgery.cli.skipped import tell_skipped
 from flysurgery.cli.source import find
-from flysurgery.cli.tables import print_json, print_table
+from flysurgery.cli.tables import print_json, print_table, tell_skipped
 from flysurgery.errors import OptionError
 from flysurgery.surgery import block_errors, finite, measures
 
@@ -21,6 +20,7 @@ AGAINST_HELP = (
     "Measure the fidelity to this model, any form of MODEL, not the accuracy. "
     "Where MODEL is a folder, --model-args, --base and --checkpoint are this one's."
 )
+NUMBERS = ("top-1", "top-5", "samples", "seconds")
 
 
 def evaluate(
@@ -45,21 +45,24 @@ def evaluate(
         raise OptionError("--samples goes with --against MODEL; accuracy is measured on all images")
     if against is not None and optimize:
         raise OptionError("--optimize fuses the blocks that --against compares; leave one of the two out")
-    described = {"base": base, "model_args": options.model_arguments(model_args), "checkpoint": checkpoint}
-    plain = {"base": None, "model_args": {}, "checkpoint": None}
+    described: dict[str, Any] = {"base": base, "model_args": model_args, "checkpoint": checkpoint}
     other_is_described = against is not None and Path(model).is_dir()
-    source = find(model, **(plain if other_is_described else described))
-    other = None if against is None else find(against, **(described if other_is_described else plain))
+    source = find(model, **({} if other_is_described else described))
+    other = None if against is None else find(against, **(described if other_is_described else {}))
     target = options.device_of(device)
-    for each in (source, other):
-        if each is not None:
-            each.check_weights(pretrained=pretrained)
+    source.check_weights(pretrained=pretrained)
+    if other is not None:
+        other.check_weights(pretrained=pretrained)
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     if other is None:
         if optimize:
             inference.optimize(network.eval())
         accuracy = evaluation.evaluate(network, evaluation.load_data(data, network), batch_size=batch_size, device=target)
-        _print_accuracy(accuracy, model, data, as_json=as_json)
+        if as_json:
+            print_json({"model": model, "data": data} | asdict(accuracy))
+            return
+        row = (model, f"{accuracy.top1:.2%}", f"{accuracy.top5:.2%}", str(accuracy.samples), f"{accuracy.seconds:.1f}")
+        print_table(("model", *NUMBERS), [row], right=NUMBERS)
         return
     teacher = other.build(pretrained=pretrained, seed=seed, device=target)
     evaluation.check_comparable(network, teacher)
@@ -72,11 +75,3 @@ def evaluate(
     errors = block_errors(fidelity)
     if errors is not None:
         typer.echo(f"\n{errors}")
-
-
-def _print_accuracy(accuracy: evaluation.Accuracy, model: str, data: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"model": model, "data": data} | asdict(accuracy))
-        return
-    row = (model, f"{accuracy.top1:.2%}", f"{accuracy.top5:.2%}", str(accuracy.samples), f"{accuracy.seconds:.1f}")
-    print_table(("model", "top-1", "top-5", "samples", "seconds"), [row], right=("top-1", "top-5", "samples", "seconds"))

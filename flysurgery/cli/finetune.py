@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -15,9 +14,8 @@ from torch import nn
 from flysurgery import checkpoint as storage
 from flysurgery import surgery
 from flysurgery.cli import options
-from flysurgery.cli.progress import progress
 from flysurgery.cli.source import ConvertedFolder, Source, find
-from flysurgery.cli.tables import print_json, print_table
+from flysurgery.cli.tables import accuracy_rows, print_changes, print_json, progress
 from flysurgery.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
@@ -49,12 +47,13 @@ DATA_HELP = (
 )
 TEACHER_HELP = "Imitate this dense model's outputs and blocks: a folder or a timm name."
 RATE_HELP = "Learning rate at its highest, then a cosine down to zero; muon's follows from the start, others' is 3e-4."
+FACTOR_RATE_HELP = "Scale factors' rates by their fan-in, the default, or not; not with muon."
 OPTIMIZER_HELP = "muon, the default with a teacher, or one of timm's, such as adamw."
 OUTPUT_WEIGHT_HELP = "The teacher's share in the loss of the scores, by default 0.5; of a model without a head, the features' weight, 0.2."
 BLOCKS_WEIGHT_HELP = "Weight of the blocks' errors; by default 1 if the teacher has the same."
-PRECISION_HELP = "Mixed precision; by default accelerate's, and where it says nothing bf16 on CUDA for images without labels."
+PRECISION_HELP = "Mixed precision; by default accelerate's, else bf16 without labels on CUDA."
+SAVE_EVERY_HELP = "Updates between two states; by default as many as between two looks."
 MINUTES_HELP = "A budget in place of --epochs; without labels 10 is the default."
-
 
 FIDELITY = {
     "output_cosine": "cosine of the output with the teacher's",
@@ -78,9 +77,7 @@ def finetune(
     batch_size: Annotated[int | None, _number("--batch-size", "Images of one forward of one process; by default 64.", 1)] = None,
     accumulation: Annotated[int, _number("--accumulation", "Forwards of one update.", 1)] = 1,
     lr: Annotated[float | None, _number("--lr", RATE_HELP)] = None,
-    factor_rate: Annotated[
-        FactorRate | None, typer.Option("--factor-rate", help="Scale factors' rates by their fan-in, the default, or not; not with muon.")
-    ] = None,
+    factor_rate: Annotated[FactorRate | None, typer.Option("--factor-rate", help=FACTOR_RATE_HELP)] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help=OPTIMIZER_HELP, metavar="NAME")] = None,
     weight_decay: Annotated[float | None, _number("--weight-decay", "Of matrices and factors, by default 0.05; not with muon.")] = None,
     warm_up: Annotated[float | None, _number("--warm-up", "Share of updates in which the rate grows: 0.05 with muon, else 0.1.")] = None,
@@ -97,13 +94,9 @@ def finetune(
     temperature: Annotated[float, _number("--temperature", "By which scores are divided before they are compared.")] = 2.0,
     densify_after: Annotated[int | None, _number("--densify-after", "Multiply the factors out after this epoch, then train dense.")] = None,
     images_per_epoch: Annotated[int | None, _number("--images-per-epoch", "Generated images of an epoch.")] = None,
-    precision: Annotated[
-        Precision | None, typer.Option("--precision", help="Mixed precision; by default accelerate's, else bf16 without labels on CUDA.")
-    ] = None,
+    precision: Annotated[Precision | None, typer.Option("--precision", help=PRECISION_HELP)] = None,
     workers: Annotated[int | None, _number("--workers", "Processes that read images, for each that trains.", 0)] = None,
-    save_every: Annotated[
-        int | None, _number("--save-every", "Updates between two states; by default as many as between two looks.")
-    ] = None,
+    save_every: Annotated[int | None, _number("--save-every", SAVE_EVERY_HELP)] = None,
     log_every: Annotated[int, _number("--log-every", "Updates between two rows of the log.", 1)] = 10,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard as well.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU even where there is a GPU.")] = False,
@@ -153,15 +146,17 @@ def finetune(
     check_installed(settings)
     if teacher is None and (blocks_weight is not None or output_weight is not None):
         raise OptionError("--output-weight and --blocks-weight go with --teacher MODEL, and none was given")
-    source = find(model, base=base, model_args=options.model_arguments(model_args), checkpoint=checkpoint)
+    source = find(model, base=base, model_args=model_args, checkpoint=checkpoint)
     _check_out(source, out, dense=not isinstance(source, ConvertedFolder) or densify_after is not None, force=force)
     network, described = _network(source, scratch=scratch, pretrained=pretrained, seed=seed)
-    earlier = _earlier_report(source, network, scratch=scratch)
+    plan, earlier = surgery.plan_of(network), {}
+    if isinstance(source, ConvertedFolder) and plan is not None and not scratch:  # nothing is known of a model that begins anew
+        earlier = storage.read_report(source.folder, plan)
     taught = teacher is not None
     images = training_data(data, network, settings, root=data_root, teacher=taught, aside=evaluate is None)
     find_held_out = held_out_data if evaluate is None else judging_data
     held_out = find_held_out(data if evaluate is None else evaluate, network, root=data_root, teacher=taught)
-    judge = None if teacher is None else _teacher(teacher)
+    judge = None if teacher is None else _build(find(teacher), pretrained=True, seed=0)
     storage.check_space(out, 4 * sum(parameter.numel() for parameter in network.parameters()))
     folder = out.with_name(f"{out.name}.training")
     try:
@@ -174,7 +169,11 @@ def finetune(
     if not outcome.is_main:
         return
     facts = {"data": data, "teacher": teacher, "scratch": scratch, "settings": asdict(outcome.settings)} | outcome.to_json()
-    _save(outcome.model, out, earlier | {"finetune": facts}, described, dtype=dtype, force=force)
+    trained = outcome.model.cpu()
+    if surgery.plan_of(trained) is None:
+        storage.save_dense(trained, out, *described, force=force)
+    else:
+        storage.save(trained, out, dtype=None if dtype is None else dtype.value, force=force, report=earlier | {"finetune": facts})
     _print(outcome, out, folder, as_json=as_json, facts=facts)
 
 
@@ -199,71 +198,28 @@ def _network(source: Source, *, scratch: bool, pretrained: bool, seed: int) -> t
     described = skeleton.base, dict(skeleton.base_args)
     if scratch:
         return storage.build_base(*described), described
+    return _build(source, pretrained=pretrained, seed=seed), described
+
+
+def _build(source: Source, *, pretrained: bool, seed: int) -> nn.Module:
     source.check_weights(pretrained=pretrained)
-    return source.build(pretrained=pretrained, seed=seed, device=torch.device("cpu")).float(), described
-
-
-def _teacher(text: str) -> nn.Module:
-    source = find(text, base=None, model_args={}, checkpoint=None)
-    source.check_weights(pretrained=True)
-    return source.build(pretrained=True, seed=0, device=torch.device("cpu")).float()
-
-
-def _earlier_report(source: Source, network: nn.Module, *, scratch: bool) -> dict[str, Any]:
-    """What is known of the model that is trained, to be kept with the result; nothing of one that begins anew."""
-    if scratch or not isinstance(source, ConvertedFolder):
-        return {}
-    file = source.folder / "report.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read, and its content is to go on with the model; mend it, or move it away") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, as save writes it; mend it, or move it away")
-    plan = surgery.plan_of(network)
-    if plan is not None:
-        storage.check_report(plan, found)
-    return found
-
-
-def _save(
-    model: nn.Module,
-    out: Path,
-    report: dict[str, Any],
-    described: tuple[str, dict[str, Any]],
-    *,
-    dtype: options.StorageDtype,
-    force: bool,
-) -> None:
-    model = model.cpu()
-    if surgery.plan_of(model) is None:
-        storage.save_dense(model, out, *described, force=force)
-        return
-    storage.save(model, out, dtype=None if dtype is None else dtype.value, force=force, report=report)
+    return source.build(pretrained=pretrained, seed=seed, device=torch.device("cpu")).float()
 
 
 def _print(outcome: Outcome, out: Path, folder: Path, *, as_json: bool, facts: dict[str, Any]) -> None:
     if as_json:
         print_json({"folder": str(out), "log": str(folder / "log.csv")} | facts)
         return
-    rows = [*_accuracy_rows(outcome), *_fidelity_rows(outcome)]
+    rows = _fidelity_rows(outcome)
+    if outcome.before is not None and outcome.after is not None:
+        rows = accuracy_rows(outcome.before, outcome.after) + rows
     if rows:
-        print_table(("fine-tuning", "before", "after", "change"), rows, right=("before", "after", "change"))
+        print_changes("fine-tuning", rows)
         typer.echo("")
     if not outcome.labelled:
         typer.echo(f"{facts['data']} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
     typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
     typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")
-
-
-def _accuracy_rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    rows = []
-    if outcome.before is not None and outcome.after is not None:
-        for name in ("top1", "top5"):
-            before, after = getattr(outcome.before, name), getattr(outcome.after, name)
-            what = f"{name[:3]}-{name[3]} accuracy, {outcome.after.samples} samples"
-            rows.append((what, f"{before:.2%}", f"{after:.2%}", f"{100 * (after - before):+.2f} points"))
-    return rows
 
 
 def _fidelity_rows(outcome: Outcome) -> list[tuple[str, ...]]:

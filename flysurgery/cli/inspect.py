@@ -43,7 +43,7 @@ def inspect(
     Shares are those of the model's parameters, and of the FLOPs of all layers listed. What a layer of attention or a feed-forward
     block would be replaced by is told for --arch, without any selection.
     """
-    source = find_dense(model, base=base, model_args=options.model_arguments(model_args), checkpoint=None)
+    source = find_dense(model, base=base, model_args=model_args)
     network = source.skeleton().model
     example = example_input(network)
     targets = walk(network, example)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,43 +174,27 @@ def reconstruction(reconstruct: bool, minutes: float | None) -> bool | float:
     return minutes
 
 
-@dataclass(frozen=True)
-class Goals:
-    """What an allocation is to keep to, as the user gave it."""
-
-    budget: float | None
-    max_error: float | None
-    fidelity: float | None
-    ms: float | None
-    latency: Path | None
-
-    @property
-    def are_given(self) -> bool:
-        """Whether there is any."""
-        return any(value is not None for value in vars(self).values())
-
-
 def check_allocation(
-    arch: Choice, goals: Goals, plot: Path | None, others: Mapping[str, bool], *, measure: bool, batch: int | None, dry_run: bool
+    arch: Choice, goal: Mapping[str, Any], plot: Path | None, others: Mapping[str, bool], *, measure: bool, batch: int | None, dry_run: bool
 ) -> bool:
-    """Whether the architectures are to be chosen by an allocation.
+    """Whether the architectures are to be chosen by an allocation; ``goal`` is what it is to keep to, by name, None where not given.
 
     Raises:
-        OptionError: goals that contradict each other, ``--arch auto`` or a plot without any, ``others``, which name architectures,
+        OptionError: more than one goal, ``--arch auto`` or a plot without any, ``others``, which name architectures,
             beside them, or options of measuring that lack each other.
     """
     if measure and arch is not Choice.auto:
         raise OptionError(f"--measure chooses the architectures, and --arch {arch.value} names one; give --arch auto with it")
-    for option, is_given in (("--batch", batch is not None), ("--ms", goals.ms is not None)):
+    for option, is_given in (("--batch", batch is not None), ("--ms", goal["ms"] is not None)):
         if is_given and not measure:
             raise OptionError(f"{option} is of the model that --measure times; give --arch auto --measure with it")
-    if not goals.are_given and not measure:
+    if not measure and all(value is None for value in goal.values()):
         if arch is Choice.auto:
             raise OptionError("--arch auto needs what it is to choose by; give --measure, --budget, --max-error or --fidelity")
         if plot is not None:
             raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
         return False
-    check_budget(goals.budget, goals.max_error, goals.latency, fidelity=goals.fidelity, ms=goals.ms, measured=measure)
+    check_budget(**goal, measured=measure)
     given = [name for name, is_given in others.items() if is_given]
     if given:
         raise OptionError(

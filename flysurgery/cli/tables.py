@@ -1,13 +1,17 @@
-"""Results on stdout: a rich table on a terminal, plain aligned columns elsewhere, one JSON document on request."""
+"""What a verb shows: on stdout a table or one JSON document, on stderr its progress and what it left out."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import typer
 
+from flysurgery.calibration import Samples
+from flysurgery.cli.processes import is_first
+from flysurgery.evaluation import Accuracy
 from flysurgery.surgery import text_table
 
 
@@ -37,6 +41,41 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     console.print(table)
 
 
+def print_changes(what: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of something before and after, and the change."""
+    print_table((what, "before", "after", "change"), rows, right=("before", "after", "change"))
+
+
+def accuracy_rows(before: Accuracy, after: Accuracy) -> list[tuple[str, ...]]:
+    """Rows for ``print_changes``."""
+    return [
+        (f"{name} accuracy, {after.samples} samples", f"{first:.2%}", f"{second:.2%}", f"{100 * (second - first):+.2f} points")
+        for name, first, second in (("top-1", before.top1, after.top1), ("top-5", before.top5, after.top5))
+    ]
+
+
 def print_json(document: Mapping[str, object]) -> None:
     """Print the one JSON document of a verb."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int, str], None] | None]:
+    """Give a callback ``(done, total, name)`` that draws a bar on stderr, or None where nobody would see it."""
+    if not sys.stderr.isatty() or not is_first():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=f"{what} {name}")
+
+
+def tell_skipped(found: Samples) -> Samples:
+    """Say on stderr which images were left out, where there are any."""
+    if found.skipped and is_first():
+        named = ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else "")
+        typer.echo(f"flysurgery: {len(found.skipped)} images in {found.name} cannot be read and are left out: {named}", err=True)
+    return found

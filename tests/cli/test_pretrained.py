@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flysurgery.cli.pretrained import check_available
+from flysurgery.cli.source import check_available
 from flysurgery.errors import ModelError
 from tests.cli.conftest import Run
 
