@@ -13,7 +13,7 @@ from flysurgery.cli.source import find_dense
 from flysurgery.cli.tables import print_json, print_table
 from flysurgery.errors import PlanError, SelectionError
 from flysurgery.surgery import grouped, short_count
-from flysurgery.walker import Target, block_names, example_input, walk
+from flysurgery.walker import Target, block_names, example_input, positional, walk
 
 COLUMNS = ("layer", "n", "role", "out x in", "calls", "params", "FLOPs", "replaced by", "obstacles")
 TOTALS = ("total", "n", "parameters", "share", "FLOPs of one sample")
@@ -53,7 +53,7 @@ def inspect(
         planned = {layer.fqn: layer.architecture for layer in plan.replaced}
     except (PlanError, SelectionError):  # nothing can be replaced, as the obstacles tell
         planned = {}
-    samples = surgery.samples_of(example)
+    samples = surgery.samples_of(positional(network, example))
     lines = [_line(target, samples, planned) for target in targets]
     total = sum(parameter.numel() for parameter in network.parameters())
     blocks = block_names(targets)

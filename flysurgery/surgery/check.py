@@ -112,7 +112,10 @@ def example_of(plan: Plan, model: nn.Module) -> tuple[Any, ...] | None:
     """Arguments for one forward, as the plan describes them, on the model's device; None where it describes none."""
     if plan.example is None:
         return None
-    return tuple([_input(one, model) for one in each] if isinstance(each, tuple) else _input(each, model) for each in plan.example)
+    return tuple(
+        [_input(one, model) for one in each] if isinstance(each, tuple) else None if each is None else _input(each, model)
+        for each in plan.example
+    )
 
 
 def _input(example: ExampleInput, model: nn.Module) -> Tensor:
@@ -120,6 +123,8 @@ def _input(example: ExampleInput, model: nn.Module) -> Tensor:
     if not isinstance(dtype, torch.dtype):
         raise SurgeryError(f"the plan's example input has the unknown dtype '{example.dtype}'")
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    if example.values:
+        return torch.tensor(example.values, dtype=dtype, device=weight.device).view(example.shape)
     if not dtype.is_floating_point:
         return torch.zeros(example.shape, dtype=dtype, device=weight.device)
     # The model's dtype and not the plan's: a plan made on a float32 skeleton serves a half-precision model.

@@ -176,14 +176,17 @@ def _check_parts(layer: LayerPlan) -> None:
 
 @dataclass(frozen=True)
 class ExampleInput:
-    """Shape and dtype of one argument of the forward that the plan was made with."""
+    """Shape and dtype of one argument of the forward that the plan was made with; of a small integer one also its ``values``, flat."""
 
     shape: tuple[int, ...]
     dtype: str
+    values: tuple[int, ...] = later(())
 
     def __post_init__(self) -> None:
         if min(self.shape, default=1) < 1 or prod(self.shape) > MAX_EXAMPLE_ENTRIES:
             raise PlanError(f"an example input needs positive sides and at most {MAX_EXAMPLE_ENTRIES} entries, got shape {self.shape}")
+        if self.values and len(self.values) != prod(self.shape):
+            raise PlanError(f"an example input of shape {self.shape} has {prod(self.shape)} values, got {len(self.values)}")
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ class Plan:
 
     ``switches`` are the attributes that parents need so that they call the replaced modules. ``base`` and
     ``base_args`` say how the dense model is built again, None where that is not known. ``example`` describes the
-    arguments that one forward takes, tensors or lists of tensors, None where the walk's example was something else.
+    arguments that one forward takes by position: tensors, lists of tensors or None. It is None where the walk's example was something
+    else.
 
     Raises:
         PlanError: a layer or a switch stands twice.
@@ -202,7 +206,7 @@ class Plan:
     switches: tuple[Switch, ...] = ()
     base: str | None = None
     base_args: Mapping[str, Any] = field(default_factory=dict)
-    example: tuple[ExampleInput | tuple[ExampleInput, ...], ...] | None = None
+    example: tuple[ExampleInput | tuple[ExampleInput, ...] | None, ...] | None = None
 
     def __post_init__(self) -> None:
         for what, names in (

@@ -14,12 +14,15 @@ from flysurgery.patterns import ARCHITECTURES, Architecture, named
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
-from flysurgery.walker import Target, example_input, select, walk
+from flysurgery.walker import Example, Target, example_input, positional, select, walk
 
 DEFAULT_NBLOCKS = 4
 
 DEFAULT_ROLES = ("ffn_in", "ffn_out", "qkv")
 """Replaced where no roles are given, as far as the model has them."""
+
+MAX_VALUES = 4096
+"""Most entries of an integer input that a plan keeps. Token ids and sizes decide what a forward does, unlike pixels."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def plan(
     patterns: str | Architecture | Sequence[object] | None = None,
     base: str | None = None,
     base_args: Mapping[str, Any] | None = None,
-    example: Tensor | tuple[Any, ...] | None = None,
+    example: Example | None = None,
     blocks: str | None = None,
     min_size: int | None = None,
     convs: bool = False,
@@ -98,7 +101,8 @@ def plan(
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
             gets the first that has its size. With ``include``, every included layer must have one.
         base, base_args: how to build the dense model again when a checkpoint is loaded; timm models have this information.
-        example: arguments of one forward; timm and vit-pytorch models need none.
+        example: the arguments of one forward: a tensor, a tuple by position, or a mapping by name, as image processors of transformers
+            give it. Models of timm and vit-pytorch need none, nor do those models of transformers that take images.
         blocks, min_size: only layers in the blocks of these numbers (``"0-5,8"``), or with both sides of at least this size.
         convs: replace 1x1 convolutions of the selected roles as well, as linears of the channels.
         targets: the result of ``walk(model, example)``, if it is known already; needs the example.
@@ -115,7 +119,7 @@ def plan(
     rule = Rule(arch, nblocks, rank, read_architectures(patterns))
     refuse_converted(model)
     name, arguments = find_base(model, base, base_args)
-    inputs = example_input(model) if example is None else example
+    inputs = positional(model, example_input(model) if example is None else example)
     targets = walk(model, inputs) if targets is None else targets
     wanted = _default_roles(targets) if roles is None else roles
     chosen = {target.fqn for target in select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)}
@@ -202,27 +206,29 @@ def _check_not_empty(layers: Sequence[LayerPlan]) -> None:
     raise PlanError(f"nothing would be replaced: {why}")
 
 
-def samples_of(inputs: Tensor | tuple[Any, ...]) -> int:
+def samples_of(inputs: tuple[Any, ...]) -> int:
     """The number of samples in an example: rows of its first tensor, or tensors of its first list."""
-    first = next(iter(_arguments(inputs)), None)
+    first = next(iter(inputs), None)
     if isinstance(first, list):
         return max(len(first), 1)
     return first.shape[0] if isinstance(first, Tensor) and first.dim() > 1 else 1
 
 
-def _describe(inputs: Tensor | tuple[Any, ...]) -> tuple[ExampleInput | tuple[ExampleInput, ...], ...] | None:
+def _describe(inputs: tuple[Any, ...]) -> tuple[ExampleInput | tuple[ExampleInput, ...] | None, ...] | None:
     described = []
-    for argument in _arguments(inputs):
-        tensors = argument if isinstance(argument, list) else [argument]
-        if not tensors or not all(isinstance(each, Tensor) for each in tensors):
+    for argument in inputs:
+        tensors = argument if isinstance(argument, list) else [] if argument is None else [argument]
+        if not all(isinstance(each, Tensor) for each in tensors) or argument == []:
             return None
-        examples = tuple(ExampleInput(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors)
-        described.append(examples if isinstance(argument, list) else examples[0])
+        examples = tuple(map(_described, tensors))
+        described.append(examples if isinstance(argument, list) else next(iter(examples), None))
     return tuple(described)
 
 
-def _arguments(inputs: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
-    return (inputs,) if isinstance(inputs, Tensor) else inputs
+def _described(tensor: Tensor) -> ExampleInput:
+    small = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta) and tensor.numel() <= MAX_VALUES
+    values = [int(value) for value in tensor.flatten().tolist()] if small else []
+    return ExampleInput(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(values) if min(values, default=0) >= 0 else ())
 
 
 def read_architectures(patterns: str | Architecture | Sequence[object] | None) -> tuple[Architecture, ...]:

@@ -3,7 +3,9 @@
 from flysurgery.walker.cuts import Cut as Cut
 from flysurgery.walker.cuts import find_cuts as find_cuts
 from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH
+from flysurgery.walker.example import Example as Example
 from flysurgery.walker.example import example_input as example_input
+from flysurgery.walker.example import positional as positional
 from flysurgery.walker.heads import Heads as Heads
 from flysurgery.walker.heads import find_heads as find_heads
 from flysurgery.walker.linears import Call as Call

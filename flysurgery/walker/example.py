@@ -1,21 +1,27 @@
-"""An input that a model accepts: timm's models say so themselves, vit-pytorch's show it in their patch embedding."""
+"""An input that a model accepts: models of timm and transformers say so themselves, vit-pytorch's show it in their patch embedding."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.trace import device_of, isolated, one_line, run_fake, shadow, shadow_on_cpu
 
+Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""The arguments of one forward: a tensor, a tuple by position, or a mapping by name (a dict, or what processors of transformers give)."""
+
 EXAMPLE_BATCH = 2
+EXAMPLE_TOKENS = 8
 _COMMON_SIZES = (224, 256, 384, 128, 64, 32)
 # Tokens that are no patches: none, a class token, or a class token and a distillation token.
 _PREFIX_TOKENS = (0, 1, 2)
@@ -25,12 +31,14 @@ _LISTED_SIZES = (224, 64, 32)
 
 def example_input(
     model: nn.Module,
-) -> Tensor | tuple[list[Tensor]]:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
+) -> Tensor | tuple[Any, ...]:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
     """Zeros that ``model`` accepts as its only input, in its dtype and on its device.
 
-    For a model that takes no tensor, but a list of images of any sizes (NaViT), a tuple with such a list.
+    For a model that takes no tensor, but a list of images of any sizes (NaViT), a tuple with such a list. For one of transformers that
+    takes token ids and images, a tuple of both.
 
-    For a timm model: the size of its patch embedding, or else of its ``pretrained_cfg``. For others: the sizes that fit a patch embedding
+    For a timm model: the size of its patch embedding, or else of its ``pretrained_cfg``. For one of transformers: the image size, channels
+    and frames of its configuration. For others: the sizes that fit a patch embedding
     of einops' ``Rearrange`` and a linear (vit-pytorch) and the position embedding; else the usual image sizes, of which the first is
     taken that passes a forward on fake tensors.
 
@@ -41,14 +49,16 @@ def example_input(
     if len(sizes) == 1:
         return _zeros(model, sizes[0])
     reason = ""
-    for candidate in sizes or itertools.chain(_patch_grid_sizes(model), _image_sizes(model)):
-        example = _zeros(model, candidate)
+    sizes = sizes or itertools.chain(_configured_sizes(model), _patch_grid_sizes(model), _image_sizes(model))
+    examples = itertools.chain((_zeros(model, size) for size in sizes), _with_tokens(model))
+    for example in examples:
         try:
-            run_fake(shadow(model), (example,))
-        except Exception as error:  # whatever the forward raises, it means that this size is not it
-            reason = reason or f", and zeros of shape {tuple(example.shape)} fail ({one_line(error)})"
+            run_fake(shadow(model), positional(model, example))
+        except Exception as error:  # whatever the forward raises, it means that this example is not it
+            shapes = " and ".join(str(tuple(each.shape)) for each in pytree.tree_leaves(example))
+            reason = reason or f", and zeros of shape {shapes} fail ({one_line(error)})"
             continue
-        return example
+        return example if isinstance(example, Tensor) else positional(model, example)
     for size in _LISTED_SIZES:
         images = ([_zeros(model, (3, size, size))[0] for _ in range(EXAMPLE_BATCH)],)
         double = shadow_on_cpu(model)
@@ -58,7 +68,26 @@ def example_input(
                 double([torch.zeros_like(image, device=place) for image in images[0]])
             return images
     name = type(model).__name__
-    raise WalkError(f"no example input is known for {name}{reason}; give an example, a tensor of the shape that it takes")
+    raise WalkError(f"no example input is known for {name}{reason}; give an example: a tensor, a tuple or a dict of what its forward takes")
+
+
+def positional(model: nn.Module, example: Example) -> tuple[Any, ...]:
+    """The arguments of one forward by position, with None for those before the last given one that were left out.
+
+    Raises:
+        WalkError: the forward has no argument of a name in the mapping, or takes it by name only.
+    """
+    if not isinstance(example, Mapping):
+        return example if isinstance(example, tuple) else (example,)
+    parameters = inspect.signature(model.forward).parameters.values()
+    places = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    defaults = {each.name: None if each.default is each.empty else each.default for each in parameters}
+    strange = sorted(set(example) - set(places))
+    if strange or not example:
+        what = f"no argument {', '.join(map(repr, strange))} by position" if strange else "no argument in an empty example"
+        raise WalkError(f"the forward of {type(model).__name__} takes {what}; it takes {', '.join(places)}")
+    last = max(map(places.index, example))
+    return tuple(example.get(name, defaults[name]) for name in places[: last + 1])
 
 
 def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:
@@ -84,6 +113,30 @@ def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
     conv = dict(model.named_modules()).get(name) if name else None
     channels = getattr(conv, "in_channels", channels)
     return [(channels, *sides) for sides in ([built] if built == configured else [built, configured])]
+
+
+def _configured_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """The size that the configuration of a model of transformers names, with the frames of a video where it has them."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return
+    config = getattr(config, "vision_config", None) or config
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
+    sides = [size, size] if isinstance(size, int) else [*(size or ())]
+    if len(sides) != 2:
+        return
+    image = (getattr(config, "num_channels", None) or getattr(config, "in_chans", None) or 3, *sides)
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    yield image if frames is None else (frames, *image)
+
+
+def _with_tokens(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Token ids and images together, for models of transformers that take both."""
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names and "pixel_values" in names:
+        ids = torch.zeros(EXAMPLE_BATCH, EXAMPLE_TOKENS, dtype=torch.long, device=device_of(model))
+        for size in _configured_sizes(model):
+            yield {"input_ids": ids, "pixel_values": _zeros(model, size)}
 
 
 def _patch_grid_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:

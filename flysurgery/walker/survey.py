@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.dataflow import Dataflow, follow
-from flysurgery.walker.example import example_input
+from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners
 from flysurgery.walker.roles import Judgement, judge
@@ -38,7 +38,7 @@ class Survey:
     switches: dict[str, Switch]
 
 
-def survey(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> Survey:
+def survey(model: nn.Module, example: Example | None = None) -> Survey:
     """Trace ``model`` in eval mode on fake tensors, and find its linear maps and their roles. The model stays as it is.
 
     Raises:
@@ -46,9 +46,7 @@ def survey(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) ->
     """
     if not isinstance(model, nn.Module):
         raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
-    if example is None:
-        example = example_input(model)
-    inputs = _on_device(example if isinstance(example, tuple) else (example,), device_of(model))
+    inputs = _on_device(positional(model, example_input(model) if example is None else example), device_of(model))
     if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
         raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
     try:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def device_of(model: nn.Module) -> torch.device:
 def shadow(model: nn.Module) -> nn.Module:
     """A copy of the module tree that holds the same parameters and buffers (not copies of them), in eval mode and without hooks.
 
+    Hooks of transformers stay: its models collect hidden states by them.
+
     Attributes can be set on it, and what a trace of it stores in modules does not reach ``model``.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
@@ -47,7 +50,9 @@ def shadow(model: nn.Module) -> nn.Module:
         raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {one_line(error)}") from error
     for module in double.modules():
         for name in _HOOKS:
-            getattr(module, name, {}).clear()
+            hooks = getattr(module, name, {})
+            for key in [key for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("transformers.")]:
+                del hooks[key]
     return double.eval()
 
 
@@ -96,13 +101,28 @@ def one_line(error: Exception) -> str:
 
 
 def _clear_caches(model: nn.Module) -> None:
-    """Empty the ``functools`` caches beside the model's classes: a cached fake tensor would spoil later real forwards, and the reverse."""
-    names = {type(module).__module__ for module in model.modules()}
-    for name in names:
-        if name in sys.modules and not name.startswith("torch."):
-            for value in list(vars(sys.modules[name]).values()):
-                if callable(getattr(value, "cache_clear", None)):
-                    value.cache_clear()
+    """Empty the ``functools`` caches of the model's classes, and beside them.
+
+    A cached fake tensor would spoil later real forwards, and the reverse. transformers wraps such caches, so functions inside of functions
+    are looked at too.
+    """
+    classes = {found for module in model.modules() for found in type(module).__mro__}
+    names = {found.__module__ for found in classes if not found.__module__.startswith("torch.")}
+    beside = [value for name in names if name in sys.modules for value in list(vars(sys.modules[name]).values())]
+    methods = [value for found in classes if found.__module__ in names for value in list(vars(found).values())]
+    for value in (*beside, *methods):
+        inside = [] if not isinstance(value, FunctionType) else [_content(cell) for cell in value.__closure__ or ()]
+        for each in (value, *inside):
+            clear = getattr(each, "cache_clear", None)
+            if callable(clear):
+                clear()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet
+        return None
 
 
 def inlined(module: GraphModule) -> Graph:
@@ -194,4 +214,6 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
 
 def _batch(example: tuple[Any, ...]) -> int | None:
     first = example[0] if example else None
-    return first.shape[0] if isinstance(first, Tensor) and first.ndim >= 3 else None
+    if not isinstance(first, Tensor) or first.ndim < 2:
+        return None
+    return None if first.ndim == 2 and first.is_floating_point() else first.shape[0]  # token ids have two dimensions

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from flysurgery.walker.dataflow import Dataflow
+from flysurgery.walker.example import Example
 from flysurgery.walker.layout import Prover
 from flysurgery.walker.linears import Call, element_wise_pairs, read_elsewhere
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
@@ -16,7 +15,7 @@ from flysurgery.walker.survey import Survey, survey
 from flysurgery.walker.target import ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
 
 
-def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> tuple[Target, ...]:
+def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]:
     """Find every linear map of ``model``, in the order of execution, and those that it never runs, at the end.
 
     The forward pass is traced to a graph of operators on fake tensors, in eval mode: nothing is computed, no weight is copied, and
@@ -30,8 +29,8 @@ def walk(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> t
 
     Args:
         model: any module; timm's and vit-pytorch's Vision Transformers need no example.
-        example: the input, or a tuple of all positional inputs, of which only shapes and dtypes count (the device is the model's). None:
-            ``example_input(model)``. ``Target.rows`` is for these shapes.
+        example: the input, a tuple of all positional inputs, or a mapping of inputs by name. Only shapes and dtypes count, and the device
+            is the model's. None: ``example_input(model)``. ``Target.rows`` is for these shapes.
 
     Raises:
         WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
