@@ -1,6 +1,6 @@
 """Measure one factor by every implementation, in time and in energy, and a layer of two factors beside its rivals.
 
-    python recipes/factors.py patterns --out recipes/results/patterns_h200.csv --plot recipes/results/patterns_h200.png
+    python recipes/factors.py patterns --out build/patterns.csv --plot build/patterns.png
 
 The tables:
 

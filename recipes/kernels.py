@@ -1,6 +1,6 @@
 """Time kernels, and the parts of a block that they compute, beside PyTorch's own.
 
-    python recipes/kernels.py attention --out recipes/results/attention_h200.csv
+    python recipes/kernels.py attention --out recipes/results/kernels_h200.csv
 
 The tables:
 
@@ -20,9 +20,7 @@ shuffled run, after a check against float64; a launch is in them. ``bound_us`` i
 in the same run, allow for x, y and the candidate's weights.
 
 Needs a CUDA device, and half a minute to four minutes a table.
-Rows: recipes/results/attention_h200.csv, recipes/results/norm_linear_h200.csv, recipes/results/fused_linear_h200.csv,
-recipes/results/factor_grad_h200.csv, recipes/results/fused_ffn_h200.csv, recipes/results/few_rows_h200.csv,
-recipes/results/gated_ffn_h200.csv, recipes/results/wide_h200.csv, recipes/results/fused_ablation_h200.csv
+Rows: recipes/results/kernels_h200.csv
 """
 
 from __future__ import annotations

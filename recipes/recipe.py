@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench import Protocol, modes_of
+from flysurgery.bench.measuring import one_line
 from flysurgery.cli.bench_run import BenchRun
 from flysurgery.cli.bench_show import print_records
 from flysurgery.cli.memory import sentence_if_full
@@ -129,10 +130,16 @@ def missing(run: BenchRun, jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if not run.has(job[0])]
 
 
-def fill(run: BenchRun, jobs: Sequence[Job], *, minutes: float | None = None) -> None:
-    """Measure the jobs one after the other; those that do not fit into a GPU's memory get no rows.
+def fill(
+    run: BenchRun,
+    jobs: Sequence[Job],
+    *,
+    minutes: float | None = None,
+    may_fail: tuple[type[BaseException], ...] = (torch.OutOfMemoryError,),
+) -> None:
+    """Measure the jobs one after the other, and begin none once ``minutes`` are over.
 
-    None is begun once ``minutes`` are over.
+    A job that fails with one of ``may_fail``, by default for want of a GPU's memory, is printed and gets no rows.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     for done, (columns, rows_of) in enumerate(jobs):
@@ -142,9 +149,9 @@ def fill(run: BenchRun, jobs: Sequence[Job], *, minutes: float | None = None) ->
         name = ", ".join(map(str, columns.values()))
         try:
             run.add(rows_of(), name)
-        except torch.OutOfMemoryError:
+        except may_fail as error:
             torch.cuda.empty_cache()
-            print(f"{name} does not fit into this device's memory, and has no rows", flush=True)
+            print(f"{name} failed, and has no rows: {one_line(error)}", flush=True)
 
 
 def main(work: Callable[[], None]) -> None:

@@ -1,7 +1,6 @@
 """Walk, plan and convert one model of every timm architecture file, and every model that vit-pytorch's README builds.
 
-``python recipes/survey_models.py timm --out recipes/results/survey_timm.csv``, and ``vit_pytorch`` likewise. About ten minutes each
-with ``--jobs 2`` on two cores.
+    python recipes/survey_models.py timm --jobs 2 --out build/survey.csv    # or vit_pytorch
 
 Each model is built with random weights (timm's at their default arguments), every linear of attention or a feed-forward block that
 the walk finds is planned as Monarch of four blocks, and the planned weights are set to products of random factors. The model then
@@ -10,7 +9,7 @@ of the dense one in the same arithmetic. ``kept`` counts the layers of these rol
 of its own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped; those of another
 version or commit are surveyed anew.
 
-Rows: recipes/results/survey_timm.csv and recipes/results/survey_vit_pytorch.csv.
+Rows: recipes/results/survey.csv
 
 Needs two CPU cores and about ten minutes for each library.
 """
