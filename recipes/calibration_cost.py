@@ -98,7 +98,7 @@ def rows_of(head: dict[str, Any], model: nn.Module, samples: Samples, forward: t
         if found:
             means = mean(each.output_error for each in found), mean(each.plain_output_error for each in found)
             errors = len(found), *means, max(each.ratio for each in found)
-        cells = *head.values(), role, *errors, *forward, cpu, wall, wall - forward[1]
+        cells: tuple[Any, ...] = *head.values(), role, *errors, *forward, cpu, wall, wall - forward[1]
         rows.append(Row(*cells))
     return rows
 
