@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -264,7 +263,6 @@ def _learn(model: nn.Module, options: argparse.Namespace, *, seed: int, images: 
 
 def main() -> None:
     """Convert, measure and write."""
-    started = time.monotonic()
     parser = recipe.arguments(__doc__)
     parser.add_argument("model", choices=("digits", "fractals"), metavar="MODEL", help="one of the models above")
     parser.add_argument("--targets", nargs="+", choices=TARGETS)
@@ -282,17 +280,20 @@ def main() -> None:
         raise SystemExit("this needs a CUDA device, and PyTorch finds none; --quick runs anywhere")
     targets = options.targets or (("monarch",) if options.quick else TARGETS)
     methods = options.methods or (("svd", "calibrated") if options.quick else METHODS)
+
+    @cache
+    def subject() -> Subject:
+        return (digits if options.model == "digits" else fractals)(options, device)
+
+    plan_of = cache(lambda target: subject().plan(target))
+
+    def rows_of(target: str, method: str) -> list[Row]:
+        return [subject().row(target, method, plan_of)]
+
     cases = [(DENSE, DENSE), *((target, method) for target in targets for method in methods)]
-    heads = {case: {"model": options.model, "target": case[0], "method": case[1]} for case in cases}
-    with recipe.start(options, device, Row) as run:
-        waiting = [case for case, head in heads.items() if not run.has(head)]
-        if waiting:
-            subject = (digits if options.model == "digits" else fractals)(options, device)
-            plan_of = cache(subject.plan)
-            jobs = [(heads[case], lambda case=case: [subject.row(case[0], case[1], plan_of)]) for case in waiting]
-            minutes = None if options.minutes is None else options.minutes - (time.monotonic() - started) / 60
-            recipe.fill(run, jobs, minutes=minutes, may_fail=(FlysurgeryError, RuntimeError))
-    recipe.show(run, ("target", "method", "replaced_share", "top1", "top1_finetuned", "error_qkv", "error_ffn_in", "error_ffn_out"))
+    jobs = [({"model": options.model, "target": target, "method": method}, partial(rows_of, target, method)) for target, method in cases]
+    seen = ("target", "method", "replaced_share", "top1", "top1_finetuned", "error_qkv", "error_ffn_in", "error_ffn_out")
+    recipe.make(options, device, Row, jobs, seen, minutes=options.minutes, may_fail=(FlysurgeryError, RuntimeError))
 
 
 if __name__ == "__main__":

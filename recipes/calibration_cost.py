@@ -16,7 +16,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import mean
 from typing import Any
 
@@ -116,16 +116,18 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = f"{recipe.VIT_S}, {depth} blocks, random weights"
     heads = [{"model": model, "case": case, "arch": options.arch, "samples": count} for case in options.cases]
-    with recipe.start(options, device, Row) as run:
-        todo = [head for head in heads if not run.has(head)]
-        if todo:
-            dense = timm.create_model(recipe.VIT_S, depth=depth).eval().to(device)
-            samples = Samples(smooth_images(count, device), "smooth noise")
-            forward_passes(dense, Samples(samples.inputs[:8]))
-            cpu, wall, _ = timed(lambda: forward_passes(dense, samples), device)
-            recipe.fill(run, [(head, partial(rows_of, head, dense, samples, (cpu, wall))) for head in todo])
+
+    @cache
+    def prepared() -> tuple[nn.Module, Samples, tuple[float, float]]:
+        dense = timm.create_model(recipe.VIT_S, depth=depth).eval().to(device)
+        samples = Samples(smooth_images(count, device), "smooth noise")
+        forward_passes(dense, Samples(samples.inputs[:8]))
+        cpu, wall, _ = timed(lambda: forward_passes(dense, samples), device)
+        return dense, samples, (cpu, wall)
+
     seconds = ("forward_wall_s", "case_cpu_s", "case_wall_s", "beyond_forward_wall_s")
-    recipe.show(run, ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *seconds))
+    seen = ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *seconds)
+    recipe.make(options, device, Row, [(head, partial(lambda head: rows_of(head, *prepared()), head)) for head in heads], seen)
 
 
 if __name__ == "__main__":

@@ -328,19 +328,18 @@ def main() -> None:
         return
     crops, each, minutes = (QUICK_CROPS, QUICK_EACH, QUICK_MINUTES) if quick else (1024, 12, 1.0)
     crops, each, minutes = options.crops or crops, options.judging or each, options.minutes or minutes
-    with recipe.start(options, device, Row) as run:
-        workshop = Workshop(weights(options, photographs), photographs, device, crops=crops, each=each, seconds=options.seconds)
-        jobs = [
-            (workshop.head(way, seed, minutes), partial(workshop.row, way, seed, minutes))
-            for seed in range(options.seed, options.seed + options.seeds)
-            for way in ways
-            if way.is_random or seed == options.seed
-        ]
-        # Exception: a rival is another library's, which may raise anything.
-        recipe.fill(run, recipe.missing(run, jobs), may_fail=(Exception,))
-    show(run.records)
+    workshop = Workshop(weights(options, photographs), photographs, device, crops=crops, each=each, seconds=options.seconds)
+    jobs = [
+        (workshop.head(way, seed, minutes), partial(workshop.row, way, seed, minutes))
+        for seed in range(options.seed, options.seed + options.seeds)
+        for way in ways
+        if way.is_random or seed == options.seed
+    ]
+    # Exception: a rival is another library's, which may raise anything.
+    records = recipe.make(options, device, Row, jobs, None, may_fail=(Exception,))
+    show(records)
     if options.plot is not None:
-        draw(run.records, options.plot)
+        draw(records, options.plot)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ from flysurgery.bench import (
     share_head,
 )
 from flysurgery.bench.compiled import COMPILED
-from flysurgery.cli.bench_show import TIMES
+from flysurgery.cli.bench_run import BenchRun
+from flysurgery.cli.bench_show import TIMES, print_records
 from flysurgery.cli.options import model_arguments, names
 
 
@@ -127,7 +128,7 @@ def measure_parts(options: argparse.Namespace) -> None:
         launches = launches[:1] if device.type == "cuda" else tuple(each for each in launches if each not in COMPILED)
     protocol = recipe.protocol(options, table.rounds)
     cases = [(arch, batch) for arch in archs for batch in options.batches or (recipe.images(options, device, table.batch),)]
-    with recipe.start(options, device, LayerRow) as run:
+    with BenchRun(device, LayerRow, options.out, fresh=options.fresh, plot=options.plot) as run:
         for arch, batch in cases:
             settings = LayerSettings(
                 model=options.model,
@@ -149,7 +150,9 @@ def measure_parts(options: argparse.Namespace) -> None:
                 run.add(group, f"{arch} {group[0].protocol} {group[0].unit} {group[0].mode}")
             for group in bench_training(settings, device, done=run.has) if options.training else ():
                 run.add(group, f"{arch} training step {group[0].mode}")
-    recipe.show(run, ("arch", "protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES))
+    print_records(
+        run.records, ("arch", "protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES)
+    )
     if options.plot is not None:
         draw_parts(run.records, options.plot)
 
@@ -179,12 +182,11 @@ def measure_shares(options: argparse.Namespace) -> None:
         return bench_ffn_share(model, arguments, batch, mode, device, ceilings(mode), protocol, paper=paper)
 
     heads = {(model, mode): share_head(model, arguments, batch, mode, device) for model in models for mode in modes}
-    with recipe.start(options, device, ShareRow) as run:
-        recipe.fill(run, recipe.missing(run, [(head, partial(rows_of, *case)) for case, head in heads.items()]))
-    recipe.show(run, ("model", "batch", "mode", "launch", "candidate", "paper_ratio", *TIMES))
-    if options.plot is not None and run.records:
-        title = f"{run.records[0]['device']}: linears of feed-forward networks (short black lines: the paper's)"
-        draw_ratios(run.records, options.plot, group=("model", "mode"), title=title)
+    jobs = [(head, partial(rows_of, *case)) for case, head in heads.items()]
+    records = recipe.make(options, device, ShareRow, jobs, ("model", "batch", "mode", "launch", "candidate", "paper_ratio", *TIMES))
+    if options.plot is not None and records:
+        title = f"{records[0]['device']}: linears of feed-forward networks (short black lines: the paper's)"
+        draw_ratios(records, options.plot, group=("model", "mode"), title=title)
 
 
 def main() -> None:
@@ -193,7 +195,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
 
     def add(name: str, modes: str, seconds: float) -> argparse.ArgumentParser:
-        command = recipe.add_table(commands, name, __doc__)
+        command = commands.add_parser(name, **recipe.as_it_stands(__doc__))
         recipe.add_options(command, modes=modes, seconds=seconds)
         return command
 
