@@ -11,7 +11,6 @@ Needs ``apt-get`` and a minute.
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 import struct
@@ -355,7 +354,7 @@ def write(folder: Path, pictures: Sequence[Picture]) -> None:
 
 def main() -> None:
     """Fetch, choose, write and tell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where fit and judge are made")
     parser.add_argument("--packages", type=Path, metavar="DIR", help="packages that are there are taken from it, the others put there")
     parser.add_argument("--quick", action="store_true", help=f"out of {' and '.join(QUICK)} alone")

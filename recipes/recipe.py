@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -46,6 +47,14 @@ def counts(text: str) -> tuple[int, ...]:
 def duration(text: str) -> float:
     """A time above zero, as an option takes it."""
     return _above_zero(text, float)
+
+
+def expression(text: str) -> re.Pattern[str]:
+    """A regular expression, as an option takes it."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, got '{text}': {error}") from error
 
 
 def _above_zero(text: str, kind: type[Number]) -> Number:

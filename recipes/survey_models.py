@@ -16,7 +16,6 @@ Needs two CPU cores and about ten minutes for each library.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import multiprocessing
 import re
@@ -224,12 +223,12 @@ def run(cases: list[Case], done: Callable[[Row], object], *, jobs: int, timeout:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.parser_of(__doc__)
     parser.add_argument("library", choices=("timm", "vit_pytorch"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="one small model of the library alone, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="survey all again, and replace the rows in the file")
-    parser.add_argument("--only", help="regular expression over the models' names")
+    parser.add_argument("--only", type=recipe.expression, help="regular expression over the models' names")
     parser.add_argument("--jobs", type=recipe.count, default=1)
     parser.add_argument("--timeout", type=recipe.duration, default=240.0, help="seconds a model")
     parser.add_argument("--tolerance", type=recipe.duration, default=16.0, help="largest error_ratio at which the output counts as kept")
@@ -237,13 +236,10 @@ def main() -> None:
     cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
     package = PACKAGES[arguments.library]
     library = f"{package} {version(package)}"
-    only = arguments.only or (QUICK_CASES if arguments.quick else "")
-    try:
-        chosen = [case for case in cases if re.search(only, case.name)]
-    except re.error as error:
-        raise OptionError(f"--only takes a regular expression, got '{only}': {error}") from error
+    only = arguments.only or re.compile(QUICK_CASES if arguments.quick else "")
+    chosen = [case for case in cases if only.search(case.name)]
     if not chosen:
-        raise OptionError(f"--only {only} matches no model of {arguments.library}")
+        raise OptionError(f"--only {only.pattern} matches no model of {arguments.library}")
     torch.set_num_threads(1)  # as in the processes to come
     with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept:
         run(
