@@ -56,7 +56,7 @@ __device__ __forceinline__ u32 activate_pair(float z0, float z1) {
 // The same of two halves z = h / kHiddenUnit, which spares GELU a multiplication: p(h) = z (z^2 + c). Gives act(h) less a factor of
 // kHiddenUnit / 2, which halves and bfloat16 hold. Roundings apart, GELU errs by at most 4.3e-4 by erf and 1.4e-4 by tanh in float16. With them and
 // the hardware's tanh a block by erf is as exact as with the coefficients above; with the next smaller c it is less so. bfloat16 calculates in pairs
-// here too: its blocks err by 1.06 times what separate operators do, as float16's (recipes/results/fused_ffn_h200.csv).
+// here too: its blocks err by 1.06 times what separate operators do, as float16's (recipes/results/kernels_h200.csv).
 constexpr float kHiddenUnit = 3.046875f;
 template <int KIND>
 __device__ __forceinline__ u32 activate_in_units(u32 z) {

@@ -18,7 +18,7 @@
 // The image (flysurgery/ops/cuda/block_linear.py) is [tile][class][stage][k8][column][8 halves]. Columns are ordered so that a lane holds
 // whole vectors of 16 bytes of a row of y; where it holds several side by side, rows are turned in shared memory before they are stored.
 //
-// Floor: the bytes of x, residual and y, or the products. Its share of a whole model is in recipes/results/optimized_vit_headline_h200.csv,
+// Floor: the bytes of x, residual and y, or the products. Its share of a whole model is in recipes/results/optimized_vits.csv,
 // in the rows of ViT-B/16.
 //
 // MODE 0 fp16, 1 bf16. Defines: MODE, TILES, D, STEPS (stages of a class), LAST (k16 steps of the last of them), COLUMNS, RUN, WARPGROUPS, SLOTS,

@@ -18,7 +18,7 @@
 // Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/ops/cuda/dense.py) is
 // [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
 //
-// Floor: the bytes of x, residual, y and weights. Its share of a whole model's time is in recipes/results/optimized_vit_h200.csv, as the gain
+// Floor: the bytes of x, residual, y and weights. Its share of a whole model's time is in recipes/results/optimized_vits.csv, as the gain
 // of "dense optimized"; no recipe times it alone.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).

@@ -20,7 +20,7 @@
 // lo*hi + hi*lo + hi*hi, added in float32 with rounding every 8 rows; the whole range of float32 is safe. Infinities and NaN propagate.
 //
 // Limits: any a, b, c, d, rows > 0. Needs sm_80.
-// Measured on an H200, bf16, 25088 rows (recipes/results/factor_grad_h200.csv): 2 to 6 times the time of the bytes of x and dy. Einsum
+// Measured on an H200, bf16, 25088 rows (recipes/results/kernels_h200.csv): 2 to 6 times the time of the bytes of x and dy. Einsum
 // takes 2.6 times as long in the median, but less where d = 1 and a block has a side of 256 or more. No unit is saturated: the
 // schedulers issue on 28 % of the clocks, and the L2 cache works at half its rate.
 //

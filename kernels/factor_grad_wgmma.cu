@@ -15,7 +15,7 @@
 // Columns beyond the pattern's end are not set: they reach no sum but their own.
 // Each split writes its sums to a workspace in the layout of out, for factor_grad_sum.cu.
 //
-// Measured on an H200, with the share of its bound: recipes/results/factor_grad_h200.csv.
+// Measured on an H200, with the share of its bound: recipes/results/kernels_h200.csv.
 //
 // Limits: b*d and c*d multiples of 8, rows at multiples of 16 bytes, rows > 0.
 //

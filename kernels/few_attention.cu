@@ -5,7 +5,7 @@
 // Rows of q and k go to registers as they lie, 16 bytes a lane: the order of the features is free, as both have the same. Rows of v pass through
 // shared memory, where ldmatrix turns them.
 //
-// Measured on an H200, beside PyTorch, with the share of its bound: recipes/results/few_rows_h200.csv.
+// Measured on an H200, beside PyTorch, with the share of its bound: recipes/results/kernels_h200.csv.
 //
 // Defines: HEAD (features of a head), WARPS, STEPS (of 16 keys, of a warp), MODE 0 fp16, 1 bf16.
 // Limits: sm_80 or newer; HEAD a multiple of 32; at most WARPS*STEPS*16 keys; features adjacent, rows at multiples of 16 bytes.

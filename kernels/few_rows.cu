@@ -12,7 +12,7 @@
 // From sm_90 on a kernel may begin before the one before it has ended, and then has its weights by the time that x is there. Weights must
 // therefore not come from the kernel before; whoever launches sees to that.
 //
-// Measured on an H200, beside PyTorch: recipes/results/few_rows_h200.csv.
+// Measured on an H200, beside PyTorch: recipes/results/kernels_h200.csv.
 //
 // Defines: IN, OUT, MODE (0 fp16, 1 bf16), NORM, ACTIVATION (exact_activation.cuh), RESIDUAL, ROW_TILES, COLUMNS, SPLIT, RESIDENT (blocks that a
 // multiprocessor runs at once). Limits: sm_80 or newer; IN a multiple of 32*SPLIT, OUT of COLUMNS; rows at multiples of 16 bytes.

@@ -21,7 +21,7 @@
 // The scale of a row follows its blocks: it starts at the first chunk's maximum and drops when a later chunk would
 // overflow, so rows from about 2^-120 to the largest finite float keep their relative precision.
 //
-// Measured on an H200 at 25088 rows: recipes/results/fused_linear_h200.csv has its share of the roofline by layer and mode.
+// Measured on an H200 at 25088 rows: recipes/results/kernels_h200.csv has its share of the roofline by layer and mode.
 //
 // Products: wgmma where WGMMA is 1 (sm_90a; four warps share each read of a panel), mma.sync elsewhere (sm_80 and later).
 //

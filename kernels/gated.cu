@@ -2,7 +2,7 @@
 //
 // A thread takes one vector of 16 bytes. Floor: the bytes of gate, value and y.
 //
-// Part of the blocks timed in recipes/results/gated_ffn_h200.csv.
+// Part of the blocks timed in recipes/results/kernels_h200.csv.
 //
 // MODE 0 fp16, 1 bf16, 2 float32. Defines: COLUMNS, MODE, ACTIVATION (exact_activation.cuh).
 // Limits: COLUMNS fill whole vectors; rows begin at multiples of 16 bytes.

@@ -15,7 +15,7 @@
 //
 // Floor: the bytes of q, k, v and y. For 128 images of 197 tokens and 6 heads an H200 takes 28 us, where the bytes take 18 at full bandwidth,
 // and loads and stores without any product 23; what remains is products and exponentials of one warpgroup waiting for each other.
-// Times beside PyTorch's, with the floor's share: recipes/results/attention_h200.csv.
+// Times beside PyTorch's, with the floor's share: recipes/results/kernels_h200.csv.
 //
 // Defines: MODE (0 fp16, 1 bf16), CHUNK (a multiple of 16, up to 208), CHUNKS, ROWS (a multiple of 16), TILES (of queries), SLOTS (5 or more),
 // LAST (1: the last of three tiles or more has up to 8 queries, multiplied apart).

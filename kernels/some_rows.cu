@@ -16,7 +16,7 @@
 // A kernel may begin before the one before it has ended, and then has its first weights by the time that x is there. Weights must therefore not
 // come from the kernel before; whoever launches sees to that.
 //
-// Measured on an H200, beside PyTorch: recipes/results/few_rows_h200.csv.
+// Measured on an H200, beside PyTorch: recipes/results/kernels_h200.csv.
 //
 // Defines: IN, OUT, MODE, ACTIVATION (exact_activation.cuh), RESIDUAL, ROWS, COLUMNS, SPLIT, SHARES, STAGES, RESIDENT (blocks that a multiprocessor
 // runs at once). Limits: sm_90a; IN a multiple of 64*SPLIT*SHARES, OUT of COLUMNS, ROWS of 64; rows at multiples of 16 bytes.

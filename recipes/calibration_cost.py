@@ -1,24 +1,24 @@
 """Processor and wall time of calibrating a ViT-S/16, of permuting it, and of planning it under a budget.
 
-    python recipes/calibration_cost.py --threads 2 --out recipes/results/calibration_vit_s16_cpu.csv
-    python recipes/calibration_cost.py --device cuda --out recipes/results/calibration_vit_s16_h200.csv
+    python recipes/calibration_cost.py --threads 2 --device cpu --out build/rows.csv
 
 The weights are random and the images smooth noise, so the time is that of a real model and the errors are not. There is one row for each
 case and role: processor and wall seconds of the whole case, and of one bare pass over the same images, which is what none can do without.
 A plan's row has no errors; its own calibration comes on top.
 
 Needs a minute on an H200, or ten on two quiet CPU cores.
+Rows: recipes/results/calibration_vit_s16.csv
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache, partial
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import recipe
 import timm
@@ -26,11 +26,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flysurgery.bench import Record, draw_ratios
+from flysurgery.bench.measuring import synchronize
 from flysurgery.calibration import Samples
 from flysurgery.surgery import PLACEHOLDER, Report, allocate, apply, plan
 
-SECONDS = ("forward_wall_s", "case_cpu_s", "case_wall_s", "beyond_forward_wall_s")
 CASES = ("calibrated", "permuted", "plan of budget 0.4")
 
 
@@ -64,64 +63,44 @@ def smooth_images(count: int, device: torch.device) -> torch.Tensor:
     return images
 
 
-class Seconds(NamedTuple):
-    """Of all processors together, and by the clock."""
-
-    cpu: float
-    wall: float
-
-
-def seconds_of(work: Callable[[], Report | None], device: torch.device) -> tuple[Seconds, Report | None]:
-    """How long ``work`` takes, and what it gave."""
+def timed(work: Callable[[], Report | None], device: torch.device) -> tuple[float, float, Report | None]:
+    """The seconds of all processors together, those by the clock, and what ``work`` gave."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return Seconds(time.process_time() - cpu, time.perf_counter() - wall), found
+    synchronize(device)
+    return time.process_time() - cpu, time.perf_counter() - wall, found
 
 
 def forward_passes(model: nn.Module, samples: Samples) -> None:
+    """Run the model on all samples."""
     with torch.no_grad():
         for batch in (*samples.fit(), *samples.held_out()):
             model(batch)
 
 
 def run_case(case: str, model: nn.Module, arch: str, samples: Samples) -> Report | None:
+    """What is timed."""
     if case.startswith("plan"):
         allocate(plan(model, PLACEHOLDER), model, budget=0.4, calibrate=samples)
         return None
     return apply(plan(model, arch), model, calibrate=samples, permute=case == "permuted")
 
 
-def rows_of(case: str, arch: str, model: nn.Module, samples: Samples, head: dict[str, Any], forward: Seconds) -> list[Row]:
+def rows_of(head: dict[str, Any], model: nn.Module, samples: Samples, forward: tuple[float, float]) -> list[Row]:
     """Time one case."""
     own = copy.deepcopy(model)
-    spent, report = seconds_of(lambda: run_case(case, own, arch, samples), samples.inputs[0].device)
+    cpu, wall, report = timed(lambda: run_case(head["case"], own, head["arch"], samples), samples.inputs.device)
     rows = []
     for role in ("all",) if report is None else ("qkv", "ffn_in", "ffn_out"):
         layers = () if report is None else report.replaced
         found = [row.calibration for row in layers if row.role == role and row.calibration is not None]
-        row = Row(
-            **head,
-            role=role,
-            layers=len(found) or None,
-            mean_output_error=mean(each.output_error for each in found) if found else None,
-            mean_plain_output_error=mean(each.plain_output_error for each in found) if found else None,
-            worst_ratio=max(each.ratio for each in found) if found else None,
-            forward_cpu_s=forward.cpu,
-            forward_wall_s=forward.wall,
-            case_cpu_s=spent.cpu,
-            case_wall_s=spent.wall,
-            beyond_forward_wall_s=spent.wall - forward.wall,
-        )
-        rows.append(row)
+        errors: tuple[Any, ...] = (None,) * 4
+        if found:
+            means = mean(each.output_error for each in found), mean(each.plain_output_error for each in found)
+            errors = len(found), *means, max(each.ratio for each in found)
+        cells: tuple[Any, ...] = *head.values(), role, *errors, *forward, cpu, wall, wall - forward[1]
+        rows.append(Row(*cells))
     return rows
-
-
-def draw(records: Sequence[Record], plot: Path) -> None:
-    """Bars of each case's seconds over those of the bare pass."""
-    ratios = [each | {"ratio_to_forward": float(each["case_wall_s"]) / float(each["forward_wall_s"])} for each in records]
-    draw_ratios(ratios, plot, group=("case", "arch"), series="model", ratio="ratio_to_forward", title=str(records[0]["device"]))
 
 
 def main() -> None:
@@ -136,20 +115,19 @@ def main() -> None:
     count, depth = options.samples or (16 if options.quick else 512), options.depth or (1 if options.quick else 12)
     torch.manual_seed(options.seed)
     model = f"{recipe.VIT_S}, {depth} blocks, random weights"
-    archs = {case: "any" if case.startswith("plan") else options.arch for case in options.cases}
-    with recipe.start(options, device, Row) as run:
-        heads = {case: {"model": model, "case": case, "arch": arch, "samples": count} for case, arch in archs.items()}
-        todo = [case for case, head in heads.items() if not run.has(head)]
-        if todo:
-            dense = timm.create_model(recipe.VIT_S, depth=depth).eval().to(device)
-            samples = Samples(smooth_images(count, device), "smooth noise")
-            forward_passes(dense, Samples(samples.inputs[:8]))
-            forward, _ = seconds_of(lambda: forward_passes(dense, samples), device)
-            for case in todo:
-                run.add(rows_of(case, options.arch, dense, samples, heads[case], forward), case)
-    recipe.show(run, ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *SECONDS))
-    if options.plot is not None:
-        draw(run.records, options.plot)
+    heads = [{"model": model, "case": case, "arch": options.arch, "samples": count} for case in options.cases]
+
+    @cache
+    def prepared() -> tuple[nn.Module, Samples, tuple[float, float]]:
+        dense = timm.create_model(recipe.VIT_S, depth=depth).eval().to(device)
+        samples = Samples(smooth_images(count, device), "smooth noise")
+        forward_passes(dense, Samples(samples.inputs[:8]))
+        cpu, wall, _ = timed(lambda: forward_passes(dense, samples), device)
+        return dense, samples, (cpu, wall)
+
+    seconds = ("forward_wall_s", "case_cpu_s", "case_wall_s", "beyond_forward_wall_s")
+    seen = ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *seconds)
+    recipe.make(options, device, Row, [(head, partial(lambda head: rows_of(head, *prepared()), head)) for head in heads], seen)
 
 
 if __name__ == "__main__":

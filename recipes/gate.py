@@ -1,8 +1,7 @@
 """Check that a change keeps the project's main times and errors.
 
     git worktree add --detach build/base COMMIT && python recipes/gate.py --base build/base --save gate.csv    # the main use
-    python recipes/gate.py --save before.csv        # this checkout alone
-    python recipes/gate.py --against before.csv     # this checkout again, beside the rows of before
+    python recipes/gate.py --save now.csv           # this checkout alone
     python recipes/gate.py --cpu --base build/base  # whole models on two threads of the CPU
 
 Needs a CUDA device and at most two minutes for each checkout, once its kernels are compiled. Each checkout is measured by its own
@@ -13,14 +12,13 @@ the ways of PyTorch's own that are timed beside a candidate: the dense module, e
 A row fails if its time grew by more than 3 % (on a CPU 10 %) and its noise. Noise is the larger of two numbers: the spread of a side's
 turns, and the difference between the two sides' times of the reference, which both run alike. It counts up to the same 3 % or 10 %.
 A row fails too if its error against float64 is more than 2 times (fp32, tf32, training) or 1.06 times (fp16, bf16) that of the reference,
-if it cannot run, or if it is gone. Rows of other devices, versions or clocks are not compared, and fail as well.
+if it cannot run, or if it is gone.
 The exit code is 1 if a row fails. ``--quick`` measures tiny cases, on a CPU too, to see that everything runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -35,8 +33,8 @@ import recipe
 import torch
 from gate_cases import CPU, GPU, QUICK, Row, work
 
-from flysurgery.bench import Record, Stamp, check_apart, check_file, write_records
-from flysurgery.bench.rows import cell, columns_of, read_table
+from flysurgery.bench import Record, Stamp, check_file, write_records
+from flysurgery.bench.rows import cell, columns_of
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import FlysurgeryError, OptionError
 
@@ -44,11 +42,6 @@ HERE = Path(__file__).resolve().parents[1]
 BEFORE, NOW = "before", "now"
 TURNS = 3
 COLUMNS = ("side", *columns_of(Row), *columns_of(Stamp))
-SETTING = ("device", "driver", "torch", "threads")
-"""The columns in which two rows must agree to be compared."""
-
-CLOCKS = 0.05
-"""Two rows are not compared if a clock differs by a larger share."""
 
 
 class Worker:
@@ -101,28 +94,14 @@ def settled(turns: Sequence[Record]) -> Record:
     return turns[-1] | {name: cell(value) for name, value in numbers.items()}
 
 
-def apart(before: Record, now: Record) -> str | None:
-    """Why two rows of different runs cannot be compared; None if they can."""
-    for name in SETTING:
-        if before[name] != now[name]:
-            return f"its {name} was {before[name] or 'unknown'} and is {now[name] or 'unknown'}"
-    clocks = [[float(part) for part in each["clocks_mhz"].split("/") if part] for each in (before, now)]
-    if any(abs(new / old - 1) > CLOCKS for old, new in zip(*clocks, strict=False)):
-        return f"its clocks were {before['clocks_mhz']} MHz and are {now['clocks_mhz']}"
-    return None
-
-
 def noise_of(before: Record, now: Record) -> float:
     """The larger of both sides' noise, or the difference between their times of the reference."""
     drift = abs(float(now["reference_ms"]) / float(before["reference_ms"]) - 1) if before["reference"] == now["reference"] else 0.0
     return max(drift, *(float(each["noise"]) for each in (before, now)))
 
 
-def verdict(before: Record | None, now: Record | None, *, in_turns: bool) -> str:
-    """Whether a row holds: "ok", "faster", "new", or what is wrong with it. ``now`` is None where the row is gone.
-
-    ``in_turns`` says that both were measured in one run, on the same device at the same clocks.
-    """
+def verdict(before: Record | None, now: Record | None) -> str:
+    """Whether a row holds: "ok", "faster", "new", or what is wrong with it. ``now`` is None where the row is gone."""
     if now is None:
         return "gone"
     if now["status"] != "ok":
@@ -131,22 +110,19 @@ def verdict(before: Record | None, now: Record | None, *, in_turns: bool) -> str
         return f"wrong: its error is {now['error']}, and may be {now['most_error']}"
     if before is None or before["status"] != "ok":
         return "new"
-    obstacle = None if in_turns else apart(before, now)
-    if obstacle is not None:
-        return f"not compared: {obstacle}; measure both in one run, by --base"
     tolerance, change, noise = float(now["tolerance"]), float(now["ms"]) / float(before["ms"]) - 1, noise_of(before, now)
     if change > tolerance + min(noise, tolerance):
         return f"slower by {change:.1%}, where {tolerance:.0%} and the noise are allowed"
     return "faster" if change < -tolerance - noise else "ok"
 
 
-def compare(records: Sequence[Record], *, in_turns: bool) -> bool:
+def compare(records: Sequence[Record]) -> bool:
     """Print the rows of both sides beside each other, and say whether all hold."""
     sides = {side: {(each["case"], each["candidate"]): each for each in records if each["side"] == side} for side in (BEFORE, NOW)}
     lines, failures = [], 0
     for key in dict.fromkeys((*sides[NOW], *sides[BEFORE])):
         before, now = sides[BEFORE].get(key), sides[NOW].get(key)
-        said = verdict(before, now, in_turns=in_turns)
+        said = verdict(before, now)
         failures += said not in ("ok", "faster", "new")
         shown: Record = dict.fromkeys(COLUMNS, "") | (now or {})
         old, new = (each["ms"] if each else "" for each in (before, now))
@@ -159,26 +135,15 @@ def compare(records: Sequence[Record], *, in_turns: bool) -> bool:
     return not failures
 
 
-def rows_before(path: Path) -> list[Record]:
-    """The rows that ``--save`` wrote of the checkout that ran it, as those of before."""
-    try:
-        columns, found = read_table(path)
-    except (ValueError, csv.Error):
-        columns, found = ["no text"], []
-    if columns != list(COLUMNS):
-        raise OptionError(f"--against takes a file that this recipe wrote by --save, and {path} is none; name another file")
-    return [row | {"side": BEFORE} for row in found if row["side"] == NOW]
-
-
-def measured(checkouts: dict[str, Path], flags: Sequence[str], only: str, save: Path | None) -> list[Record]:
+def measured(checkouts: dict[str, Path], flags: Sequence[str], only: re.Pattern[str], save: Path | None) -> list[Record]:
     """The rows of each side, all sides taking turns with each case; written after each case."""
     records: list[Record] = []
     with ExitStack() as stack:
         workers = {side: stack.enter_context(Worker(checkout, flags)) for side, checkout in checkouts.items()}
         known = list(dict.fromkeys(name for worker in workers.values() for name in worker.names))
-        names = [name for name in known if re.search(only, name)]
+        names = [name for name in known if only.search(name)]
         if not names:
-            raise OptionError(f"--only {only} matches none of the cases: {'; '.join(known)}")
+            raise OptionError(f"--only {only.pattern} matches none of the cases: {'; '.join(known)}")
         for name in names:
             turns = [(side, row) for _ in range(TURNS) for side, worker in workers.items() for row in worker.turn(name)]
             for key in dict.fromkeys((side, row["candidate"]) for side, row in turns):
@@ -192,12 +157,10 @@ def measured(checkouts: dict[str, Path], flags: Sequence[str], only: str, save: 
 
 def main() -> None:
     """Measure, compare, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--base", type=Path, help="the checkout to compare with, measured in turns with this one")
-    other.add_argument("--against", type=Path, help="rows to compare with, as --save wrote them")
+    parser = recipe.parser_of(__doc__)
+    parser.add_argument("--base", type=Path, help="the checkout to compare with, measured in turns with this one")
     parser.add_argument("--save", type=Path, help="write the rows of all checkouts into this CSV file")
-    parser.add_argument("--only", default="", metavar="REGEX", help="the cases whose names it is found in")
+    parser.add_argument("--only", type=recipe.expression, default="", metavar="REGEX", help="the cases whose names it is found in")
     parser.add_argument("--cpu", action="store_true", help="the cases of the CPU, on two threads")
     parser.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs: a minute, on a CPU too")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -210,19 +173,11 @@ def main() -> None:
             torch.set_num_threads(2)
         work(QUICK if options.quick else CPU if options.cpu else GPU, torch.device("cuda" if on_cuda else "cpu"))
         return
-    check_apart({"--save": options.save, "--against": options.against})
     if options.save is not None:
         check_file(options.save, "--save")
-    try:
-        re.compile(options.only)
-    except re.error as error:
-        raise OptionError(f"--only takes a regular expression, got '{options.only}': {error}") from error
-    before = [] if options.against is None else rows_before(options.against)
     checkouts = ({} if options.base is None else {BEFORE: options.base.expanduser().resolve()}) | {NOW: HERE}
     flags = [f"--{name}" for name in ("cpu", "quick") if getattr(options, name)]
-    now = measured(checkouts, flags, options.only, options.save)
-    kept = [row for row in before if re.search(options.only, row["case"])]
-    if not compare([*kept, *now], in_turns=options.base is not None):
+    if not compare(measured(checkouts, flags, options.only, options.save)):
         raise SystemExit(1)
 
 

@@ -15,7 +15,9 @@ INTRODUCTION = """# Recipes
 
 `python recipes/index.py` writes this page from the recipes' docstrings.
 
-A recipe is one program for a task or for a family of tables, each of which `--help` names. Its committed rows are in `recipes/results`.
+A recipe is one program for a task or for a family of tables, each of which `--help` names. Its committed rows are in `recipes/results`,
+where `python recipes/publish.py` puts them: in a file of several tables the column `table` names them, and columns that no page reads are
+left out.
 [Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them as tables, and say which
 command makes which table or figure of Gonon et al. 2024. `python recipes/NAME.py --help` says how a recipe measures and what its columns
 mean.
@@ -44,17 +46,20 @@ _NEEDS = re.compile(r"^Needs (.+?)\.(?=\s|$)", re.MULTILINE | re.DOTALL)
 _ROWS = re.compile(r"recipes/results/([\w.]+\.(?:csv|txt))")
 
 
+def programs() -> dict[str, str]:
+    """The recipes and their docstrings. A recipe is a file whose docstring has the command that runs it and says what it needs."""
+    texts = {path.name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in sorted(HERE.glob("*.py"))}
+    return {name: text for name, text in texts.items() if f"recipes/{name}" in text and _NEEDS.search(text)}
+
+
 def page() -> str:
-    """The text of recipes/README.md. A recipe is a file whose docstring has the command that runs it and says what it needs."""
+    """The text of recipes/README.md."""
     rows = []
-    for path in sorted(HERE.glob("*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        needs = _NEEDS.search(text)
-        if needs and f"recipes/{path.name}" in text:
-            files = dict.fromkeys(name for name in _ROWS.findall(text) if (HERE / "results" / name).is_file())
-            links = ", ".join(f"[{name}](results/{name})" for name in files)
-            cells = (f"`{path.name}`", text.partition("\n")[0].rstrip("."), " ".join(needs[1].split()), links)
-            rows.append("| " + " | ".join(cells).replace("``", "`") + " |\n")
+    for name, text in programs().items():
+        files = dict.fromkeys(file for file in _ROWS.findall(text) if (HERE / "results" / file).is_file())
+        needs = next(iter(_NEEDS.findall(text)))
+        cells = f"`{name}`", text.partition("\n")[0].rstrip("."), " ".join(needs.split()), ", ".join(f"[{f}](results/{f})" for f in files)
+        rows.append("| " + " | ".join(cells).replace("``", "`") + " |\n")
     return INTRODUCTION + "".join(rows)
 
 

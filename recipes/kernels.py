@@ -1,6 +1,6 @@
 """Time kernels, and the parts of a block that they compute, beside PyTorch's own.
 
-    python recipes/kernels.py attention --out recipes/results/attention_h200.csv
+    python recipes/kernels.py attention --out recipes/results/kernels_h200.csv
 
 The tables:
 
@@ -20,9 +20,7 @@ shuffled run, after a check against float64; a launch is in them. ``bound_us`` i
 in the same run, allow for x, y and the candidate's weights.
 
 Needs a CUDA device, and half a minute to four minutes a table.
-Rows: recipes/results/attention_h200.csv, recipes/results/norm_linear_h200.csv, recipes/results/fused_linear_h200.csv,
-recipes/results/factor_grad_h200.csv, recipes/results/fused_ffn_h200.csv, recipes/results/few_rows_h200.csv,
-recipes/results/gated_ffn_h200.csv, recipes/results/wide_h200.csv, recipes/results/fused_ablation_h200.csv
+Rows: recipes/results/kernels_h200.csv
 """
 
 from __future__ import annotations
@@ -39,6 +37,8 @@ from kernel_cases import TABLES, Comparison, compile_ahead
 
 from flysurgery.errors import OptionError
 
+EVERY = re.compile("")
+
 
 def row_of(comparison: Comparison) -> type[Any]:
     """The class of a table's rows, whose fields are the columns."""
@@ -48,21 +48,18 @@ def row_of(comparison: Comparison) -> type[Any]:
     return make_dataclass("Row", fields, frozen=True)
 
 
-def cases_of(comparison: Comparison, table: tables.Table, only: str = "") -> list[dict[str, Any]]:
+def cases_of(comparison: Comparison, table: tables.Table, only: re.Pattern[str] = EVERY) -> list[dict[str, Any]]:
     """The columns that tell the cases apart, mode after mode; of those in whose values the expression ``only`` is found.
 
     Raises:
-        OptionError: ``only`` is no regular expression, or is found in none.
+        OptionError: it is found in none.
     """
     rows: dict[str, Any] = {} if comparison.tokens is None else {"rows": table.rows(comparison.tokens)}
     modes: list[dict[str, Any]] = [{} if comparison.mode is None else {comparison.mode: mode} for mode in table.modes]
     cases = [{**mode, **case, **rows} for mode in modes for case in table.few(comparison.cases, comparison.quick)]
-    try:
-        found = [case for case in cases if re.search(only, _name(case))]
-    except re.error as error:
-        raise OptionError(f"--only takes a regular expression, got '{only}': {error}") from error
+    found = [case for case in cases if only.search(_name(case))]
     if not found:
-        raise OptionError(f"--only {only} matches none of the cases: {'; '.join(map(_name, cases))}")
+        raise OptionError(f"--only {only.pattern} matches none of the cases: {'; '.join(map(_name, cases))}")
     return found
 
 
@@ -98,7 +95,13 @@ def main() -> None:
     parser.add_argument("--modes", help="out of fp32, tf32 (CUDA), fp16, bf16, or all; by default those of the table's rows")
     parser.add_argument("--seconds", type=recipe.duration, help="time for the samples of one candidate; 0.03 to 0.5 by default")
     parser.add_argument("--rows", type=recipe.count, help="rows of x where all cases have as many; those of 128 images by default")
-    parser.add_argument("--only", default="", metavar="REGEX", help="the cases in whose columns, such as 'fp16, 384, gelu', it is found")
+    parser.add_argument(
+        "--only",
+        type=recipe.expression,
+        default=EVERY,
+        metavar="REGEX",
+        help="the cases in whose columns, such as 'fp16, 384, gelu', it is found",
+    )
     options = parser.parse_args()
     comparison = TABLES[options.table]
     if options.rows is not None and comparison.tokens is None:

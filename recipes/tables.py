@@ -171,15 +171,15 @@ class Table:
             torch.cuda.empty_cache()
             return rows
 
-        with recipe.start(self.options, self.device, kind) as run:
-            jobs = recipe.missing(run, [(case, partial(measured, case)) for case in cases])
+        def ready(jobs: list[recipe.Job]) -> list[recipe.Job]:
             for mode in self.modes if jobs else ():
                 self.ceilings(mode)  # before a graph that cannot be captured leaves CUDA's generator unusable
             if prepare is not None and self.on_cuda and jobs:
                 prepare([case for case, _ in jobs])
-            recipe.fill(run, jobs)
-        recipe.show(run, [name for name in columns_of(kind) if name not in UNSEEN])
-        return run.records
+            return jobs
+
+        columns = [name for name in columns_of(kind) if name not in UNSEEN]
+        return recipe.make(self.options, self.device, kind, [(case, partial(measured, case)) for case in cases], columns, order=ready)
 
 
 def table_of(options: argparse.Namespace) -> Table:

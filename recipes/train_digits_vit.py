@@ -10,7 +10,6 @@ Needs ``pip install 'flysurgery[train]'`` and two to four minutes of one CPU cor
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -145,7 +144,7 @@ def write(model: nn.Module, folder: Path, accuracy: Accuracy, epochs: int, secon
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = recipe.parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="one epoch, to see that it runs; by default into build/digits_vit")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints/digits_vit by default")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Time Vision Transformers and their parts, converted beside dense: Tables 3, 5 and 6 of Gonon et al. 2024 and further ones.
 
-    python recipes/vits.py table3 --out recipes/results/vit_s16_table3_h200.csv --plot recipes/results/vit_s16_table3_h200.png
-    python recipes/vits.py optimized --headline --out recipes/results/optimized_vit_headline_h200.csv    # two minutes
+    python recipes/vits.py table3 --out recipes/results/vits.csv --plot recipes/results/vit_s16_table3_h200.png
+    python recipes/vits.py optimized --headline --out recipes/results/optimized_vits.csv    # two minutes
 
 The tables:
 
@@ -13,8 +13,8 @@ The tables:
                them. More than this a faster feed-forward linear cannot win
     optimized  models as flysurgery.optimize makes them, beside dense, compiled and converted ones. --headline has the main ratios and
                joules. "dense optimized" is what fusion gives without any structure
-    training   a forward pass and a training step (forward, backward, fused AdamW, bfloat16 autocast), timed from Python one by one and
-               ten on end, and as a CUDA graph. A loss that does not fall ends the run
+    training   a training step (forward, backward, fused AdamW, bfloat16 autocast), called from Python one by one and ten in a row, and
+               as a CUDA graph. Errors are those of a gradient
 
 Random weights: no time depends on their values. Protocol ``paper``: separate q, k and v, attention written out, no compiler. Protocol
 ``today``: timm's model, one qkv, ``scaled_dot_product_attention``, also through ``torch.compile``. Each ratio is to dense in the same run
@@ -23,9 +23,7 @@ are those of the outputs against float64; a candidate that is wrong gets no time
 product, measured in the same run, allow. Joules are those of a batch, from NVML's counter over windows of a second of replayed graphs.
 
 Needs any device; optimized and training a CUDA device, cpu a quiet CPU and half an hour.
-Rows: recipes/results/vit_s16_table3_h200.csv, recipes/results/vit_sizes_h200.csv, recipes/results/vit_s16_table6_h200.csv,
-recipes/results/cpu_tables.csv, recipes/results/vit_table5_h200.csv, recipes/results/optimized_vit_headline_h200.csv,
-recipes/results/optimized_vit_h200.csv, recipes/results/vit_s16_gonon_h200.csv, recipes/results/vit_s16_monarch_h200.csv
+Rows: recipes/results/vits.csv, recipes/results/optimized_vits.csv, recipes/results/training_h200.csv
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ from flysurgery.bench import (
     share_head,
 )
 from flysurgery.bench.variants import COMPILED
-from flysurgery.cli.bench_run import TIMES
+from flysurgery.cli.bench_run import TIMES, BenchRun, print_records
 from flysurgery.cli.options import model_arguments, names
 
 
@@ -129,7 +127,7 @@ def measure_parts(options: argparse.Namespace) -> None:
         launches = launches[:1] if device.type == "cuda" else tuple(each for each in launches if each not in COMPILED)
     protocol = recipe.protocol(options, table.rounds)
     cases = [(arch, batch) for arch in archs for batch in options.batches or (recipe.images(options, device, table.batch),)]
-    with recipe.start(options, device, LayerRow) as run:
+    with BenchRun(device, LayerRow, options.out, fresh=options.fresh, plot=options.plot) as run:
         for arch, batch in cases:
             settings = LayerSettings(
                 model=options.model,
@@ -151,7 +149,9 @@ def measure_parts(options: argparse.Namespace) -> None:
                 run.add(group, f"{arch} {group[0].protocol} {group[0].unit} {group[0].mode}")
             for group in bench_training(settings, device, done=run.has) if options.training else ():
                 run.add(group, f"{arch} training step {group[0].mode}")
-    recipe.show(run, ("arch", "protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES))
+    print_records(
+        run.records, ("arch", "protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES)
+    )
     if options.plot is not None:
         draw_parts(run.records, options.plot)
 
@@ -181,12 +181,11 @@ def measure_shares(options: argparse.Namespace) -> None:
         return bench_ffn_share(model, arguments, batch, mode, device, ceilings(mode), protocol, paper=paper)
 
     heads = {(model, mode): share_head(model, arguments, batch, mode, device) for model in models for mode in modes}
-    with recipe.start(options, device, ShareRow) as run:
-        recipe.fill(run, recipe.missing(run, [(head, partial(rows_of, *case)) for case, head in heads.items()]))
-    recipe.show(run, ("model", "batch", "mode", "launch", "candidate", "paper_ratio", *TIMES))
-    if options.plot is not None and run.records:
-        title = f"{run.records[0]['device']}: linears of feed-forward networks (short black lines: the paper's)"
-        draw_ratios(run.records, options.plot, group=("model", "mode"), title=title)
+    jobs = [(head, partial(rows_of, *case)) for case, head in heads.items()]
+    records = recipe.make(options, device, ShareRow, jobs, ("model", "batch", "mode", "launch", "candidate", "paper_ratio", *TIMES))
+    if options.plot is not None and records:
+        title = f"{records[0]['device']}: linears of feed-forward networks (short black lines: the paper's)"
+        draw_ratios(records, options.plot, group=("model", "mode"), title=title)
 
 
 def main() -> None:
@@ -195,7 +194,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
 
     def add(name: str, modes: str, seconds: float) -> argparse.ArgumentParser:
-        command = recipe.add_table(commands, name, __doc__)
+        command = commands.add_parser(name, **recipe.as_it_stands(__doc__))
         recipe.add_options(command, modes=modes, seconds=seconds)
         return command
 
@@ -224,10 +223,9 @@ def main() -> None:
     whole.add_argument("--model", default=recipe.VIT_S, help="a ViT of timm")
     whole.add_argument("--archs", default="gonon,monarch", help="families of architectures")
     whole.add_argument("--batches", type=recipe.counts, help="images a forward; 128,1 by default")
-    whole.add_argument("--max-autotune", action="store_true", help="dense through torch.compile's longest search too, some minutes more")
-    whole.add_argument("--energy", action="store_true", help="joules of a batch too")
-    training = add("training", "all", 2.0)
+    training = add("training", "bf16", 2.0)
     training.set_defaults(work=vit_models.measure_training)
+    training.add_argument("--model", default=recipe.VIT_S, help="a ViT of timm")
     training.add_argument("--arch", default="gonon", help="monarch or gonon")
     training.add_argument("--batch", type=recipe.count, help="images a forward, 128 by default")
     options = parser.parse_args()

@@ -1,20 +1,28 @@
-"""The ways to convert that the table on real weights compares: families of architectures, and what is done to fit them."""
+"""The ways to convert that the table on real weights compares: families of architectures with steps of fitting, and rivals.
+
+Rivals change the same linear layers by other means: int8, magnitude 2:4, and the compiler alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from recipe import Run
 from torch import nn
-from weight_rivals import RIVALS
 
 from flysurgery import surgery
-from flysurgery.errors import OptionError
+from flysurgery.bench.variants import INT8_ERROR, forget_compiled
+from flysurgery.errors import FlysurgeryError, OptionError
 from flysurgery.patterns import named
 from flysurgery.surgery import LayerPlan, Plan
 
-DENSE = "dense"
+DENSE, COMPILED = "dense", "dense compiled"
 MIXED = "mixed"
 MIDDLE_DENSE = "monarch 3 with dense middle"
 RANK = 96
@@ -35,23 +43,29 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 Rank 96 has the size of ``monarch 4``. The smaller ranks are there to find the one that takes its milliseconds.
 """
 
-SEQUENTIAL: Mapping[str, Any] = {"sequential": True}
-PERMUTED = {**SEQUENTIAL, "permute": True}
-
 STEPS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
-    "calibrated": SEQUENTIAL,
-    "permuted": PERMUTED,
-    "reconstructed": {**SEQUENTIAL, "reconstruct": True},
-    "permuted + reconstructed": {**PERMUTED, "reconstruct": True},
+    "calibrated": {"sequential": True},
+    "permuted": {"sequential": True, "permute": True},
+    "reconstructed": {"sequential": True, "reconstruct": True},
+    "permuted + reconstructed": {"sequential": True, "permute": True, "reconstruct": True},
 }
-"""Options of ``surgery.apply``; with any of them it calibrates. ``reconstruct`` is minutes, or True for those that the run has."""
+"""Options of ``surgery.apply``; with any of them it calibrates. ``reconstruct`` takes the minutes that the run has."""
 
-ORDERLESS = tuple(f"rank {rank}" for rank in (RANK, *SMALLER_RANKS))
-"""Families that can do the same in any order of their inputs and outputs, so that permuting them gains nothing."""
+LOW_RANK_STEPS = ("plain", "calibrated", "reconstructed")
+"""A low rank does the same in any order of its inputs and outputs, so that permuting them gains nothing."""
 
-FEW_STEPS = {f"rank {rank}": ("plain", "reconstructed") for rank in SMALLER_RANKS}
-"""Families that have these steps alone: the first tells the time at once, as the ways of a family differ in weights alone."""
+SMALLER_RANK_STEPS = ("plain", "reconstructed")
+"""The first tells the time at once, as the ways of a family differ in weights alone."""
+
+QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "int8", "2:4")
+TUNED = {
+    "max_autotune": True,
+    "coordinate_descent_tuning": True,
+    "coordinate_descent_check_all_directions": True,
+    "force_fuse_int_mm_with_mul": True,
+}
+"""What ``mode="max-autotune-no-cudagraphs"`` of ``torch.compile`` sets, and what torchao recommends beside it for int8 products."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Way:
     """One way to convert: options of ``surgery.plan`` and of ``surgery.apply``; a rival has neither, and no step."""
 
     family: str
-    step: str
+    step: str = ""
     arch: Mapping[str, Any] = field(default_factory=dict)
     fitting: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,36 +88,110 @@ class Way:
         return bool(self.fitting)
 
     def minutes(self, usual: float) -> float | None:
-        """Of its reconstruction, where it has one; ``usual`` is what the run gives it."""
-        wanted = self.fitting.get("reconstruct")
-        return None if wanted is None else usual if wanted is True else float(wanted)
+        """Those of its reconstruction; None where it has none."""
+        return usual if self.fitting.get("reconstruct") else None
 
 
-def _fitting(family: str, step: str) -> Mapping[str, Any]:
-    return {name: value for name, value in STEPS[step].items() if not (name == "permute" and family in ORDERLESS)}
+@dataclass(frozen=True)
+class Rival:
+    """One rival. ``convert`` changes the named linear layers of a dense model in place, in any precision and on any device.
+
+    ``store`` then brings them into the form that kernels take, on CUDA. ``kept`` is the share of the layers' weights that are kept.
+    ``allowed`` is the relative rms error that its outputs may have beside the dense model's; with 0 they are held against the
+    converted model in float64.
+    """
+
+    convert: Callable[[nn.Module, Collection[str]], None]
+    store: Callable[[nn.Module, Collection[str]], None]
+    kept: float = 1.0
+    allowed: float = 0.0
+
+    def params(self, model: nn.Module, linears: Collection[str]) -> int:
+        """The parameters of a converted model that are kept, of whatever size each is."""
+        dropped = sum(round((1 - self.kept) * _linear(model, name).weight.numel()) for name in linears)
+        return sum(each.numel() for each in model.parameters()) - dropped
+
+    def runs(self, model: nn.Module, linears: Collection[str]) -> dict[str, Run]:
+        """The ways to run a converted model on CUDA, of which the fastest counts."""
+        self.store(model, linears)
+        forget_compiled()
+        tuned = torch.compile(model, dynamic=False, options=dict(TUNED))
+        return {"not compiled": model, "torch.compile": torch.compile(model, dynamic=False), "torch.compile, tuned": tuned}
+
+
+def linears_of(backbone: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers that every conversion of the table replaces."""
+    return tuple(layer.fqn for layer in surgery.plan(backbone, arch="monarch").replaced)
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    found = model.get_submodule(name)
+    assert isinstance(found, nn.Linear), "the walker names linear layers"
+    return found
+
+
+def _as_it_is(_model: nn.Module, _linears: Collection[str]) -> None:
+    pass
+
+
+def _to_int8(model: nn.Module, linears: Collection[str]) -> None:
+    """int8 weights, a scale for each row, and activations rounded at each call, a scale for each token."""
+    if importlib.util.find_spec("torchao") is None:
+        raise FlysurgeryError("int8 needs torchao: pip install torchao")
+    quantization = importlib.import_module("torchao.quantization")
+    # Its settings of the compiler would stay set for the whole process; TUNED has them.
+    config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    quantization.quantize_(model, config, filter_fn=lambda _module, name: name in linears)
+
+
+@torch.no_grad()
+def _prune(model: nn.Module, linears: Collection[str]) -> None:
+    """Of each four weights in a row, set the two of least magnitude to zero."""
+    for name in linears:
+        groups = _linear(model, name).weight.unflatten(1, (-1, 4))
+        groups.scatter_(2, groups.abs().topk(2, dim=2, largest=False).indices, 0)
+
+
+def _store_sparse(model: nn.Module, linears: Collection[str]) -> None:
+    """Bring pruned weights into the form that sparse tensor cores take: float16 or bfloat16, on CUDA."""
+    for name in linears:
+        layer = _linear(model, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a prototype, it says
+            layer.weight = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
+        # Older releases of PyTorch give a transposed result otherwise, which attention has only a slow kernel for.
+        layer.weight.fuse_transpose_cusparselt = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+RIVALS: Mapping[str, Rival] = {
+    COMPILED: Rival(_as_it_is, _as_it_is),
+    "int8": Rival(_to_int8, _as_it_is, allowed=INT8_ERROR),
+    "2:4": Rival(_prune, _store_sparse, kept=0.5),
+}
+
+
+def _steps(family: str) -> tuple[str, ...]:
+    if family == f"rank {RANK}":
+        return LOW_RANK_STEPS
+    return SMALLER_RANK_STEPS if family.startswith("rank") else tuple(STEPS)
 
 
 WAYS = (
-    Way(DENSE, ""),
-    *(
-        Way(family, step, arch, _fitting(family, step))
-        for step in STEPS
-        for family, arch in FAMILIES.items()
-        if step in FEW_STEPS.get(family, STEPS) and not (step.startswith("permuted") and family in ORDERLESS)
-    ),
-    *(Way(rival, "") for rival in RIVALS),
+    Way(DENSE),
+    *(Way(family, step, arch, STEPS[step]) for step in STEPS for family, arch in FAMILIES.items() if step in _steps(family)),
+    *map(Way, RIVALS),
 )
-QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "int8", "2:4")
+"""Rivals come last: one that breaks the process breaks no other way."""
 
 
 def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
-    """The dense model and the ways that a text lists by name, by family or by step; without one all but the long ones.
+    """The dense model and the ways that a text lists by name, by family or by step; without one all, or a few with ``quick``.
 
     Raises:
         OptionError: a part of the text names none.
     """
     if text is None:
-        return tuple(way for way in WAYS if (way.name in QUICK if quick else True))
+        return tuple(way for way in WAYS if not quick or way.name in QUICK)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
         if not any(part in (way.name, way.family, way.step) for way in WAYS):

@@ -27,7 +27,7 @@ def cases() -> Iterator[ModuleType]:
     """The recipe's cases, with more time for each."""
     need_recorded_arguments()
     sys.path.insert(0, str(RECIPES))
-    module = importlib.import_module("loader_cases")
+    module = importlib.import_module("fuzz_loader")
     before, module.MAX_SECONDS = module.MAX_SECONDS, SLOW
     yield module
     module.MAX_SECONDS = before
