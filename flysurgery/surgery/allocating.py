@@ -12,14 +12,13 @@ from torch import nn
 
 from flysurgery.calibration import Data
 from flysurgery.errors import DataError, OptionError, PlanError
-from flysurgery.patterns import Architecture
 from flysurgery.surgery.allocation import DENSE, STEPS, Allocation, Trials, within
 from flysurgery.surgery.apply import apply
 from flysurgery.surgery.candidates import named_candidates, read_latency_table, timed_layers
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Search, TimedGroup, Tradeoff
 from flysurgery.surgery.lagrangian import least_cost, least_error_but_first
-from flysurgery.surgery.option_errors import Unit, errors_of, look
+from flysurgery.surgery.option_errors import Option, Unit, judge, look
 from flysurgery.surgery.plan import LayerPlan, Plan, Reason
 from flysurgery.surgery.projecting import Progress
 
@@ -145,8 +144,7 @@ def prepare(
     counted = "weights" if times is None else "ms"
     _check_reachable(units, budget, counted)
     seen = None if calibrate is None else look(plan.replaced, model, dense, calibrate, samples)
-    errors = errors_of(units, dense, seen, progress)
-    return Allocation(plan, units, errors, counted, seen and seen.samples, seen and seen.split)
+    return Allocation(plan, judge(units, dense, seen, progress), counted, seen)
 
 
 def decide(
@@ -166,7 +164,7 @@ def decide(
         return allocation.chosen(within(budget * allocation.whole), f"the least predicted error within {budget:.4g} of the dense {unit}")
     if max_error is not None:
         limit = max_error**2 * allocation.reference
-        return allocation.chosen(lambda choices: least_cost(choices, limit), f"the fewest {unit} with a predicted error of {max_error:g}")
+        return allocation.chosen(lambda options: least_cost(options, limit), f"the fewest {unit} with a predicted error of {max_error:g}")
     return allocation.chosen(least_error_but_first, "the least error of what is faster than dense, group by group")
 
 
@@ -181,10 +179,12 @@ def reach(allocation: Allocation, model: nn.Module, goal: FidelityGoal, progress
         DataError: the dense model or a converted one gives outputs that are not finite.
         What ``apply`` raises.
     """
+    assert allocation.seen is not None
+    samples = allocation.seen.samples
 
     def see(plan: Plan) -> float:
         trial = copy.deepcopy(model)
-        found = apply(plan, trial, calibrate=allocation.samples, sequential=goal.sequential, permute=goal.permute).fidelity
+        found = apply(plan, trial, calibrate=samples, sequential=goal.sequential, permute=goal.permute).fidelity
         assert found is not None  # there are samples
         if not math.isfinite(found.lowest_cosine):
             raise DataError("the fidelity is no number: one of the two models gives outputs that are not finite")
@@ -206,14 +206,14 @@ def reach(allocation: Allocation, model: nn.Module, goal: FidelityGoal, progress
 
 
 def _units(layer: LayerPlan) -> list[Unit]:
-    sizes = dict.fromkeys(part.stop - part.start for part in layer.parts)
+    """One unit for all parts of one size."""
     units = []
-    for size in sizes:
+    for size in dict.fromkeys(part.stop - part.start for part in layer.parts):
         parts = tuple(part for part in layer.parts if part.stop - part.start == size)
-        options: dict[str, Architecture | None] = {DENSE: None, **named_candidates(size, layer.in_features)}
-        dense_weights = size * layer.in_features
-        costs = {n: float(len(parts) * (a.num_parameters if a else dense_weights)) for n, a in options.items()}
-        units.append(Unit(((layer, parts),), {name: (each,) for name, each in options.items()}, costs))
+        options = [Option(DENSE, float(len(parts) * size * layer.in_features), (None,))]
+        for name, architecture in named_candidates(size, layer.in_features).items():
+            options.append(Option(name, float(len(parts) * architecture.num_parameters), (architecture,)))
+        units.append(Unit(((layer, parts),), tuple(options)))
     return units
 
 
@@ -222,10 +222,9 @@ def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[Unit]:
     layers = {layer.fqn: layer for layer in plan.replaced}
     units = []
     for group in times:
-        choices = (group.dense, *group.faster)
-        reason = Reason("slower", _nearest([group])) if len(choices) == 1 else None
-        members = tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns)
-        units.append(Unit(members, {each.name: each.architectures for each in choices}, {each.name: each.ms for each in choices}, reason))
+        options = tuple(Option(each.name, each.ms, each.architectures) for each in (group.dense, *group.faster))
+        reason = Reason("slower", _nearest([group])) if len(options) == 1 else None
+        units.append(Unit(tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns), options, reason))
     return units
 
 
@@ -240,7 +239,8 @@ def _nearest(times: Sequence[TimedGroup]) -> str:
 
 
 def _check_reachable(units: Sequence[Unit], budget: float | None, counted: str) -> None:
-    whole, least = sum(each.costs[DENSE] for each in units), sum(min(each.costs.values()) for each in units)
+    whole = sum(unit.options[0].cost for unit in units)
+    least = sum(min(option.cost for option in unit.options) for unit in units)
     if budget is not None and least > budget * whole:
         raise OptionError(
             f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' {counted} "
