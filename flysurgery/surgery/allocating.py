@@ -14,7 +14,7 @@ from flysurgery.calibration import Data
 from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.surgery.allocation import DENSE, STEPS, Allocation, Trials, within
 from flysurgery.surgery.apply import apply
-from flysurgery.surgery.candidates import named_candidates, read_latency_table, timed_layers
+from flysurgery.surgery.candidates import named_candidates, read_latency_table
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Search, TimedGroup, Tradeoff
 from flysurgery.surgery.lagrangian import least_cost, least_error_but_first
@@ -110,7 +110,7 @@ def allocate(
         ProjectionError, SurgeryError: as ``apply`` does.
     """
     check_budget(budget, max_error, latency, fidelity=None if fidelity is None else fidelity.target)
-    times = None if latency is None else timed_layers(read_latency_table(latency, plan.replaced), plan.replaced)
+    times = None if latency is None else read_latency_table(latency, plan.replaced)
     allocation = prepare(
         plan, model, budget=budget, needs_data=fidelity is not None, times=times, calibrate=calibrate, samples=samples, progress=progress
     )
