@@ -49,9 +49,9 @@ def convert(
             raise OptionError(f"arch '{AUTO}' needs what it is to choose by; give a budget, max_error, latency or fidelity")
         plan = make_plan(model, arch, **options)
     else:
-        named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None] + ["arch"] * (
-            arch not in ("monarch", AUTO)
-        )
+        named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None]
+        if arch not in ("monarch", AUTO):
+            named.append("arch")
         if named:
             raise OptionError(
                 f"a budget, max_error, latency and fidelity choose the architectures, so {' and '.join(named)} cannot be given with them"

@@ -71,14 +71,15 @@ def test_dtype_mode_and_requires_grad_stay_there_and_back(vit: nn.Module, vit_pl
     assert [(name, each.training) for name, each in vit.named_modules()] == [(name, each.training) for name, each in before.named_modules()]
 
 
-def test_random_state_batch_statistics_and_modes_stay(toy: nn.Module, toy_input: Tensor) -> None:
-    toy.blocks[1].eval()
-    buffers = {name: buffer.clone() for name, buffer in toy.named_buffers()}
+def test_random_state_batch_statistics_and_modes_stay(vit: nn.Module) -> None:
+    vit.norm = nn.BatchNorm1d(5)  # of the tokens
+    vit.blocks[1].eval()
+    buffers = {name: buffer.clone() for name, buffer in vit.named_buffers()}
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    apply(plan(toy, example=toy_input), toy)
+    apply(plan(vit), vit)
     assert torch.equal(torch.get_rng_state(), random) and torch.get_num_threads() == threads
-    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in toy.named_buffers())
-    assert [toy.blocks[i].norm.training for i in (0, 1)] == [True, False]
+    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in vit.named_buffers())
+    assert [module.training for module in (vit.norm, *vit.blocks)] == [True, True, False]
 
 
 def test_the_report_counts_and_measures(vit: nn.Module, vit_plan: Plan) -> None:
@@ -130,16 +131,15 @@ def test_the_plan_stays_with_the_model_its_copies_and_pickles(vit: nn.Module, vi
     assert plan_of(copy.deepcopy(vit)) == plan_of(pickle.loads(pickle.dumps(vit))) == vit_plan
 
 
-def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(toy: nn.Module, toy_input: Tensor) -> None:
-    toy.blocks[1].up = toy.blocks[0].up
-    made = plan(toy, example=toy_input)
-    shared = [layer for layer in made.replaced if layer.aliases]
-    assert [(layer.fqn, layer.aliases, layer.calls) for layer in shared] == [("blocks.0.up", ("blocks.1.up",), 2)]
-    apply(made, toy)
-    assert isinstance(toy.get_submodule("blocks.1.up"), ButterflyLinear)
-    assert toy.get_submodule("blocks.1.up") is toy.get_submodule("blocks.0.up")
-    assert densify(toy) == 5
-    assert toy.get_submodule("blocks.0.up") is toy.get_submodule("blocks.1.up")
+def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: nn.Module) -> None:
+    first, second = "blocks.0.mlp.fc1", "blocks.1.mlp.fc1"
+    vit.blocks[1].mlp.fc1 = vit.blocks[0].mlp.fc1
+    made = plan(vit)
+    assert [(layer.fqn, layer.aliases, layer.calls) for layer in made.replaced if layer.aliases] == [(first, (second,), 2)]
+    apply(made, vit)
+    assert isinstance(vit.get_submodule(second), ButterflyLinear) and vit.get_submodule(second) is vit.get_submodule(first)
+    assert densify(vit) == 5
+    assert type(vit.get_submodule(second)) is nn.Linear and vit.get_submodule(second) is vit.get_submodule(first)
 
 
 class Mobile(nn.Module):
