@@ -24,7 +24,7 @@ STEPS = 6
 """Halvings of the range of costs, so the result lies within a 64th of that range."""
 
 T = TypeVar("T")
-"""What is seen of a whole model."""
+"""The result of a trial with a whole model."""
 
 Picks: TypeAlias = tuple[Option, ...]
 """The option of each unit."""
@@ -89,9 +89,9 @@ class Allocation:
         raise PlanError("nothing would be replaced: every layer does best dense; give a smaller budget, or a larger max-error")
 
     def chosen(self, rule: Rule, goal: str, search: Search | None = None) -> tuple[Plan, Tradeoff]:
-        """The plan that ``rule`` makes, and the trade-off, with what the rule makes of one family alone beside it.
+        """The plan that ``rule`` chooses, and the trade-off, which also has what the rule chooses of each family alone.
 
-        ``goal`` says in words what the rule looks for, and ``search`` how it was found. Raises PlanError as ``plan_of`` does.
+        ``goal`` says in words what the rule looks for, and ``search`` how it was found. Raises ``PlanError`` as ``plan_of`` does.
         """
         picks = rule(self.options)
         assert picks is not None  # callers see to it that the cheapest suits, or dense
@@ -141,7 +141,7 @@ class Allocation:
 
 
 class Trials(Generic[T]):
-    """Plans of least predicted error within different costs, each tried once; ``seen`` has the share of the costs and what was seen."""
+    """Tries plans of least predicted error within different costs, each plan once; ``seen`` has their shares of the costs and results."""
 
     def __init__(self, allocation: Allocation, see: Callable[[Plan], T], meets: Callable[[T], bool]) -> None:
         self._allocation, self._see, self._meets = allocation, see, meets
@@ -149,7 +149,7 @@ class Trials(Generic[T]):
         self.seen: list[tuple[float, T]] = []
 
     def at(self, cost: float) -> T:
-        """What is seen of the plan of least error that costs no more."""
+        """The result of the plan of least error within this cost."""
         picks = within(cost)(self._allocation.options)
         assert picks is not None  # no cost below the least is asked for
         if picks not in self._by_picks:
@@ -170,7 +170,7 @@ class Trials(Generic[T]):
 
 
 def within(cost: float) -> Rule:
-    """Least error within a cost."""
+    """The rule of least error within a cost."""
     return lambda options: least_error(options, cost)
 
 

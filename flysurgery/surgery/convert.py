@@ -37,11 +37,11 @@ def convert(
     fidelity: float | None = None,
     **options: Any,
 ) -> Report:
-    """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise.
+    """Plan and apply in one call. ``options`` are those of ``plan``, the named arguments those of ``apply``. Raises what they raise.
 
-    With ``budget``, ``max_error``, ``latency`` or ``fidelity`` (the cosine to reach), ``allocate`` chooses the architectures; ``arch``
-    and its options do not, and ``arch="auto"`` needs one of them. The choice reaches ``fidelity`` without reconstruction, which then
-    raises it further.
+    With ``budget``, ``max_error``, ``latency`` or ``fidelity`` (the cosine to reach), ``allocate`` chooses the architectures, and ``arch``
+    and its options must not be given. ``arch="auto"`` needs one of them. The choice reaches ``fidelity`` before a reconstruction, which
+    then raises it further.
     """
     tradeoff = None
     if (budget, max_error, latency, fidelity) == (None, None, None, None):

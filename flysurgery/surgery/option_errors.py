@@ -52,8 +52,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Seen:
-    """What calibration data show of the layers, by name: the metric to fit in, the moments of samples to choose by and of others to
-    report on, and the weight of their errors."""
+    """What calibration data show of the layers, by name: the metric to fit in, the moments of the samples to choose by and of those to
+    report on, and the weight of an error."""
 
     samples: Samples
     split: Split
@@ -103,7 +103,7 @@ def look(layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dens
 
 
 def judge(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, progress: Progress | None) -> list[Unit]:
-    """The units with the errors of their options: of calibrated projections by what was ``seen``, else those of plain ones."""
+    """Compute the errors of all options: those of calibrated projections where calibration data were ``seen``, else of plain ones."""
     matrices = [
         _Matrix(number, layer.fqn, matrix_of(dense[layer.fqn], part), tuple(option.architectures[index] for option in unit.options))
         for number, unit in enumerate(units)
@@ -134,7 +134,7 @@ def _plain(matrices: Sequence[_Matrix]) -> _Found:
 
 @torch.no_grad()
 def _plain_errors(matrix: _Matrix) -> list[OutputError]:
-    """Those of low rank are in the squared singular values already."""
+    """Errors of one matrix, one for each option. The squared singular values give those of low rank."""
     weight = matrix.weight.cpu().to(torch.float64)
     values = torch.linalg.svdvals(weight).square()
     errors = []
