@@ -1,4 +1,4 @@
-"""What flows through a model: inputs of its layers, seen in one pass over some samples, and what its output makes of their errors."""
+"""Calibration: the samples, the inputs that they give to the layers of a model, and how much the output depends on each layer."""
 
 from flysurgery.calibration.forwards import Inputs as Inputs
 from flysurgery.calibration.forwards import collect as collect

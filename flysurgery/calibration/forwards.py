@@ -1,4 +1,4 @@
-"""What is seen in forwards of a model: the inputs of its layers, and how much its output feels their errors."""
+"""Run a model over samples to measure the inputs of its layers, and how much its output depends on each layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBE_SEED = 0
 
 @dataclass(frozen=True)
 class Inputs:
-    """The moments of one layer's inputs: on samples to fit with, and on held-out ones; ``permuted``: in another order than the model's."""
+    """The moments of one layer's inputs, on samples to fit with and on held-out ones. ``permuted``: the features are in a new order."""
 
     fit: Moments
     held_out: Moments
@@ -33,7 +33,7 @@ class _AllSeen(Exception):  # noqa: N818
 
 @contextmanager
 def unchanged_state(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards each module has its own mode and its own buffers with their old values."""
+    """Put ``model`` into eval mode inside the block. Afterwards each module has its old mode, and each buffer its old values."""
     modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for _, _, buffers in modules for buffer in buffers.values() if buffer is not None]
     model.eval()
@@ -49,7 +49,7 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
 
 
 def inputs_of(model: nn.Module, layers: Mapping[str, int], samples: Samples) -> dict[str, Inputs]:
-    """What ``collect`` finds of ``layers``, by name, on the samples to fit with and on those held out."""
+    """Run ``collect`` on the samples to fit with and on the held-out ones; gives the inputs of each layer by name."""
     fit, held_out = collect(model, layers, samples.fit()), collect(model, layers, samples.held_out())
     return {fqn: Inputs(fit[fqn], held_out[fqn]) for fqn in layers}
 
@@ -106,11 +106,11 @@ def watched(model: nn.Module, layers: Iterable[str], seen: Callable[[str], None]
 
 
 def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Tensor]) -> dict[str, float]:
-    """For each layer the mean square of what ``probe · output`` changes by, for one entry of the layer's output; probes are random ±1.
+    """Estimate for each layer how much an error in its output changes the model's output, to first order.
 
-    The probes' mean of ``Jᵀ probe probeᵀ J`` is ``JᵀJ``, with J the derivative of the model's output, so the mean square of the
-    gradient is that of an entry of J summed over the outputs: what an error in any direction alike does to the model's output, to first
-    order. One forward and one backward a batch; parameters' gradients, modes and buffers are as before.
+    J is the derivative of the model's output with respect to the layer's. A random probe of ±1 has the mean ``E[Jᵀ probe probeᵀ J] = JᵀJ``.
+    So the mean square of the gradient of ``probe · output`` is the mean of JᵀJ's diagonal: the squared change of the output for an
+    error of size one in a random direction. Each batch costs one forward and one backward. Gradients, modes and buffers are as before.
 
     Raises:
         DataError: the model fails on a batch, or does not give one tensor.
@@ -150,7 +150,7 @@ def _as_input(batch: Tensor, model: nn.Module) -> Tensor:
 
 
 def _run(model: nn.Module, x: Tensor) -> object:
-    """The model's result; None of a forward that ended early."""
+    """The model's result, None where a hook ended the forward."""
     try:
         return model(x)
     except _AllSeen:

@@ -1,4 +1,4 @@
-"""The inputs that a model is calibrated with: checked, split into those that fit and those that judge, and pictures for random views."""
+"""The samples for calibration, checked and split: most are fitted to, the held-out ones measure errors. And pictures to crop from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_SAMPLES = 512
 """The number of samples where none is given and there are enough."""
 
 HELD_OUT_EVERY = 5
-"""Every fifth sample judges and does not fit."""
+"""Every fifth sample is held out: it measures errors, and nothing is fitted to it."""
 
 BATCH = 32
 LEAST_BATCHES = 8
@@ -34,8 +34,8 @@ class Pictures:
     """Pictures, each in the upper left corner of its part of ``canvas``.
 
     Attributes:
-        canvas: shape (pictures, channels, height, width), uint8, or already normalized floating-point numbers; samples of another
-            kind than images have another shape, and are taken as they are.
+        canvas: shape (pictures, channels, height, width), uint8, or floating-point numbers that are normalized already. Samples that
+            are no images have another shape.
         sizes: shape (pictures, 2), the height and width of each, in float32.
         size: height and width of the model's input.
         mean, std: shape (channels,), what each channel is normalized by; empty where the canvas holds floating-point numbers.
@@ -80,7 +80,7 @@ class Samples:
         inputs: shape (samples, *sample).
         name: where they come from.
         skipped: the files that could not be read.
-        pictures: the images for the views of reconstruction, none of which shows a judging sample; None for the samples to fit with.
+        pictures: images to crop for reconstruction, without those of held-out samples. None: the samples to fit with are cropped.
     """
 
     inputs: Tensor
@@ -96,15 +96,15 @@ class Samples:
         return self._batches(self.fit_positions())
 
     def held_out(self) -> Iterator[Tensor]:
-        """The samples to judge with, in batches."""
+        """The held-out samples, in batches."""
         return self._batches(self._held_out_positions())
 
     def without_held_out(self) -> Samples:
-        """The samples to fit with, to be split again: some then choose and do not fit, and those held out here had no part in either."""
+        """The samples to fit with, as samples that are split again."""
         return Samples(self.inputs[self.fit_positions()], self.name, self.skipped)
 
     def to_view(self) -> Pictures:
-        """The images for the views of reconstruction."""
+        """The images to crop for reconstruction."""
         return Pictures.of_inputs(self.inputs[self.fit_positions()]) if self.pictures is None else self.pictures
 
     def fit_positions(self) -> list[int]:
@@ -113,7 +113,7 @@ class Samples:
 
     @property
     def held_out_count(self) -> int:
-        """How many samples judge."""
+        """How many samples are held out."""
         return len(self._held_out_positions())
 
     def _held_out_positions(self) -> Sequence[int]:

@@ -12,14 +12,13 @@ from torch import nn
 
 from flysurgery.calibration import Data
 from flysurgery.errors import DataError, OptionError, PlanError
-from flysurgery.patterns import Architecture
 from flysurgery.surgery.allocation import DENSE, STEPS, Allocation, Trials, within
 from flysurgery.surgery.apply import apply
-from flysurgery.surgery.candidates import named_candidates, read_latency_table, timed_layers
+from flysurgery.surgery.candidates import named_candidates, read_latency_table
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Search, TimedGroup, Tradeoff
 from flysurgery.surgery.lagrangian import least_cost, least_error_but_first
-from flysurgery.surgery.option_errors import Unit, errors_of, look
+from flysurgery.surgery.option_errors import Option, Unit, judge, look
 from flysurgery.surgery.plan import LayerPlan, Plan, Reason
 from flysurgery.surgery.projecting import Progress
 
@@ -29,7 +28,7 @@ PLACEHOLDER = "lowrank"
 
 @dataclass(frozen=True)
 class FidelityGoal:
-    """The ``target`` that output and token cosine are to reach, and the options of ``apply`` that the model will be calibrated with.
+    """The ``target`` for the output and token cosine, and the options that ``apply`` will have.
 
     Raises:
         OptionError: a target that is no cosine between 0 and 1.
@@ -53,9 +52,9 @@ def check_budget(
     ms: float | None = None,
     measured: bool = False,
 ) -> None:
-    """Raises OptionError unless exactly one of ``budget``, ``max_error``, ``fidelity`` and ``ms`` is given, and lies in its range.
+    """Raise ``OptionError`` unless exactly one of ``budget``, ``max_error``, ``fidelity`` and ``ms`` is given, and is in its range.
 
-    Where times are ``measured`` all may lack, and there is no table of them; ``ms`` is for measured times alone.
+    With ``measured`` times, none of them is needed and a latency table is refused. ``ms`` needs measured times.
     """
     bounds = {"budget": budget, "max-error": max_error, "fidelity": fidelity, "ms": ms}
     given = [name for name, value in bounds.items() if value is not None]
@@ -91,18 +90,21 @@ def allocate(
     samples: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, Tradeoff]:
-    """``plan`` with the architectures of its replaced layers chosen anew, and the trade-off that they were chosen from.
+    """Choose the architectures of the layers that ``plan`` replaces; gives the new plan, and the trade-off between costs and errors.
 
-    Each layer, or all its parts of one size, gets one of ``named_candidates``, low rank among them, or stays dense. Under a ``budget``, a
-    share of the layers' weights without biases, the sum of their squared errors is made least; under ``max_error``, the sum of their
-    weights. With a ``fidelity`` the weights are made few by a search that converts and measures; see ``reach``. With ``latency``, a
-    table as ``read_latency_table`` reads it, the candidates are those of the table, and milliseconds take the weights' place. Errors are
-    those of plain projections; with ``calibrate``, output errors of calibrated ones, weighted by ``calibration.sensitivities``. A choice
-    by errors makes them look smaller than they are, so the samples are split in three: some are fitted to, some chosen by, and on the
-    rest, which ``apply`` holds out too, the errors are reported besides. The model is only read.
+    Each layer, or all its parts of one size, gets one of ``named_candidates`` or stays dense. One goal decides:
 
-    Cost: every candidate of every layer is projected, and with ``calibrate`` calibrated, side by side. These are some nine fits for
-    each that ``apply`` makes. A ``fidelity`` takes up to seven conversions more.
+    - ``budget``: the share of the dense layers' weights (without biases) to keep. The sum of the squared errors is minimal within it.
+    - ``max_error``: the largest predicted relative error. The number of weights is minimal within it.
+    - ``fidelity``: the cosine to reach. The number of weights is minimal as far as a search that converts and measures can tell.
+
+    ``latency`` is a file for ``read_latency_table``. Then the table has the candidates, and milliseconds count in place of weights.
+    Errors are those of plain projections. With ``calibrate`` they are output errors of calibrated projections, weighted by
+    ``calibration.sensitivities``. The samples are then split in three: to fit to, to choose by, and to report errors on, because errors
+    look too small on the samples of the choice. ``apply`` holds out the last part too. The model is only read.
+
+    Cost: every candidate of every layer is projected, about nine projections for each one that ``apply`` makes. A ``fidelity`` takes up to
+    seven conversions more.
 
     Raises:
         OptionError: options that are out of range or contradict each other, or a goal that no choice meets.
@@ -111,7 +113,7 @@ def allocate(
         ProjectionError, SurgeryError: as ``apply`` does.
     """
     check_budget(budget, max_error, latency, fidelity=None if fidelity is None else fidelity.target)
-    times = None if latency is None else timed_layers(read_latency_table(latency, plan.replaced), plan.replaced)
+    times = None if latency is None else read_latency_table(latency, plan.replaced)
     allocation = prepare(
         plan, model, budget=budget, needs_data=fidelity is not None, times=times, calibrate=calibrate, samples=samples, progress=progress
     )
@@ -129,9 +131,9 @@ def prepare(
     samples: int | None = None,
     progress: Progress | None = None,
 ) -> Allocation:
-    """All that ``allocate`` chooses from; ``times`` are those of groups of layers that are chosen for together, in place of weights.
+    """Compute all that ``allocate`` chooses from. With ``times``, milliseconds of groups of layers count in place of weights.
 
-    A ``budget`` that no choice keeps to is refused before errors are computed, which takes long. Raises what ``allocate`` raises.
+    A ``budget`` that is too small is refused at once, before the errors are computed. Raises what ``allocate`` raises.
     """
     if calibrate is None and samples is not None:
         raise OptionError("samples is an option of calibration; give data to calibrate with")
@@ -145,8 +147,7 @@ def prepare(
     counted = "weights" if times is None else "ms"
     _check_reachable(units, budget, counted)
     seen = None if calibrate is None else look(plan.replaced, model, dense, calibrate, samples)
-    errors = errors_of(units, dense, seen, progress)
-    return Allocation(plan, units, errors, counted, seen and seen.samples, seen and seen.split)
+    return Allocation(plan, judge(units, dense, seen, progress), counted, seen)
 
 
 def decide(
@@ -158,7 +159,7 @@ def decide(
     fidelity: FidelityGoal | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, Tradeoff]:
-    """What ``allocate`` chooses. Without a goal each unit gets the choice of least error behind dense. Raises what ``allocate`` raises."""
+    """Choose as ``allocate`` does. Without a goal each unit gets its best choice other than dense. Raises what ``allocate`` raises."""
     unit = allocation.unit
     if fidelity is not None:
         return reach(allocation, model, fidelity, progress)
@@ -166,25 +167,26 @@ def decide(
         return allocation.chosen(within(budget * allocation.whole), f"the least predicted error within {budget:.4g} of the dense {unit}")
     if max_error is not None:
         limit = max_error**2 * allocation.reference
-        return allocation.chosen(lambda choices: least_cost(choices, limit), f"the fewest {unit} with a predicted error of {max_error:g}")
+        return allocation.chosen(lambda options: least_cost(options, limit), f"the fewest {unit} with a predicted error of {max_error:g}")
     return allocation.chosen(least_error_but_first, "the least error of what is faster than dense, group by group")
 
 
 def reach(allocation: Allocation, model: nn.Module, goal: FidelityGoal, progress: Progress | None = None) -> tuple[Plan, Tradeoff]:
-    """The cheapest plan found of which the calibrated model has both cosines at the goal.
+    """Search the cheapest plan with which the calibrated model reaches the goal.
 
-    Each trial calibrates a copy of the model, which is only read, and measures its fidelity on the samples held out, as ``apply`` does
-    and reports it; there is no reconstruction. One trial has the cheapest choices, and then the range of costs is halved ``STEPS`` times.
+    Each trial applies a plan to a copy of the model, without reconstruction, and measures the fidelity on the held-out samples. The first
+    trial has the cheapest choices. Then the range of costs is halved ``STEPS`` times. The model is only read.
 
     Raises:
         OptionError: no plan tried reaches the goal; the message has the closest.
         DataError: the dense model or a converted one gives outputs that are not finite.
-        What ``apply`` raises.
     """
+    assert allocation.seen is not None
+    samples = allocation.seen.samples
 
     def see(plan: Plan) -> float:
         trial = copy.deepcopy(model)
-        found = apply(plan, trial, calibrate=allocation.samples, sequential=goal.sequential, permute=goal.permute).fidelity
+        found = apply(plan, trial, calibrate=samples, sequential=goal.sequential, permute=goal.permute).fidelity
         assert found is not None  # there are samples
         if not math.isfinite(found.lowest_cosine):
             raise DataError("the fidelity is no number: one of the two models gives outputs that are not finite")
@@ -206,14 +208,14 @@ def reach(allocation: Allocation, model: nn.Module, goal: FidelityGoal, progress
 
 
 def _units(layer: LayerPlan) -> list[Unit]:
-    sizes = dict.fromkeys(part.stop - part.start for part in layer.parts)
+    """One unit for all parts of one size."""
     units = []
-    for size in sizes:
+    for size in dict.fromkeys(part.stop - part.start for part in layer.parts):
         parts = tuple(part for part in layer.parts if part.stop - part.start == size)
-        options: dict[str, Architecture | None] = {DENSE: None, **named_candidates(size, layer.in_features)}
-        dense_weights = size * layer.in_features
-        costs = {n: float(len(parts) * (a.num_parameters if a else dense_weights)) for n, a in options.items()}
-        units.append(Unit(((layer, parts),), {name: (each,) for name, each in options.items()}, costs))
+        options = [Option(DENSE, float(len(parts) * size * layer.in_features), (None,))]
+        for name, architecture in named_candidates(size, layer.in_features).items():
+            options.append(Option(name, float(len(parts) * architecture.num_parameters), (architecture,)))
+        units.append(Unit(((layer, parts),), tuple(options)))
     return units
 
 
@@ -222,10 +224,9 @@ def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[Unit]:
     layers = {layer.fqn: layer for layer in plan.replaced}
     units = []
     for group in times:
-        choices = (group.dense, *group.faster)
-        reason = Reason("slower", _nearest([group])) if len(choices) == 1 else None
-        members = tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns)
-        units.append(Unit(members, {each.name: each.architectures for each in choices}, {each.name: each.ms for each in choices}, reason))
+        options = tuple(Option(each.name, each.ms, each.architectures) for each in (group.dense, *group.faster))
+        reason = Reason("slower", _nearest([group])) if len(options) == 1 else None
+        units.append(Unit(tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns), options, reason))
     return units
 
 
@@ -240,7 +241,8 @@ def _nearest(times: Sequence[TimedGroup]) -> str:
 
 
 def _check_reachable(units: Sequence[Unit], budget: float | None, counted: str) -> None:
-    whole, least = sum(each.costs[DENSE] for each in units), sum(min(each.costs.values()) for each in units)
+    whole = sum(unit.options[0].cost for unit in units)
+    least = sum(min(option.cost for option in unit.options) for unit in units)
     if budget is not None and least > budget * whole:
         raise OptionError(
             f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' {counted} "

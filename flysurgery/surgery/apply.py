@@ -1,4 +1,4 @@
-"""Carry out a plan: check, project, replace and verify all layers, or leave the model as it was; and take it back."""
+"""Carry out a plan: check, project, replace and verify all layers, or leave the model as it was. And go back to dense layers."""
 
 from __future__ import annotations
 
@@ -136,13 +136,13 @@ def install(plan: Plan, model: nn.Module) -> None:
 
 
 def sample_shape(plan: Plan) -> tuple[int, ...] | None:
-    """What one sample looks like, where the plan says that the model takes one batch of samples."""
+    """The shape of one sample, None where the plan does not say that the model takes one batch of samples."""
     first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
     return first.shape[1:] if isinstance(first, ExampleInput) else None
 
 
 class _DenseReference:
-    """The dense model from before the change, which the converted one is compared with, and may be reconstructed by."""
+    """Keeps the dense model from before the change, to compare the converted model with it and to reconstruct it."""
 
     def __init__(self, plan: Plan, dense: nn.Module, samples: Samples, settings: Settings | None) -> None:
         """``settings`` are those of the reconstruction, None for none.
@@ -159,7 +159,7 @@ class _DenseReference:
         self._dense = shadow(dense) if settings is None else copy.deepcopy(shadow(dense))
 
     def compare(self, model: nn.Module, progress: Progress | None) -> tuple[Fidelity, Reconstruction | None]:
-        """The fidelity of the converted model, after its reconstruction, in place, where there are settings."""
+        """Reconstruct the converted model in place, if there are settings for it, and measure its fidelity."""
         if self._settings is None:
             return measure_fidelity(model, self._dense, self._samples.held_out(), self._cuts), None
         done = reconstruct_blocks(model, self._dense, self._samples, self._cuts, self._settings, progress=progress)
@@ -167,7 +167,7 @@ class _DenseReference:
 
 
 def _reconstruction(minutes: bool | float, seed: int, model: nn.Module) -> Settings | None:
-    """Of what ``reconstruct`` asks for: True for the default minutes of the model's device, False for none."""
+    """The settings for ``reconstruct``: True is the default for the model's device, False is none."""
     if minutes is False:
         return None
     return Settings.on(next(model.parameters()).device, None if minutes is True else float(minutes), seed)

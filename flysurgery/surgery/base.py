@@ -14,7 +14,7 @@ from flysurgery.surgery.transformers_models import is_of_transformers, transform
 
 
 def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
-    """The base that is given, else the one that a timm model says of itself; ``base_args`` go over what it says.
+    """The given ``base``, else the one that a timm model names; ``base_args`` replace what the model says.
 
     A timm model names its architecture and its weights' tag, and keeps the arguments that it was built with; classes, channels, image
     size and pooling are read from its present state. A model of transformers has its configuration. Other models, and timm models built

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from flysurgery.errors import DataError, PatternError
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
@@ -18,8 +18,6 @@ from flysurgery.surgery.plan import LayerPlan
 NBLOCKS = (2, 4, 8, 16)
 
 COLUMNS = ("fqn", "architecture", "ms")
-Times: TypeAlias = dict[str, dict[Architecture | None, float]]
-"""Milliseconds by layer and architecture; None is dense."""
 
 
 def named_candidates(out_features: int, in_features: int) -> dict[str, Architecture]:
@@ -55,10 +53,11 @@ def candidates(layer: LayerPlan) -> tuple[Architecture, ...]:
     return tuple(dict.fromkeys(named_candidates(sizes.pop(), layer.in_features).values())) if len(sizes) == 1 else ()
 
 
-def read_latency_table(file: Path, layers: Sequence[LayerPlan]) -> Times:
-    """The times of ``layers``; rows of other layers and further columns are ignored.
+def read_latency_table(file: Path, layers: Sequence[LayerPlan]) -> list[TimedGroup]:
+    """The times of ``layers``, each a group by itself; rows of other layers and further columns are ignored.
 
-    ``file`` is CSV with a header line, or JSON: a list of rows, or an object with such a list as "rows".
+    ``file`` is CSV with a header line, or JSON: a list of rows, or an object with such a list as "rows". Architectures that are among the
+    candidates have their names.
 
     Raises:
         DataError: the file cannot be read; a row is wrong or stands twice (the message has its line, in JSON its number); or a layer
@@ -70,8 +69,11 @@ def read_latency_table(file: Path, layers: Sequence[LayerPlan]) -> Times:
         raise DataError(f"the latency table {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     rows = _json_rows(text, file) if text.lstrip()[:1] in ("{", "[") else _csv_rows(text, file)
     known = {layer.fqn: layer for layer in layers}
-    times: Times = {layer.fqn: {} for layer in layers}
+    times: dict[str, dict[Architecture | None, float]] = {layer.fqn: {} for layer in layers}
     for where, row in rows:
+        missing = [name for name in COLUMNS if not isinstance(row, Mapping) or name not in row]
+        if missing:
+            raise DataError(f"{where}: expected a row with {', '.join(COLUMNS)}, and {', '.join(missing)} is missing; got {str(row)[:80]}")
         layer = known.get(str(row.get("fqn")).strip())
         if layer is None:
             continue
@@ -79,34 +81,25 @@ def read_latency_table(file: Path, layers: Sequence[LayerPlan]) -> Times:
         if architecture in times[layer.fqn]:
             raise DataError(f"{where}: a second row of layer {layer.fqn} with {architecture or 'dense'}; keep one of them")
         times[layer.fqn][architecture] = ms
-    for fqn, found in times.items():
-        if None not in found:
-            what = "has no rows of" if not found else "has no dense row of"
-            raise DataError(f"the latency table {file} {what} layer {fqn}; time it with flysurgery bench model, or exclude the layer")
-    return times
+    return [_group(layer, times[layer.fqn], file) for layer in layers]
 
 
-def timed_layers(times: Times, layers: Sequence[LayerPlan]) -> list[TimedGroup]:
-    """Each layer by itself, with the names that its architectures have among the candidates where they are such."""
-    groups = []
-    for layer in layers:
-        sizes = [(part.stop - part.start, layer.in_features) for part in layer.parts]
-        known = {architecture: name for size in sizes for name, architecture in named_candidates(*size).items()}
-        dense, *others = sorted(times[layer.fqn].items(), key=lambda item: item[0] is not None)
-        named = [TimedChoice(known.get(each, str(each)), (each,), ms) for each, ms in others if each is not None]
-        groups.append(TimedGroup((layer.fqn,), (TimedChoice("dense", (None,), dense[1]), *named)))
-    return groups
+def _group(layer: LayerPlan, times: dict[Architecture | None, float], file: Path) -> TimedGroup:
+    if None not in times:
+        what = "has no rows of" if not times else "has no dense row of"
+        raise DataError(f"the latency table {file} {what} layer {layer.fqn}; time it with flysurgery bench model, or exclude the layer")
+    sizes = {part.stop - part.start for part in layer.parts}
+    names = {architecture: name for size in sizes for name, architecture in named_candidates(size, layer.in_features).items()}
+    choices = [TimedChoice(names.get(each, str(each)), (each,), ms) for each, ms in times.items() if each is not None]
+    return TimedGroup((layer.fqn,), (TimedChoice("dense", (None,), times[None]), *choices))
 
 
-def _csv_rows(text: str, file: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _csv_rows(text: str, file: Path) -> list[tuple[str, Any]]:
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-    if missing:
-        raise DataError(f"the latency table {file} needs the columns {', '.join(COLUMNS)} in its first line; {', '.join(missing)} missing")
     return [(f"{file} line {reader.line_num}", row) for row in reader]
 
 
-def _json_rows(text: str, file: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _json_rows(text: str, file: Path) -> list[tuple[str, Any]]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -114,9 +107,6 @@ def _json_rows(text: str, file: Path) -> list[tuple[str, Mapping[str, Any]]]:
     rows = data.get("rows") if isinstance(data, dict) else data
     if not isinstance(rows, list):
         raise DataError(f'the latency table {file} must be a list of rows, or an object with such a list as "rows"')
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict) or any(name not in row for name in COLUMNS):
-            raise DataError(f"{file} row {number}: expected an object with {', '.join(COLUMNS)}, got {json.dumps(row)[:80]}")
     return [(f"{file} row {number}", row) for number, row in enumerate(rows, start=1)]
 
 

@@ -1,4 +1,4 @@
-"""Changes to a model that are all taken back unless everything went well, and what a changed model carries."""
+"""Change a model, or leave it as it was after an error; and what a converted model carries."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuse_optimized(model: nn.Module) -> None:
 
 @contextmanager
 def changing(model: nn.Module, *, keep: bool = True) -> Iterator[Change]:
-    """Give a ``Change`` to change ``model`` by. After an exception all is undone, last change first; without ``keep`` it always is."""
+    """Give a ``Change`` of ``model``. An exception undoes all changes, the last one first. Without ``keep`` they are always undone."""
     with ExitStack() as undo:
         yield Change(model, undo)
         if keep:

@@ -37,11 +37,11 @@ def convert(
     fidelity: float | None = None,
     **options: Any,
 ) -> Report:
-    """``plan`` and ``apply`` in one; ``options`` are those of ``plan``, the others those of ``apply``. Raises what they raise.
+    """Plan and apply in one call. ``options`` are those of ``plan``, the named arguments those of ``apply``. Raises what they raise.
 
-    With ``budget``, ``max_error``, ``latency`` or ``fidelity`` (the cosine to reach), ``allocate`` chooses the architectures; ``arch``
-    and its options do not, and ``arch="auto"`` needs one of them. The choice reaches ``fidelity`` without reconstruction, which then
-    raises it further.
+    With ``budget``, ``max_error``, ``latency`` or ``fidelity`` (the cosine to reach), ``allocate`` chooses the architectures, and ``arch``
+    and its options must not be given. ``arch="auto"`` needs one of them. The choice reaches ``fidelity`` before a reconstruction, which
+    then raises it further.
     """
     tradeoff = None
     if (budget, max_error, latency, fidelity) == (None, None, None, None):
@@ -49,9 +49,9 @@ def convert(
             raise OptionError(f"arch '{AUTO}' needs what it is to choose by; give a budget, max_error, latency or fidelity")
         plan = make_plan(model, arch, **options)
     else:
-        named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None] + ["arch"] * (
-            arch not in ("monarch", AUTO)
-        )
+        named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None]
+        if arch not in ("monarch", AUTO):
+            named.append("arch")
         if named:
             raise OptionError(
                 f"a budget, max_error, latency and fidelity choose the architectures, so {' and '.join(named)} cannot be given with them"

@@ -3,104 +3,105 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Protocol):
     """What one unit may get: a name that is alike in all units, what it costs, and what it loses."""
 
-    name: str
-    cost: float
-    error: float
+    @property
+    def name(self) -> str: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def error(self) -> float: ...
 
 
-Unit = Sequence[Choice]
-Picks = tuple[int, ...]
-"""The number of the choice of each unit."""
+C = TypeVar("C", bound=Choice)
+Count = Callable[[Choice], float]
+COST: Count = attrgetter("cost")
+ERROR: Count = attrgetter("error")
 
 
-def cost_of(units: Sequence[Unit], picks: Picks) -> float:
+def cost_of(picks: Iterable[Choice]) -> float:
     """The sum of the costs."""
-    return sum(unit[pick].cost for unit, pick in zip(units, picks, strict=True))
+    return sum(pick.cost for pick in picks)
 
 
-def error_of(units: Sequence[Unit], picks: Picks) -> float:
+def error_of(picks: Iterable[Choice]) -> float:
     """The sum of the errors."""
-    return sum(unit[pick].error for unit, pick in zip(units, picks, strict=True))
+    return sum(pick.error for pick in picks)
 
 
-def hull_points(units: Sequence[Unit]) -> Iterator[tuple[float, Picks]]:
+def hull_points(units: Sequence[Sequence[C]], cost: Count = COST, error: Count = ERROR) -> Iterator[tuple[float, tuple[C, ...]]]:
     """Every solution of ``min error + multiplier * cost``, from the cheapest on, each with the largest multiplier that it belongs to.
 
     A unit moves along the lower hull of its choices, and the steepest step of all units comes first. So each solution has the least
     error of all that cost no more.
     """
-    hulls = [_hull(unit) for unit in units]
+    hulls = [_hull(unit, cost, error) for unit in units]
     steps = [
-        ((unit[a].error - unit[b].error) / (unit[b].cost - unit[a].cost), number, b)
-        for number, (unit, hull) in enumerate(zip(units, hulls, strict=True))
-        for a, b in itertools.pairwise(hull)
+        ((error(a) - error(b)) / (cost(b) - cost(a)), number, b) for number, hull in enumerate(hulls) for a, b in itertools.pairwise(hull)
     ]
     picks = [hull[0] for hull in hulls]
     yield float("inf"), tuple(picks)
-    for slope, number, pick in sorted(steps, key=lambda step: -step[0]):
-        picks[number] = pick
+    for slope, number, choice in sorted(steps, key=lambda step: -step[0]):
+        picks[number] = choice
         yield slope, tuple(picks)
 
 
-def least_error(units: Sequence[Unit], limit: float) -> Picks | None:
+def least_error(units: Sequence[Sequence[C]], limit: float, cost: Count = COST, error: Count = ERROR) -> tuple[C, ...] | None:
     """A choice for each unit whose costs add up to at most ``limit``; None where there is none.
 
     The last solution of the Lagrangian within the limit, and then single changes as long as one that fits lowers the error. Where giving
     all units the choice of one name and going on from there does better, that is taken: so it never loses to any of these.
     """
-    starts = [picks for _, picks in hull_points(units) if cost_of(units, picks) <= limit][-1:]
+    starts = [picks for _, picks in hull_points(units, cost, error) if sum(map(cost, picks)) <= limit][-1:]
     for name in dict.fromkeys(choice.name for unit in units for choice in unit):
-        uniform = tuple(next((i for i, choice in enumerate(unit) if choice.name == name), -1) for unit in units)
-        if -1 not in uniform and cost_of(units, uniform) <= limit:
+        uniform = tuple(choice for unit in units for choice in unit if choice.name == name)
+        if len(uniform) == len(units) and sum(map(cost, uniform)) <= limit:
             starts.append(uniform)
-    return min((_improved(units, picks, limit) for picks in starts), key=lambda picks: error_of(units, picks), default=None)
+    improved = [_improved(units, picks, limit, cost, error) for picks in starts]
+    return min(improved, key=lambda picks: sum(map(error, picks)), default=None)
 
 
-def least_cost(units: Sequence[Unit], limit: float) -> Picks | None:
+def least_cost(units: Sequence[Sequence[C]], limit: float) -> tuple[C, ...] | None:
     """A choice for each unit whose errors add up to at most ``limit``, for the least cost; None where there is none."""
-    return least_error([[Choice(each.name, each.error, each.cost) for each in unit] for unit in units], limit)
+    return least_error(units, limit, cost=ERROR, error=COST)
 
 
-def least_error_but_first(units: Sequence[Unit]) -> Picks:
+def least_error_but_first(units: Sequence[Sequence[C]]) -> tuple[C, ...]:
     """For each unit the choice of least error behind its first, which costs most; the first where it is the only one."""
-    return tuple(min(range(1, len(unit)), key=lambda index: unit[index].error, default=0) for unit in units)
+    return tuple(min(unit[1:], key=ERROR, default=unit[0]) for unit in units)
 
 
-def _hull(unit: Unit) -> list[int]:
+def _hull(unit: Sequence[C], cost: Count, error: Count) -> list[C]:
     """The choices on the lower convex hull, from the cheapest on, with errors that fall."""
-    hull: list[int] = []
-    for index in sorted(range(len(unit)), key=lambda i: (unit[i].cost, unit[i].error)):
-        new = unit[index]
-        if hull and new.error >= unit[hull[-1]].error:
+
+    def is_above(first: C, middle: C, last: C) -> bool:
+        return (error(middle) - error(first)) * (cost(last) - cost(first)) >= (error(last) - error(first)) * (cost(middle) - cost(first))
+
+    hull: list[C] = []
+    for new in sorted(unit, key=lambda choice: (cost(choice), error(choice))):
+        if hull and error(new) >= error(hull[-1]):
             continue
-        while len(hull) > 1 and _is_above(unit[hull[-2]], unit[hull[-1]], new):
+        while len(hull) > 1 and is_above(hull[-2], hull[-1], new):
             hull.pop()
-        hull.append(index)
+        hull.append(new)
     return hull
 
 
-def _is_above(first: Choice, middle: Choice, last: Choice) -> bool:
-    return (middle.error - first.error) * (last.cost - first.cost) >= (last.error - first.error) * (middle.cost - first.cost)
-
-
-def _improved(units: Sequence[Unit], picks: Picks, limit: float) -> Picks:
+def _improved(units: Sequence[Sequence[C]], picks: tuple[C, ...], limit: float, cost: Count, error: Count) -> tuple[C, ...]:
     while True:
         best, best_gain = None, 0.0
-        for number, unit in enumerate(units):
-            now = unit[picks[number]]
-            for index, choice in enumerate(unit):
-                if now.error - choice.error > best_gain:
-                    changed = (*picks[:number], index, *picks[number + 1 :])
-                    if cost_of(units, changed) <= limit:
-                        best, best_gain = changed, now.error - choice.error
+        for number, (unit, now) in enumerate(zip(units, picks, strict=True)):
+            for choice in unit:
+                if error(now) - error(choice) > best_gain:
+                    changed = (*picks[:number], choice, *picks[number + 1 :])
+                    if sum(map(cost, changed)) <= limit:
+                        best, best_gain = changed, error(now) - error(choice)
         if best is None:
             return picks
         picks = best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -21,27 +21,39 @@ from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, nami
 
 LEAST_SAMPLES = 3
 
-Errors: TypeAlias = dict[str, tuple[OutputError, OutputError]]
-"""By option: the error to choose by, and that on samples held out from the choice; twice the same of a plain projection."""
+
+@dataclass(frozen=True)
+class Option:
+    """What a unit may get: an architecture for the parts of each of its layers, None for dense, and what that costs.
+
+    ``chosen_by`` is the error to choose by, ``held_out`` that on samples held out from the choice; the same of a plain projection.
+    """
+
+    name: str
+    cost: float
+    architectures: tuple[Architecture | None, ...]
+    chosen_by: OutputError = NO_ERROR
+    held_out: OutputError = NO_ERROR
+
+    @property
+    def error(self) -> float:
+        """The squared error to choose by."""
+        return self.chosen_by.squared
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parts of layers for which one choice is made, and what it may be, by name: an architecture for the parts of each layer.
-
-    None is dense. ``dense_reason`` says why the layers stay dense where they do.
-    """
+    """Parts of layers for which one choice is made. The first option is dense; ``dense_reason`` says why it is taken where it is."""
 
     members: tuple[tuple[LayerPlan, tuple[Part, ...]], ...]
-    options: Mapping[str, tuple[Architecture | None, ...]]
-    costs: Mapping[str, float]
+    options: tuple[Option, ...]
     dense_reason: Reason | None = None
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What calibration data show of the layers, by name: the metric to fit in, the moments of samples to choose by and of others to
-    report on, and the weight of their errors."""
+    """What calibration data show of the layers, by name: the metric to fit in, the moments of the samples to choose by and of those to
+    report on, and the weight of an error."""
 
     samples: Samples
     split: Split
@@ -50,18 +62,18 @@ class Seen:
     weights: Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Matrix:
-    """One part of a layer with the choices of its unit, which has this number."""
+    """One part of a layer with the architectures that it gets by the options of its unit, which has this number."""
 
     unit: int
     fqn: str
     weight: Tensor  # shape: (out_features, in_features)
-    options: Mapping[str, Architecture | None]
+    architectures: tuple[Architecture | None, ...]
 
 
-_Found: TypeAlias = Iterator[tuple[int, str, OutputError, OutputError]]
-"""The number of a unit, the name of an option, and its two errors for one matrix."""
+_Found: TypeAlias = Iterator[tuple[_Matrix, int, OutputError, OutputError]]
+"""A matrix, the number of an option, and its two errors."""
 
 
 def look(layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dense], calibrate: Data, count: int | None) -> Seen:
@@ -90,42 +102,43 @@ def look(layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dens
     )
 
 
-def errors_of(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, progress: Progress | None) -> list[Errors]:
-    """The errors of each unit's options: of calibrated projections by what was ``seen``, else those of plain ones."""
+def judge(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, progress: Progress | None) -> list[Unit]:
+    """Compute the errors of all options: those of calibrated projections where calibration data were ``seen``, else of plain ones."""
     matrices = [
-        _Matrix(number, layer.fqn, matrix_of(dense[layer.fqn], part), {name: each[index] for name, each in unit.options.items()})
+        _Matrix(number, layer.fqn, matrix_of(dense[layer.fqn], part), tuple(option.architectures[index] for option in unit.options))
         for number, unit in enumerate(units)
         for index, (layer, parts) in enumerate(unit.members)
         for part in parts
     ]
-    errors = [dict.fromkeys(unit.options, (NO_ERROR, NO_ERROR)) for unit in units]
-    missing = Counter(matrix.unit for matrix in matrices for _ in matrix.options)
+    options = [list(unit.options) for unit in units]
+    missing = Counter(matrix.unit for matrix in matrices for _ in matrix.architectures)
     done = 0
-    for number, name, by, held_out in _plain(matrices) if seen is None else _calibrated(matrices, seen):
-        so_far = errors[number][name]
-        errors[number][name] = so_far[0] + by, so_far[1] + held_out
-        missing[number] -= 1
-        if not missing[number]:
+    for matrix, index, chosen_by, held_out in _plain(matrices) if seen is None else _calibrated(matrices, seen):
+        of_unit = options[matrix.unit]
+        option = of_unit[index]
+        of_unit[index] = replace(option, chosen_by=option.chosen_by + chosen_by, held_out=option.held_out + held_out)
+        missing[matrix.unit] -= 1
+        if not missing[matrix.unit]:
             done += 1
             if progress is not None:
-                progress(done, len(units), units[number].members[-1][0].fqn)
-    return errors
+                progress(done, len(units), units[matrix.unit].members[-1][0].fqn)
+    return [replace(unit, options=tuple(of_unit)) for unit, of_unit in zip(units, options, strict=True)]
 
 
 def _plain(matrices: Sequence[_Matrix]) -> _Found:
     with workers() as pool:
         for matrix, errors in zip(matrices, pool.map(_plain_errors, matrices), strict=True):
-            for name, error in errors.items():
-                yield matrix.unit, name, error, error
+            for index, error in enumerate(errors):
+                yield matrix, index, error, error
 
 
 @torch.no_grad()
-def _plain_errors(matrix: _Matrix) -> dict[str, OutputError]:
-    """Those of low rank are in the squared singular values already."""
+def _plain_errors(matrix: _Matrix) -> list[OutputError]:
+    """Errors of one matrix, one for each option. The squared singular values give those of low rank."""
     weight = matrix.weight.cpu().to(torch.float64)
     values = torch.linalg.svdvals(weight).square()
-    errors = {}
-    for name, architecture in matrix.options.items():
+    errors = []
+    for architecture in matrix.architectures:
         if architecture is None:
             squared = 0.0
         elif family_of(architecture) == "low rank":
@@ -133,37 +146,38 @@ def _plain_errors(matrix: _Matrix) -> dict[str, OutputError]:
         else:
             with naming(matrix.fqn):
                 squared = float((weight - product_of(project(matrix.weight, architecture))).square().sum())
-        errors[name] = OutputError(squared, float(values.sum()))
+        errors.append(OutputError(squared, float(values.sum())))
     return errors
 
 
 def _calibrated(matrices: Sequence[_Matrix], seen: Seen) -> _Found:
     @torch.no_grad()
-    def references(matrix: _Matrix) -> list[float]:
+    def reference(matrix: _Matrix) -> list[float]:
         return [moments.mean_square(matrix.weight.to(moments.mean)) for moments in seen.moments[matrix.fqn]]
 
     with workers() as pool:
-        known = list(pool.map(references, matrices))
-    options = [(at, name, architecture) for at, matrix in enumerate(matrices) for name, architecture in matrix.options.items()]
-    fitted = [(at, name, architecture) for at, name, architecture in options if architecture is not None]
+        references = dict(zip(matrices, pool.map(reference, matrices), strict=True))
+    options = [(matrix, index, each) for matrix in matrices for index, each in enumerate(matrix.architectures)]
+    fitted = [(matrix, index, architecture) for matrix, index, architecture in options if architecture is not None]
 
     @torch.no_grad()
     def finish(number: int, found: Fitted | None) -> list[OutputError]:
-        at, _, architecture = fitted[number]
-        fqn, metric = matrices[at].fqn, seen.metrics[matrices[at].fqn]
-        weight = matrices[at].weight.to(metric.gram)
-        product = product_of(project(matrices[at].weight, architecture)).to(weight) if found is None else found.product
+        matrix, _, architecture = fitted[number]
+        metric = seen.metrics[matrix.fqn]
+        weight = matrix.weight.to(metric.gram)
+        product = product_of(project(matrix.weight, architecture)).to(weight) if found is None else found.product
         shift = None if metric.mean is None else (weight - product) @ metric.mean
-        return [output_error(weight, product, shift, *each) for each in zip(seen.moments[fqn], known[at], strict=True)]
+        known = zip(seen.moments[matrix.fqn], references[matrix], strict=True)
+        return [output_error(weight, product, shift, moments, reference) for moments, reference in known]
 
-    def weighted(at: int, name: str, errors: Sequence[OutputError]) -> tuple[int, str, OutputError, OutputError]:
-        scale = seen.weights[matrices[at].fqn]
-        by, held_out = (OutputError(scale * each.squared, scale * each.reference) for each in errors)
-        return matrices[at].unit, name, by, held_out
+    def weighted(matrix: _Matrix, index: int, errors: Sequence[OutputError]) -> tuple[_Matrix, int, OutputError, OutputError]:
+        scale = seen.weights[matrix.fqn]
+        chosen_by, held_out = (OutputError(scale * each.squared, scale * each.reference) for each in errors)
+        return matrix, index, chosen_by, held_out
 
-    for at, name, architecture in options:
+    for matrix, index, architecture in options:
         if architecture is None:
-            yield weighted(at, name, [OutputError(0.0, reference) for reference in known[at]])
-    problems = [(matrices[at].fqn, matrices[at].weight, architecture) for at, _, architecture in fitted]
+            yield weighted(matrix, index, [OutputError(0.0, known) for known in references[matrix]])
+    problems = [(matrix.fqn, matrix.weight, architecture) for matrix, _, architecture in fitted]
     for number, errors in fit_products(problems, seen.metrics, finish):
         yield weighted(*fitted[number][:2], errors)

@@ -38,7 +38,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Kind:
-    """Members that one order is for; ``free``: the features of a group may change places within it, else they only go with it."""
+    """Members that get the same order. ``free``: features may change places within their group, not only together with it."""
 
     members: tuple[Member, ...]
     free: bool = True
@@ -46,9 +46,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Shared:
-    """Features that several linears share and that stand in ``groups``, for ``swap_groups`` in any order; ``what`` names them.
+    """Features that several linears share: ``what`` they are, and how they may move.
 
-    ``tied`` says of what may not move why; nothing moves where there are no ``kinds``.
+    The features form ``groups``, and with ``swap_groups`` whole groups may change places. ``tied`` has the reasons for what must stay.
+    Without ``kinds`` nothing moves.
     """
 
     what: str
@@ -61,7 +62,7 @@ class Shared:
 
 @dataclass
 class Permuted:
-    """Linears in the new orders by name, aside from the model, all inputs as they then are, and what came of each ``Shared``."""
+    """The reordered linears by name, the inputs of all layers in their new orders, and the outcome for each ``Shared``."""
 
     inputs: dict[str, Inputs]
     linears: dict[str, nn.Linear] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Permuted:
 
 
 def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Shared, ...]:
-    """What the layers that ``plan`` replaces share with each other and with layers that stay dense, in the order of execution."""
+    """Find the features that layers replaced by ``plan`` share with each other and with dense layers, in the order of execution."""
     seen = survey(model, samples.inputs[:2])
     targets = targets_of(model, seen)
     known = {target.fqn: target for target in targets}
@@ -80,9 +81,9 @@ def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Sha
 
 
 def permute(shared: Sequence[Shared], plan: Plan, model: nn.Module, stage: Sequence[LayerPlan], inputs: Mapping[str, Inputs]) -> Permuted:
-    """Find the orders of what the layers of ``stage``, which are projected together, share with each other and with dense layers.
+    """Choose the orders of the shared features of the layers of ``stage``, which are projected together.
 
-    Each of the linears computes what it did before on inputs in their new order, and so does the model with all of them.
+    The model with all reordered linears computes what it did before.
     """
     permuter = _Permuter(plan, model, Permuted(dict(inputs)))
     names = {layer.fqn for layer in stage}
@@ -107,11 +108,11 @@ class _Permuter:
         self.done = done
 
     def replaced(self, shared: Shared) -> list[str]:
-        """Those of the linears that surgery replaces."""
+        """The shared linears that surgery replaces."""
         return [fqn for fqn in shared.linears if fqn in self._layers and self._layers[fqn].is_replaced]
 
     def permute(self, together: Mapping[int, Shared]) -> dict[int, Permutation]:
-        """Reorder what several share that have no linear in common, and say what came of each."""
+        """Reorder shared features that have no linear in common, and give the outcome of each."""
         outcomes: dict[int, Permutation] = {}
         searches: dict[int, Sharing] = {}
         names: dict[int, list[list[str]]] = {}
@@ -173,7 +174,7 @@ class _Permuter:
 
 
 def _apart(waiting: Mapping[int, Shared]) -> dict[int, Shared]:
-    """Those that have no linear in common with any before them."""
+    """The shared features that have no linear in common with any before them."""
     taken: set[str] = set()
     apart: dict[int, Shared] = {}
     for number, shared in waiting.items():
@@ -197,7 +198,8 @@ def _reordered(linear: nn.Linear, order: Tensor, *, columns: bool) -> nn.Linear:
 
 
 def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Architecture], ...] | None:
-    """The rows of each product in which the member's features are; none where it stays dense. None where they can't be told apart."""
+    """The rows and architectures of the products that have the member's features; empty for a dense layer, None if they can't be told
+    apart."""
     if not layer.is_replaced:
         return ()
     whole = member.columns or (len(layer.parts) == 1 and member.size == layer.out_features)
@@ -232,7 +234,7 @@ def _heads(heads: Heads, targets: Mapping[str, Target], layers: Mapping[str, Lay
 
 
 def _obstacle(kind: Kind, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> str | None:
-    """Why the weights of the members cannot be reordered, or why that cannot be judged."""
+    """Why the weights of the members cannot be reordered; None if they can."""
     for member in kind.members:
         layer = layers.get(member.fqn)
         if layer is None or layer.conv or (not layer.is_replaced and targets[member.fqn].blocked):

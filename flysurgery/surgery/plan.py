@@ -138,7 +138,7 @@ class LayerPlan:
 
     @property
     def family(self) -> str | None:
-        """The family of the parts' architectures, or their families; None where the layer stays dense."""
+        """The families of the parts' architectures; None where the layer stays dense."""
         if not self.is_replaced:
             return None
         return " and ".join(dict.fromkeys("dense" if part.architecture is None else family_of(part.architecture) for part in self.parts))
@@ -233,7 +233,7 @@ class Plan:
         return tuple(layer for layer in self.layers if layer.is_replaced)
 
     def keeping(self, reasons: Mapping[str, Reason]) -> Plan:
-        """The plan with some of its replaced layers, by name, left dense for these reasons; switches that nothing needs then go too."""
+        """The plan with these layers left dense for these reasons, by name, and without switches that no layer needs any more."""
         layers = tuple(
             replace(layer, status="keep", reason=reasons[layer.fqn], parts=()) if layer.fqn in reasons and layer.is_replaced else layer
             for layer in self.layers

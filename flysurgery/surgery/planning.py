@@ -19,7 +19,7 @@ from flysurgery.walker import Example, Target, example_input, positional, select
 DEFAULT_NBLOCKS = 4
 
 DEFAULT_ROLES = ("ffn_in", "ffn_out", "qkv")
-"""Replaced where no roles are given, as far as the model has them."""
+"""The roles to replace by default, as far as the model has them."""
 
 MAX_VALUES = 4096
 """Most entries of an integer input that a plan keeps. Token ids and sizes decide what a forward does, unlike pixels."""
@@ -136,7 +136,7 @@ def plan(
 
 
 def _default_roles(targets: Sequence[Target]) -> tuple[str, ...]:
-    """The default roles that the model has; of a model with none of them all, so that the selection fails and says what there is."""
+    """The default roles that the model has. If it has none, all of them, so that the selection fails and lists the roles found."""
     present = {target.role for target in targets}
     return tuple(role for role in DEFAULT_ROLES if role in present) or DEFAULT_ROLES
 

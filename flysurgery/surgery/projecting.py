@@ -48,9 +48,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PartFit:
-    """One part of a layer: its factors, None where it stays dense, and what its bias takes up.
+    """One part of a layer: its factors (None where it stays dense), and ``shift``, which is added to the bias.
 
-    ``error`` and ``plain``, that of the plain projection, are errors of the output on held-out samples, ``fitted`` is that on the others.
+    Output errors: ``error`` on held-out samples, ``plain`` the same for the plain projection, ``fitted`` on the samples of the fit.
     """
 
     projection: Projection | None = None
@@ -69,10 +69,10 @@ def project_layers(
     progress: Progress | None,
     inputs: Mapping[str, Inputs] | None = None,
 ) -> tuple[dict[str, nn.Module], dict[str, Row]]:
-    """The new modules and the report's rows of ``layers``, by name. The model is only read.
+    """Make the new modules and the report's rows of ``layers``, by name. The model is only read.
 
-    With ``inputs`` the factors are fitted to what the layers are given, and biases take up what the mean loses; else they are
-    those nearest to the weights. Layers run side by side.
+    Without ``inputs`` the factors are those nearest to the weights. With ``inputs`` they are fitted to these, and the biases correct the
+    mean of the output. Layers are projected side by side.
 
     Raises:
         ProjectionError: a weight that cannot be projected; the message names the layer.
@@ -107,13 +107,12 @@ def project_calibrated_layers(
     permute: bool,
     progress: Progress | None,
 ) -> tuple[dict[str, nn.Module], dict[str, Row], ReportCalibration, tuple[Permutation, ...]]:
-    """The new modules, the rows, a word on the calibration, and what came of ``permute``. The model is run, and then is as it was.
+    """Make the new modules, their rows, a summary of the calibration, and the outcomes of ``permute``. The model is as before afterwards.
 
-    All layers' inputs are seen in one pass over the samples; or, if ``sequential``, each block's in a pass of its own, which ends with
-    that block and in which the blocks before it are converted already. That costs half as many passes as there are blocks, holds the
-    matrices of one block at a time, and lets a block make up for what was lost before it. With ``permute`` hidden units of
-    feed-forward blocks, heads, and entries of heads are put in an order that lowers the errors, where there is one; then the new
-    modules have dense ones among them, of layers that stay dense and share the order.
+    One pass over the samples collects the inputs of all layers. If ``sequential``, each block has a pass of its own: the blocks before it
+    are converted already, and the pass ends with the block. That costs half as many passes as there are blocks, holds the matrices
+    of one block at a time, and lets a block correct the errors of those before it. ``permute`` reorders hidden units of feed-forward
+    blocks, heads, and entries of heads where that lowers the errors. Dense layers that share the order are then among the new modules.
     """
     shared = shared_features(plan, model, samples) if permute else ()
     names = {layer.fqn: layer.names for layer in plan.layers}
@@ -147,7 +146,7 @@ def project_calibrated_layers(
 
 
 def _blocks(layers: tuple[LayerPlan, ...]) -> list[tuple[LayerPlan, ...]]:
-    """The layers by block, which is what a name says up to its last number; in the order of execution."""
+    """Group the layers by block, in the order of execution. The name of a block ends with the last number in a layer's name."""
     blocks: dict[str, list[LayerPlan]] = {}
     for layer in layers:
         numbered = re.match(r".*\.\d+(?=\.|$)", f".{layer.fqn}")
@@ -236,14 +235,14 @@ def _fitted(
 
 
 def _error(weight: Tensor, product: Tensor, shift: Tensor | None, moments: Moments, reference: float | None = None) -> OutputError:
-    """Where the moments are."""
+    """Compute the error on the device of the moments."""
     on = moments.mean
     return output_error(weight.to(on), product.to(on), None if shift is None else shift.to(on), moments, reference)
 
 
 @torch.no_grad()
 def _module(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit]) -> nn.Module:
-    """The new module, whose biases take up what the parts lose of the mean."""
+    """The new module; its biases correct the mean of the output."""
     found = dict(zip(layer.parts, fits, strict=True))
 
     def weights(part: Part) -> Sequence[Tensor]:

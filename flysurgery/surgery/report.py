@@ -147,7 +147,7 @@ class Row:
 
     @classmethod
     def of(cls, layer: LayerPlan, **found: Any) -> Row:
-        """The row of a layer, with what its projection ``found``; of a layer that stays dense there is nothing."""
+        """The row of a layer, with the results of its projection; a layer that stays dense has none."""
         return cls(**{name: getattr(layer, name) for name in PLANNED}, **found)
 
 
@@ -265,7 +265,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def permutation_tables(permutations: Sequence[Permutation]) -> str:
-    """What was won in each role, as the mean over its layers, and what was tied, with the reasons."""
+    """The mean errors of each role before and after, and the features that kept their order, with the reasons."""
     by_role: dict[tuple[str, str], list[tuple[bool, PermutedLayer]]] = {}
     for each in permutations:
         for layer in each.layers:
@@ -284,12 +284,12 @@ def permutation_tables(permutations: Sequence[Permutation]) -> str:
 
 
 def measures(found: Fidelity) -> list[tuple[str, str]]:
-    """What was compared, and what came of it."""
+    """The names and values of all measures."""
     return [(what, _shown(what, value)) for what, (_, value) in _values(found).items() if value is not None]
 
 
 def fidelity_rows(found: Fidelity, reconstruction: Reconstruction | None = None) -> list[tuple[str, str, str, str]]:
-    """What was compared, before, after, and the change: before is the dense model, or the projection where there is a reconstruction."""
+    """Rows of name, before, after and change. Before is the dense model, or the projection where there is a reconstruction."""
     start = None if reconstruction is None else _values(reconstruction.before)
     rows = []
     for what, (dense, after) in _values(found).items():
@@ -316,7 +316,7 @@ def reconstruction_sentence(done: Reconstruction) -> str:
 
 
 def verdict(found: Fidelity | None, *, calibrated: bool, reconstructed: bool) -> str | None:
-    """What the user is to know of the fidelity: that it is unknown, or too low and what raises it. None where it is enough."""
+    """Says that the fidelity is unknown, or too low and what raises it; None where it is high enough."""
     if found is None:
         return None if calibrated else UNKNOWN
     cosines = {"output": found.output_cosine} | ({} if found.token_cosine is None else {"token": found.token_cosine})
@@ -331,7 +331,7 @@ def verdict(found: Fidelity | None, *, calibrated: bool, reconstructed: bool) ->
 
 
 def _values(found: Fidelity) -> dict[str, tuple[float, float | None]]:
-    """By name: the dense model's value, and the one that was found."""
+    """The dense model's value and the measured one, by name."""
     return {
         "output cosine": (1.0, found.output_cosine),
         "token cosine": (1.0, found.token_cosine),

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON values, and back. What is read may come from anywhere: all of it is checked against the types of the fields."""
+"""Dataclasses as JSON values, and back. The reader trusts nothing: it checks all data against the types of the fields."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 Item = TypeVar("Item")
 
 Columns: TypeAlias = Mapping[str, Callable[[list[Any]], str | None]]
-"""By title: what a column says of layers that are alike."""
+"""The cell of each column for layers that are alike, by title."""
 
 LEFT = ("role", "out x in", "family", "architecture", "reason", "note")
 """The columns of texts; numbers are set to the right."""
@@ -39,7 +39,7 @@ def grouped(items: Iterable[Item], name: Callable[[Item], str], alike: Callable[
 
 
 def layer_table(title: str, layers: Iterable[Any], alike: Callable[[Any], object], columns: Columns) -> str:
-    """The name of each group of layers that are ``alike``, how many they are, and ``columns``. Without layers there is no table."""
+    """One line for each group of layers that are ``alike``: its name, its size, and ``columns``. No layers give no table."""
     rows = [
         (name, str(len(members)), *(cell(members) or "" for cell in columns.values()))
         for name, members in grouped(layers, lambda layer: layer.fqn, alike)
@@ -64,7 +64,7 @@ def replaced_table(title: str, layers: Iterable[Any], counted: str, further: Col
 
 
 def kept_table(layers: Iterable[Any]) -> str:
-    """Those of the layers that stay dense, rows of a plan or of a report, and why they do."""
+    """The layers that stay dense, and why; rows of a plan or of a report."""
     columns: Columns = {
         "role": lambda layers: layers[0].role,
         "out x in": lambda layers: layers[0].size,

@@ -15,49 +15,7 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, plan
 
-TOKENS, WIDTH, HIDDEN, CLASSES = 8, 32, 64, 5
 TINY = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
-
-
-class Block(nn.Module):
-    """Fused attention and an FFN, with a batch norm and a dropout, which an inference must leave alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm = nn.BatchNorm1d(TOKENS)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.drop = nn.Dropout(0.5)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
-        return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Toy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(1))
-
-
-@pytest.fixture
-def toy() -> nn.Module:
-    torch.manual_seed(1)
-    return Toy()
-
-
-@pytest.fixture
-def toy_input() -> Tensor:
-    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
 def beit() -> nn.Module:

@@ -18,7 +18,7 @@ from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture, low_rank, monarch
 from flysurgery.projection import metric_of, output_error, project, project_calibrated
-from flysurgery.surgery import FidelityGoal, Plan, Report, Split, allocate, apply, candidates, convert, plan
+from flysurgery.surgery import FidelityGoal, Plan, Split, allocate, apply, candidates, convert, plan
 from tests.surgery.conftest import unchanged
 
 
@@ -32,42 +32,24 @@ def uneven(vit: nn.Module) -> nn.Module:
     return vit
 
 
-def weights(made: Plan, among: Plan) -> tuple[int, int]:
-    """Weights after and before in the layers that ``among`` replaces."""
-    chosen = [layer for layer in made.layers if layer.fqn in {each.fqn for each in among.replaced}]
-    return sum(layer.weights_after for layer in chosen), sum(layer.weights_before for layer in chosen)
-
-
-def error_of(report: Report, dense: nn.Module, among: Plan) -> float:
-    """The relative error of all layers' weights together."""
-    norms = {each.fqn: float(dense.get_parameter(f"{each.fqn}.weight").detach().double().norm()) for each in among.replaced}
-    lost = sum((row.relative_error or 0.0) ** 2 * norms[row.fqn] ** 2 for row in report.replaced)
-    return sqrt(lost / sum(norm**2 for norm in norms.values()))
-
-
 @pytest.mark.parametrize("budget", [0.12, 0.4, 0.75])
 def test_the_weights_keep_to_the_budget_and_the_prediction_is_what_apply_measures(uneven: nn.Module, vit_plan: Plan, budget: float) -> None:
     with unchanged(uneven):
         made, tradeoff = allocate(vit_plan, uneven, budget=budget)
-    after, whole = weights(made, vit_plan)
-    assert 0.8 * budget < after / whole <= budget
-    assert tradeoff.chosen.cost == after and tradeoff.chosen.share == pytest.approx(after / whole)
-    report = apply(made, copy.deepcopy(uneven))
-    assert tradeoff.chosen.error == pytest.approx(error_of(report, uneven, vit_plan), rel=1e-4)
+    planned = {layer.fqn: layer for layer in vit_plan.replaced}
+    after = sum(layer.weights_after for layer in made.layers if layer.fqn in planned)
+    share = after / sum(layer.weights_before for layer in planned.values())
+    assert 0.8 * budget < share <= budget
+    assert tradeoff.chosen.cost == after and tradeoff.chosen.share == pytest.approx(share)
+    norms = {fqn: float(uneven.get_parameter(f"{fqn}.weight").detach().double().norm()) for fqn in planned}
+    lost = sum((row.relative_error or 0.0) ** 2 * norms[row.fqn] ** 2 for row in apply(made, copy.deepcopy(uneven)).replaced)
+    assert tradeoff.chosen.error == pytest.approx(sqrt(lost / sum(norm**2 for norm in norms.values())), rel=1e-4)
     assert Plan.from_json(made.to_json()) == made
     kept = [layer for layer in made.layers if layer.reason is not None and layer.reason.code == "budget"]
     assert (kept or budget < 0.75) and all(layer.weights_after == layer.weights_before for layer in kept)
     if budget == 0.4:
         first, second = (sum(each.weights_after for each in made.layers if f"blocks.{i}.m" in each.fqn) for i in (0, 1))
         assert first > 1.5 * second
-
-
-@pytest.mark.parametrize("nblocks", [2, 8])
-def test_no_uniform_architecture_of_equal_cost_is_better(uneven: nn.Module, vit_plan: Plan, nblocks: int) -> None:
-    uniform = plan(uneven, nblocks=nblocks)
-    after, whole = weights(uniform, vit_plan)
-    _, tradeoff = allocate(vit_plan, uneven, budget=after / whole)
-    assert tradeoff.chosen.error <= error_of(apply(uniform, copy.deepcopy(uneven)), uneven, vit_plan) * (1 + 1e-4)
 
 
 def test_max_error_is_kept_and_the_curve_falls(vit: nn.Module, vit_plan: Plan) -> None:
@@ -167,11 +149,11 @@ def test_a_table_bounds_the_milliseconds_and_names_the_candidates(vit: nn.Module
         (lambda text: text.replace("2.0,blocks.1.mlp.fc2,dense", "2.0,other,dense"), "no dense row of layer blocks.1.mlp.fc2"),
         (lambda text: text.replace("blocks.0.mlp.fc1", "other"), "no rows of layer blocks.0.mlp.fc1"),
         (lambda text: text.replace("1,2.0,blocks.0.attn.qkv", "1,-2,blocks.0.attn.qkv"), "line 2: ms must be a positive number"),
-        (lambda text: text.replace("ms,fqn", "time,fqn"), "ms missing"),
+        (lambda text: text.replace("ms,fqn", "time,fqn"), "line 2: expected a row with fqn, architecture, ms, and ms is missing"),
         (lambda text: text + "1,3,blocks.0.attn.qkv,dense\n", "line 21: a second row of layer blocks.0.attn.qkv with dense"),
         (lambda text: text + '1,3,blocks.0.mlp.fc1,"(1,8,8,1)"\n', "line 21: .*is 8x8, and layer blocks.0.mlp.fc1 is 256x64"),
         (lambda text: text + "1,3,blocks.0.mlp.fc1,fast\n", "line 21: expected patterns"),
-        (lambda _: '{"rows": [{"fqn": "a"}]}', "row 1: expected an object with fqn, architecture, ms"),
+        (lambda _: '{"rows": [{"fqn": "a"}]}', "row 1: expected a row with fqn, architecture, ms, and architecture, ms is missing"),
         (lambda _: '{"rows": [', "no valid JSON, line 1"),
     ],
 )

@@ -71,14 +71,15 @@ def test_dtype_mode_and_requires_grad_stay_there_and_back(vit: nn.Module, vit_pl
     assert [(name, each.training) for name, each in vit.named_modules()] == [(name, each.training) for name, each in before.named_modules()]
 
 
-def test_random_state_batch_statistics_and_modes_stay(toy: nn.Module, toy_input: Tensor) -> None:
-    toy.blocks[1].eval()
-    buffers = {name: buffer.clone() for name, buffer in toy.named_buffers()}
+def test_random_state_batch_statistics_and_modes_stay(vit: nn.Module) -> None:
+    vit.norm = nn.BatchNorm1d(5)  # of the tokens
+    vit.blocks[1].eval()
+    buffers = {name: buffer.clone() for name, buffer in vit.named_buffers()}
     random, threads = torch.get_rng_state(), torch.get_num_threads()
-    apply(plan(toy, example=toy_input), toy)
+    apply(plan(vit), vit)
     assert torch.equal(torch.get_rng_state(), random) and torch.get_num_threads() == threads
-    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in toy.named_buffers())
-    assert [toy.blocks[i].norm.training for i in (0, 1)] == [True, False]
+    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in vit.named_buffers())
+    assert [module.training for module in (vit.norm, *vit.blocks)] == [True, True, False]
 
 
 def test_the_report_counts_and_measures(vit: nn.Module, vit_plan: Plan) -> None:
@@ -130,16 +131,15 @@ def test_the_plan_stays_with_the_model_its_copies_and_pickles(vit: nn.Module, vi
     assert plan_of(copy.deepcopy(vit)) == plan_of(pickle.loads(pickle.dumps(vit))) == vit_plan
 
 
-def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(toy: nn.Module, toy_input: Tensor) -> None:
-    toy.blocks[1].up = toy.blocks[0].up
-    made = plan(toy, example=toy_input)
-    shared = [layer for layer in made.replaced if layer.aliases]
-    assert [(layer.fqn, layer.aliases, layer.calls) for layer in shared] == [("blocks.0.up", ("blocks.1.up",), 2)]
-    apply(made, toy)
-    assert isinstance(toy.get_submodule("blocks.1.up"), ButterflyLinear)
-    assert toy.get_submodule("blocks.1.up") is toy.get_submodule("blocks.0.up")
-    assert densify(toy) == 5
-    assert toy.get_submodule("blocks.0.up") is toy.get_submodule("blocks.1.up")
+def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: nn.Module) -> None:
+    first, second = "blocks.0.mlp.fc1", "blocks.1.mlp.fc1"
+    vit.blocks[1].mlp.fc1 = vit.blocks[0].mlp.fc1
+    made = plan(vit)
+    assert [(layer.fqn, layer.aliases, layer.calls) for layer in made.replaced if layer.aliases] == [(first, (second,), 2)]
+    apply(made, vit)
+    assert isinstance(vit.get_submodule(second), ButterflyLinear) and vit.get_submodule(second) is vit.get_submodule(first)
+    assert densify(vit) == 5
+    assert type(vit.get_submodule(second)) is nn.Linear and vit.get_submodule(second) is vit.get_submodule(first)
 
 
 class Mobile(nn.Module):
@@ -236,15 +236,6 @@ def test_switches_are_set_back() -> None:
         assert [block.attn.qkv_bias_separate for block in model.blocks] == [False, True]
 
 
-def test_a_part_that_stayed_dense_keeps_its_rows(toy: nn.Module) -> None:
-    q, k = ButterflyLinear(monarch(32, 32, 2)), nn.Linear(32, 5, bias=False)
-    toy.blocks[0].qkv = SplitLinear({"q": q, "k": k})
-    assert densify(toy) == 1
-    qkv = toy.get_submodule("blocks.0.qkv")
-    assert torch.equal(qkv.weight[32:], k.weight)
-    assert torch.equal(qkv.bias, torch.cat([q.bias, torch.zeros(5)]))
-
-
 def test_what_cannot_be_densified(vit: nn.Module) -> None:
     with pytest.raises(SurgeryError, match="no converted layer"):
         densify(vit)
@@ -269,15 +260,6 @@ def test_an_installed_model_loads_the_state_and_gives_its_outputs(vit: nn.Module
     assert plan_of(again) == vit_plan
     with pytest.raises(SurgeryError, match="densify it first"):
         install(vit_plan, again)
-
-
-def test_install_on_a_real_device_draws_no_random_numbers(vit: nn.Module, vit_plan: Plan) -> None:
-    vit.to(torch.bfloat16).eval()
-    bias, random = vit.get_submodule("blocks.0.mlp.fc1").bias, torch.get_rng_state()
-    install(vit_plan, vit)
-    fc1 = vit.get_submodule("blocks.0.mlp.fc1")
-    assert torch.equal(torch.get_rng_state(), random) and torch.equal(fc1.bias, bias) and not fc1.training
-    assert {(parameter.dtype, parameter.device.type) for parameter in fc1.parameters()} == {(torch.bfloat16, "cpu")}
 
 
 def test_install_checks_before_it_changes(vit_plan: Plan) -> None:

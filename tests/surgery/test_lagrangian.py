@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import pytest
 
-from flysurgery.surgery.lagrangian import Choice, Unit, cost_of, error_of, hull_points, least_cost, least_error
+from flysurgery.surgery.lagrangian import cost_of, error_of, hull_points, least_cost, least_error
 
 NAMES = ("dense", "fine", "coarse", "odd")
 
 
-def units_of(seed: int, count: int = 3) -> list[Unit]:
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    cost: float
+    error: float
+
+
+def units_of(seed: int, count: int = 3) -> list[list[Choice]]:
     """Units of different sizes whose dense choice has no error; "odd" ones may be bad, and not every unit has them."""
     draw = random.Random(seed)
-    found: list[Unit] = []
+    found: list[list[Choice]] = []
     for _ in range(count):
         size = draw.choice([4, 8, 16])
         rest = [Choice(name, draw.randint(1, 10) * size, size * draw.random()) for name in NAMES[1 : draw.choice([3, 4])]]
@@ -23,16 +31,15 @@ def units_of(seed: int, count: int = 3) -> list[Unit]:
     return found
 
 
-def every(units: list[Unit]) -> list[tuple[float, float]]:
-    picks = product(*(range(len(unit)) for unit in units))
-    return [(cost_of(units, each), error_of(units, each)) for each in picks]
+def every(units: list[list[Choice]]) -> list[tuple[float, float]]:
+    return [(cost_of(picks), error_of(picks)) for picks in product(*units)]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_choices_keep_to_their_bound_and_lie_between_the_hull_and_the_best_of_all(seed: int) -> None:
     units = units_of(seed)
     possible = every(units)
-    hull = [(slope, cost_of(units, picks), error_of(units, picks)) for slope, picks in hull_points(units)]
+    hull = [(slope, cost_of(picks), error_of(picks)) for slope, picks in hull_points(units)]
     for multiplier, cost, error in hull:
         assert error == pytest.approx(min(e for c, e in possible if c <= cost + 1e-9), abs=1e-12)
         if multiplier < float("inf"):
@@ -45,12 +52,12 @@ def test_choices_keep_to_their_bound_and_lie_between_the_hull_and_the_best_of_al
         within = [error for cost, error in possible if cost <= limit]
         assert (picks is None) == (not within)
         if picks is not None:
-            assert cost_of(units, picks) <= limit
-            assert min(within) - 1e-12 <= error_of(units, picks) <= min(error for _, cost, error in hull if cost <= limit) + 1e-12
+            assert cost_of(picks) <= limit
+            assert min(within) - 1e-12 <= error_of(picks) <= min(error for _, cost, error in hull if cost <= limit) + 1e-12
     for limit in (0.0, 1.0, 5.0):
         picks = least_cost(units, limit)
-        assert picks is not None and error_of(units, picks) <= limit
-        assert min(c for c, e in possible if e <= limit) <= cost_of(units, picks) <= min(c for _, c, e in hull if e <= limit)
+        assert picks is not None and error_of(picks) <= limit
+        assert min(c for c, e in possible if e <= limit) <= cost_of(picks) <= min(c for _, c, e in hull if e <= limit)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -61,4 +68,4 @@ def test_it_is_never_worse_than_one_name_for_all_at_equal_cost(seed: int) -> Non
         if len(alike) == len(units):
             picks = least_error(units, sum(choice.cost for choice in alike))
             assert picks is not None
-            assert error_of(units, picks) <= sum(choice.error for choice in alike)
+            assert error_of(picks) <= sum(choice.error for choice in alike)
