@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery.errors import OptionError
-from flysurgery.fidelity import Muon, relative_error
+from flysurgery.fidelity import Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
-from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor, nn
 
-from flysurgery.fidelity.half import HalfCopy, precision
+from flysurgery.fidelity.copies import HalfCopy, precision
 
 
 def test_gradients_come_back_in_float32_and_values_go_over() -> None:

@@ -16,7 +16,7 @@ import flysurgery
 from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.fidelity import Settings, measure_fidelity, reconstruct
-from flysurgery.fidelity.source import Source
+from flysurgery.fidelity.views import Source
 from flysurgery.walker import Cut, find_cuts, survey
 
 SHORT = Settings(minutes=60, batch=8)

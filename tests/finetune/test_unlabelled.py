@@ -18,8 +18,7 @@ from torch import nn
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.evaluation import preparation
-from flysurgery.fidelity import moments
-from flysurgery.fidelity.copied import Copied
+from flysurgery.fidelity import Copied, moments
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.batches import LoadedBatches, Process, ViewedBatches
 from flysurgery.finetune.pictures import read_pictures, unlabelled_files
