@@ -166,7 +166,7 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
 
 def test_a_budget_sets_the_number_of_updates(photographs: Path, features: tuple[nn.Module, nn.Module]) -> None:
     model = copy.deepcopy(features[1])
-    settings = replace(QUICK, epochs=None, minutes=0.05)
+    settings = replace(QUICK, epochs=None, minutes=0.1)
     outcome = train(model, training_data(photographs, model, settings, teacher=True), settings, teacher=features[0])
     assert outcome.updates > 1 and outcome.seconds < 20
     assert max(moments(outcome.updates, 10)) == outcome.updates and moments(1, 10) == {1} and len(moments(100, 10)) == 10
