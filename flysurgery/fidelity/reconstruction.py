@@ -56,7 +56,7 @@ class Reconstruction:
     history: tuple[tuple[int, float], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
+        """Give the numbers as JSON values."""
         return asdict(self)
 
 
