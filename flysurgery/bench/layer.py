@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flysurgery.bench.ceilings import Ceilings, measure_ceilings, work_of_step
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
 from flysurgery.bench.timing import in_mode
-from flysurgery.bench.units import PROTOCOLS, Unit, converted_timm, fits, model_name, units, vit_sizes
+from flysurgery.bench.units import PROTOCOLS, Unit, converted_timm, layer_sizes, model_name, units, vit_sizes
 from flysurgery.bench.variants import (
     COMPILED,
     INT8,
@@ -28,7 +28,8 @@ from flysurgery.bench.variants import (
     fused_modules,
     obstacle,
 )
-from flysurgery.errors import OptionError, PatternError
+from flysurgery.errors import OptionError
+from flysurgery.patterns import named
 
 FUSED = "fused modules"
 """The variant in which whole modules are replaced for inference, not only their linears."""
@@ -137,9 +138,8 @@ def _wanted_parts(settings: LayerSettings, device: torch.device) -> dict[str, li
             if name not in known:
                 raise OptionError(f"there is no {kind} '{name}'; choose from {', '.join(known)}")
     sizes, _ = vit_sizes(settings.model, settings.model_args)
-    reason = fits(settings.arch, sizes.width)
-    if reason is not None:
-        raise PatternError(reason)
+    for out_features, in_features in layer_sizes(sizes.width).values():
+        named(settings.arch, out_features, in_features)  # raises where the architecture does not exist
     protocols = dict.fromkeys((*PROTOCOLS, *settings.protocols))
     parts = {each: units(each, settings.model, settings.model_args, settings.arch, settings.seed) for each in protocols}
     known = sorted({part.name for each in parts.values() for part in each})
