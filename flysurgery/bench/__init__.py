@@ -43,7 +43,6 @@ from flysurgery.bench.multiply import MultiplyRow as MultiplyRow
 from flysurgery.bench.multiply import ProjectionRow as ProjectionRow
 from flysurgery.bench.multiply import bench_multiply as bench_multiply
 from flysurgery.bench.multiply import bench_projection as bench_projection
-from flysurgery.bench.multiply import layer_sizes as layer_sizes
 from flysurgery.bench.paper_patterns import energy_boxes as energy_boxes
 from flysurgery.bench.paper_patterns import panels as panels
 from flysurgery.bench.paper_patterns import shares_table as shares_table
@@ -70,4 +69,5 @@ from flysurgery.bench.timing import in_mode as in_mode
 from flysurgery.bench.timing import modes_of as modes_of
 from flysurgery.bench.timing import time_interleaved as time_interleaved
 from flysurgery.bench.units import PROTOCOLS as PROTOCOLS
+from flysurgery.bench.units import layer_sizes as layer_sizes
 from flysurgery.bench.units import model_name as model_name

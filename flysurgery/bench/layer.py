@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Ceilings, measure_ceilings, work_of_step
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line, time_right
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
 from flysurgery.bench.timing import in_mode
-from flysurgery.bench.units import PROTOCOLS, Unit, converted_timm, fits, model_name, units, vit_sizes
+from flysurgery.bench.units import PROTOCOLS, Unit, converted_timm, layer_sizes, model_name, units, vit_sizes
 from flysurgery.bench.variants import (
     COMPILED,
     INT8,
@@ -28,7 +28,8 @@ from flysurgery.bench.variants import (
     fused_modules,
     obstacle,
 )
-from flysurgery.errors import OptionError, PatternError
+from flysurgery.errors import OptionError
+from flysurgery.patterns import named
 
 FUSED = "fused modules"
 """The variant in which whole modules are replaced for inference, not only their linears."""
@@ -137,9 +138,8 @@ def _wanted_parts(settings: LayerSettings, device: torch.device) -> dict[str, li
             if name not in known:
                 raise OptionError(f"there is no {kind} '{name}'; choose from {', '.join(known)}")
     sizes, _ = vit_sizes(settings.model, settings.model_args)
-    reason = fits(settings.arch, sizes.width)
-    if reason is not None:
-        raise PatternError(reason)
+    for out_features, in_features in layer_sizes(sizes.width).values():
+        named(settings.arch, out_features, in_features)  # raises where the architecture does not exist
     protocols = dict.fromkeys((*PROTOCOLS, *settings.protocols))
     parts = {each: units(each, settings.model, settings.model_args, settings.arch, settings.seed) for each in protocols}
     known = sorted({part.name for each in parts.values() for part in each})
@@ -240,19 +240,20 @@ def _measure_steps(settings: LayerSettings, device: torch.device, launch: str) -
     models = {"dense": VARIANTS["dense"](layer), "layer": layer}
     works = {name: work_of_step(by_definition(model), images, labels) for name, model in models.items()}
     steps = {name: _step(model.requires_grad_(True).train(), labels, launch) for name, model in models.items()}
-    statuses = {name: _learns(step, images) for name, step in steps.items()}
+    wrong = {name: status for name, step in steps.items() if (status := _what_is_wrong(step, images)) is not None}
+    right = {name: step for name, step in steps.items() if name not in wrong}
     ceilings = measure_ceilings(STEP_MODE, device, quick=settings.quick)
-    found = time_right(steps, images, statuses, {}, works=works, ceilings=ceilings, protocol=settings.protocol("eager"))
+    found = measure(right, images, None, refused=wrong, works=works, ceilings=ceilings, protocol=settings.protocol("eager"))
     return {name: found[name] for name in ("dense", "dense" + AGAIN, "layer") if name in found}
 
 
-def _learns(step: Callable[[Tensor], Tensor], images: Tensor) -> str:
-    """Say "ok" where the loss falls, else what is wrong with the step."""
+def _what_is_wrong(step: Callable[[Tensor], Tensor], images: Tensor) -> str | None:
+    """Say why a step gets no time; None where its loss falls."""
     try:
         losses = [float(step(images)) for _ in range(STEPS_THAT_MUST_LEARN)]
     except (RuntimeError, NotImplementedError) as error:
         return f"failed: {one_line(error)}"
-    return "ok" if losses[-1] < losses[0] else f"wrong: the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
+    return None if losses[-1] < losses[0] else f"wrong: the loss went from {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
 def _step(model: nn.Module, labels: Tensor, launch: str) -> Callable[[Tensor], Tensor]:

@@ -86,7 +86,7 @@ def checked_rows(rows: int, count: int) -> list[int]:
 def measure(
     candidates: Mapping[str, Run],
     x: Tensor | Mapping[str, Tensor],
-    truths: Tensor | Mapping[str, Tensor],
+    truths: Tensor | Mapping[str, Tensor] | None,
     *,
     baseline: str = "dense",
     worst: float = WORST_ERROR,
@@ -102,7 +102,7 @@ def measure(
 
     Args:
         x: the input, one for all or one for each candidate by its name.
-        truths: results in float64 for the checked rows, one for all or one for each candidate.
+        truths: results in float64 for the checked rows, one for all or one for each candidate; None if all are known to be right.
         baseline: the candidate that ratios refer to. Its twin, named with ``AGAIN``, is timed with the others.
         worst: how many times the baseline's error a candidate may have.
         base: what the results are a change of, for the checked rows. Errors are then relative to that change.
@@ -111,9 +111,34 @@ def measure(
         allowed: rms errors that a candidate may have on its own account, such as that of quantization.
         works: what the computation must spend, one for all or one for each candidate.
     """
-    found = {name: Measured(launch_on(_device(x), protocol), reason) for name, reason in (refused or {}).items()}
-    errors, statuses = check(candidates, x, truths, rows=rows, base=base, baseline=baseline, worst=worst, allowed=allowed or {})
-    return found | time_right(candidates, x, statuses, errors, baseline=baseline, works=works, ceilings=ceilings, protocol=protocol)
+    device = (x if isinstance(x, Tensor) else next(iter(x.values()))).device
+    protocol = replace(protocol, launch=launch_on(device, protocol))
+    errors: dict[str, float] = {}
+    statuses = dict.fromkeys(candidates, "ok")
+    if truths is not None:
+        errors, statuses = check(candidates, x, truths, rows=rows, baseline=baseline, base=base, worst=worst, allowed=allowed)
+    right = {name: run for name, run in candidates.items() if statuses[name] == "ok"}
+    if baseline in right:
+        right[baseline + AGAIN] = right[baseline]
+    inputs = {name: _own(x, name.removesuffix(AGAIN)) for name in right}
+    timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
+    noise = noise_of(timings, baseline)
+    right_status = status_of(noise, device.type, baseline)
+    found = {name: Measured(protocol.launch, reason) for name, reason in (refused or {}).items()}
+    for name in dict.fromkeys((*candidates, *right)):
+        plain = name.removesuffix(AGAIN)
+        work = works.get(plain) if isinstance(works, Mapping) else works
+        bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
+        spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
+        if name not in timings:
+            found[name] = Measured(protocol.launch, statuses[name], errors.get(plain), noise, **spent)
+            continue
+        timing = timings[name]
+        ratio = timing.median_ms / timings[baseline].median_ms if baseline in timings else None
+        share = None if bound is None else bound / timing.median_ms
+        times = timing.median_ms, timing.iqr_ms, ratio
+        found[name] = Measured(timing.launch, right_status, errors.get(plain), noise, *times, **spent, share_of_bound=share)
+    return found
 
 
 def check(
@@ -144,52 +169,8 @@ def check(
     return errors, statuses
 
 
-def time_right(
-    candidates: Mapping[str, Run],
-    x: Tensor | Mapping[str, Tensor],
-    statuses: Mapping[str, str],
-    errors: Mapping[str, float],
-    *,
-    baseline: str = "dense",
-    works: Mapping[str, Work] | Work | None = None,
-    ceilings: Ceilings | None = None,
-    protocol: Protocol = DEFAULT_PROTOCOL,
-) -> dict[str, Measured]:
-    """Time the candidates whose status is "ok" in one run, the baseline twice; the others keep their status and get no time."""
-    protocol = replace(protocol, launch=launch_on(_device(x), protocol))
-    right = {name: run for name, run in candidates.items() if statuses[name] == "ok"}
-    names = list(statuses)
-    if baseline in right:
-        right[baseline + AGAIN] = right[baseline]
-        names.append(baseline + AGAIN)
-    inputs = {name: _own(x, name.removesuffix(AGAIN)) for name in right}
-    timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
-    noise = noise_of(timings, baseline)
-    right_status = status_of(noise, _device(x).type, baseline)
-    found: dict[str, Measured] = {}
-    for name in names:
-        plain = name.removesuffix(AGAIN)
-        work = works.get(plain) if isinstance(works, Mapping) else works
-        status = right_status if name in right else statuses[name]
-        bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
-        spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
-        if name not in timings:
-            found[name] = Measured(protocol.launch, status, errors.get(plain), noise, **spent)
-            continue
-        timing = timings[name]
-        ratio = timing.median_ms / timings[baseline].median_ms if baseline in timings else None
-        share = None if bound is None else bound / timing.median_ms
-        times = timing.median_ms, timing.iqr_ms, ratio
-        found[name] = Measured(timing.launch, status, errors.get(plain), noise, *times, **spent, share_of_bound=share)
-    return found
-
-
 def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:
     return each if isinstance(each, Tensor) else each[name]
-
-
-def _device(x: Tensor | Mapping[str, Tensor]) -> torch.device:
-    return x.device if isinstance(x, Tensor) else next(iter(x.values())).device
 
 
 def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from flysurgery.bench.ceilings import Work, measure_ceilings
 from flysurgery.bench.measuring import AGAIN, DEFAULT_PROTOCOL, Measured, Protocol, checked_rows, launch_on, measure
 from flysurgery.bench.timing import in_mode
+from flysurgery.bench.units import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
 from flysurgery.errors import PatternError
 from flysurgery.layers import ButterflyLinear
@@ -65,11 +66,6 @@ class ProjectionRow:
     status: str
     seconds: float | None
     relative_error: float | None
-
-
-def layer_sizes(width: int) -> dict[str, tuple[int, int]]:
-    """Give the sizes (out, in) of the linears of a transformer block: q, k, v and output; the two of the FFN."""
-    return {"square": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
 
 
 def bench_multiply(

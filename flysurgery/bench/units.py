@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from flysurgery.errors import OptionError, PatternError
+from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import named
 from flysurgery.surgery import install, plan
@@ -87,14 +87,9 @@ def vit_sizes(model: str, model_args: Mapping[str, Any]) -> tuple[VitSizes, int]
     return sizes, int(getattr(vit, "num_prefix_tokens", 0))
 
 
-def fits(arch: str, width: int) -> str | None:
-    """Say why an architecture does not exist at this width; None when it does."""
-    try:
-        for out_features, in_features in ((width, width), (4 * width, width), (width, 4 * width)):
-            named(arch, out_features, in_features)
-    except PatternError as error:
-        return str(error)
-    return None
+def layer_sizes(width: int) -> dict[str, tuple[int, int]]:
+    """Give the sizes (out, in) of the linears of a transformer block: q, k, v and output; the two of the FFN."""
+    return {"square": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
 
 
 def converted_timm(model: str, model_args: Mapping[str, Any], arch: str) -> nn.Module:
@@ -125,7 +120,7 @@ def _paper_units(sizes: VitSizes, arch: str, seed: int) -> Iterator[Unit]:
         return ButterflyLinear(named(arch, out_features, in_features), bias=bias)
 
     width, tokens = sizes.width, sizes.tokens
-    for name, out_features, in_features in (("N x N", width, width), ("4N x N", 4 * width, width), ("N x 4N", width, 4 * width)):
+    for name, (out_features, in_features) in zip(("N x N", "4N x N", "N x 4N"), layer_sizes(width).values(), strict=True):
         for bias in (False, True):
             label = f"linear {name}{' + bias' if bias else ''}"
             build = _seeded(seed, lambda out=out_features, inner=in_features, bias=bias: make(out, inner, bias))

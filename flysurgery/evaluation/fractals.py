@@ -115,7 +115,7 @@ class Fractals(Dataset[Any]):
 
     @torch.no_grad()
     def batch(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """The pictures of these numbers, shape (batch, channels, height, width), and their classes."""
+        """Make the pictures of these numbers, shape (batch, channels, height, width), and their classes."""
         index = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         drawn = _uniform(index, self._salt)
         classes = index % self.classes if self.part == "held-out" else (drawn[:, -1] * self.classes).long()
@@ -125,7 +125,7 @@ class Fractals(Dataset[Any]):
         return (images - self._mean) / self._std, classes
 
     def _walk(self, classes: Tensor, drawn: Tensor) -> Tensor:  # shape: (batch, MAPS, height, width)
-        """How often the walkers of each picture came to each pixel, by the map that took them there."""
+        """Count how often the walkers of each picture came to each pixel, by the map that took them there."""
         batch, walkers = len(classes), self._table.shape[1]
         height, width = self._painted
         bends = drawn[:, : MAPS * 6].view(batch, MAPS, 6) + drawn[:, MAPS * 6 : MAPS * 12].view(batch, MAPS, 6) - 1
@@ -153,7 +153,7 @@ class Fractals(Dataset[Any]):
 
 
 def _systems(classes: int) -> tuple[Tensor, Tensor]:
-    """The maps (a, b, c, d, e, f): (x, y) -> (a x + b y + e, c x + d y + f) of each class, and how often each is taken."""
+    """Draw the maps (a, b, c, d, e, f): (x, y) -> (a x + b y + e, c x + d y + f) of each class, and how often each is taken."""
     maps, shares = torch.empty(classes, MAPS, 6), torch.empty(classes, MAPS)
     for number in range(classes):
         draw = torch.rand(MAPS, 7, generator=torch.Generator().manual_seed(number + 1), dtype=torch.float64)
@@ -170,7 +170,7 @@ def _systems(classes: int) -> tuple[Tensor, Tensor]:
 
 
 def _frame(x: Tensor, y: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
-    """Where a picture is taken: the middle of its attractor, and the turn that is scaled to half pictures, with a shift."""
+    """Choose a picture's frame: the middle of its attractor, and a turn and a shift, scaled to half pictures."""
     middle = x.mean(1, keepdim=True), y.mean(1, keepdim=True)
     extent = ((x - middle[0]).square().mean(1, keepdim=True) + (y - middle[1]).square().mean(1, keepdim=True)).sqrt() + 1e-3
     random = 2 * drawn[:, :4] - 1
@@ -208,14 +208,14 @@ def _paint(counts: Tensor, drawn: Tensor, channels: int) -> Tensor:  # shape: (b
 
 
 def _uniform(index: Tensor, salt: int) -> Tensor:  # shape: (batch, DRAWS)
-    """Numbers in [0, 1) that follow from the picture's number and the salt alone, the same on every device."""
+    """Draw numbers in [0, 1) that follow from the picture's number and the salt alone, the same on every device."""
     state = index[:, None] * DRAWS + torch.arange(DRAWS, device=index.device)
     state = _mixed(state + _mixed(torch.tensor(salt, dtype=torch.int64, device=index.device)))
     return ((state >> 40) & 0xFFFFFF).float() / (1 << 24)
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """Stir the 64 bits so that neighbours have nothing in common; int64 products wrap around.
+    """Mix the 64 bits so that neighbours have nothing in common; int64 products wrap around.
 
     Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014: the finalizer of SplitMix64.
     """

@@ -1,4 +1,4 @@
-"""How close a model's outputs are to those of the dense model: end to end, and block by block, without labels."""
+"""Measures how close a model's outputs are to those of the dense model: end to end, and block by block, without labels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fidelity:
 
     @property
     def lowest_cosine(self) -> float:
-        """The lower of the output's and the tokens' cosine; NaN if one of them is."""
+        """The lower of the output's and the tokens' cosine; NaN if one of them is NaN."""
         cosines = (self.output_cosine,) if self.token_cosine is None else (self.output_cosine, self.token_cosine)
         return math.nan if any(map(math.isnan, cosines)) else min(cosines)
 
@@ -51,7 +51,7 @@ class Fidelity:
         return self.lowest_cosine >= ENOUGH
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
+        """Give the numbers as JSON values."""
         return asdict(self)
 
 
@@ -81,7 +81,7 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
 
 
 def run(model: nn.Module, batch: Tensor) -> Tensor:
-    """The model's result in float32; the first of several tensors.
+    """Give the model's result in float32; the first of several tensors.
 
     Raises:
         DataError: the model fails, or gives no tensor.
@@ -96,7 +96,7 @@ def run(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def first_tensor(output: object) -> Tensor:
-    """The first tensor of numbers among what a model returned.
+    """Give the first tensor of numbers among what a model returned.
 
     Raises:
         DataError: there is none.
@@ -160,6 +160,6 @@ class _Sums:
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
-    """The cosine of the last dimension; 1 of two vectors that are both zero."""
+    """Give the cosine of the last dimension; 1 for two vectors that are both zero."""
     both_zero = (x == 0).all(-1) & (y == 0).all(-1)
     return torch.where(both_zero, 1.0, functional.cosine_similarity(x, y, dim=-1))

@@ -1,5 +1,6 @@
-"""An optimizer whose steps are shares of a parameter's size: orthogonal ones for factors and matrices, Adam's for everything else."""
+"""An optimizer whose steps are shares of a parameter's size: orthogonal steps for factors and matrices, Adam's for everything else."""
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.fidelity import foreach
 from flysurgery.layers import ButterflyLinear
 
 ITERATIONS = 5
@@ -18,13 +18,13 @@ MOMENTUM = 0.95
 BETAS = (0.9, 0.99)
 EPSILON = 1e-12
 SMALLEST = 1e-3
-"""The size of a parameter that is zero, or nearly."""
+"""The size that a parameter near zero counts with."""
 
 
 def orthogonal(
     matrices: Tensor,  # shape: (batch, rows, columns)
 ) -> Tensor:
-    """The matrices with singular values of about 1, by five steps of a Newton-Schulz iteration in bfloat16.
+    """Bring the singular values of matrices to about 1, by five steps of a Newton-Schulz iteration in bfloat16.
 
     Source: K. Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
     """
@@ -69,27 +69,27 @@ class Muon(torch.optim.Optimizer):
             gradients = [parameter.grad.float() for parameter in members]
             block = group["block"]
             moves = self._adam(members, gradients) if block is None else self._orthogonal(members, gradients, *block)
-            foreach.mul_(moves, group["lr"] * group["size"])
-            foreach.sub_(members, moves)
+            torch._foreach_mul_(moves, group["lr"] * group["size"])
+            torch._foreach_sub_(members, moves)
         return loss
 
     def _orthogonal(self, members: list[nn.Parameter], gradients: list[Tensor], rows: int, columns: int) -> list[Tensor]:
-        """Moves whose entries have a root mean square of about 1."""
+        """Give moves whose entries have a root mean square of about 1."""
         momentum = [self._kept(parameter, "momentum") for parameter in members]
-        foreach.lerp_(momentum, gradients, 1 - MOMENTUM)
-        ahead = foreach.lerp(gradients, momentum, MOMENTUM)
+        torch._foreach_lerp_(momentum, gradients, 1 - MOMENTUM)
+        ahead = torch._foreach_lerp(gradients, momentum, MOMENTUM)
         blocks = [_as_blocks(each, rows, columns) for each in ahead]
         moved = orthogonal(torch.cat(blocks)).split([len(each) for each in blocks])
         size = math.sqrt(max(rows, columns))
         return [_from_blocks(block, parameter.shape) * size for block, parameter in zip(moved, members, strict=True)]
 
     def _adam(self, members: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor]:
-        """Adam's moves without its correction of the first steps, which with these betas are at most 2.1 times as long for that."""
+        """Give Adam's moves without its correction of the first steps, which makes them at most 2.1 times as long with these betas."""
         first, second = BETAS
         mean, square = ([self._kept(parameter, name) for parameter in members] for name in ("mean", "square"))
-        foreach.lerp_(mean, gradients, 1 - first)
-        foreach.lerp_(square, foreach.mul(gradients, gradients), 1 - second)
-        return list(foreach.div(mean, foreach.add(foreach.sqrt(square), EPSILON)))
+        torch._foreach_lerp_(mean, gradients, 1 - first)
+        torch._foreach_lerp_(square, torch._foreach_mul(gradients, gradients), 1 - second)
+        return list(torch._foreach_div(mean, torch._foreach_add(torch._foreach_sqrt(square), EPSILON)))
 
     def _kept(self, parameter: nn.Parameter, name: str) -> Tensor:
         state = self.state[parameter]
@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters that learn, in groups of one size, to a power of two, and of one kind of blocks.
+    """Group the parameters that learn by their size, to a power of two, and by the shape of their blocks.
 
     "size" is the root mean square of the entries; "block" the rows and columns of a factor's blocks or of a matrix, None for the rest.
     """

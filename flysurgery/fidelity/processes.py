@@ -1,5 +1,6 @@
 """Several processes that fit one model: what they agree on, and the mean of their gradients."""
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import re
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from flysurgery.errors import SurgeryError
-from flysurgery.fidelity import foreach
 
 T = TypeVar("T")
 
@@ -49,14 +49,14 @@ class Processes(AbstractContextManager["Processes"]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After an error the others may be gone, and closing would wait for them; the connections end with the process.
+        # after an error the others may be gone, and closing would wait for them; the connections end with the process
         if self.count > 1 and kind is None:
             if self._tensors is not self._decisions:
                 dist.destroy_process_group(self._tensors)
             dist.destroy_process_group(self._decisions)
 
     def agreed(self, value: T) -> T:
-        """What ``value`` is in the first process.
+        """Give what ``value`` is in the first process.
 
         Raises:
             SurgeryError: another process has ended.
@@ -99,22 +99,22 @@ class Processes(AbstractContextManager["Processes"]):
 
     @torch.no_grad()
     def _in_one(self, tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
-        """Send all tensors as one, and write into them what came."""
+        """Send all tensors as one, and write what came into them."""
         if self.count == 1 or not tensors:
             return
         flat = torch.cat([each.flatten() for each in tensors])
         with _told():
             send(flat)
         parts = flat.split([each.numel() for each in tensors])
-        foreach.copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
+        torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """One sentence for what gloo and NCCL raise where a process is missing."""
+    """Turn what gloo and NCCL raise where a process is missing into one sentence."""
     try:
         yield
     except RuntimeError as error:
-        # gloo's messages begin with a place in its sources, and go on after the first sentence with advice to developers.
+        # gloo's messages begin with a place in its sources, and end with advice to developers after the first sentence
         reason = re.sub(r"^\[[^]]*\] ", "", next(iter(str(error).splitlines()), "")).split(". ")[0].rstrip(".")
         raise SurgeryError(f"another process of this run has ended or cannot be reached, so this one ends too ({reason})") from error

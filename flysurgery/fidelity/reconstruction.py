@@ -14,7 +14,7 @@ from torch import nn
 
 from flysurgery.calibration import Samples, unchanged_state
 from flysurgery.errors import DataError, SurgeryError
-from flysurgery.fidelity.copied import Copied
+from flysurgery.fidelity.copies import Copied, learning
 from flysurgery.fidelity.measure import Fidelity, measure_fidelity
 from flysurgery.fidelity.processes import Processes
 from flysurgery.fidelity.settings import Settings, moments, rate_for
@@ -56,7 +56,7 @@ class Reconstruction:
     history: tuple[tuple[int, float], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
+        """Give the numbers as JSON values."""
         return asdict(self)
 
 
@@ -88,10 +88,10 @@ def reconstruct(
     started = perf_counter()
     if not any(cut.kind in ("block", "tokens") for cut in cuts):
         raise SurgeryError("the model has no place where one tensor carries everything on, so its blocks cannot be fitted one by one")
-    learning = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    if not learning:
+    trained = learning(student)
+    if not trained:
         raise SurgeryError("every parameter of the model has requires_grad=False, so there is nothing to fit; let some of them learn")
-    small = next((each.dtype for each in learning if each.dtype in (torch.float16, torch.bfloat16)), None)
+    small = next((each.dtype for each in trained if each.dtype in (torch.float16, torch.bfloat16)), None)
     if small is not None:
         raise SurgeryError(
             f"the steps of a reconstruction are too small for weights in {small}; convert the model in float32, then cast it"
@@ -133,7 +133,7 @@ def _fit(
             updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
             looks = moments(updates, LOOKS)
             for done in range(1, updates + 1):
-                # A machine that becomes slower still ends in time.
+                # a machine that becomes slower still ends in time
                 spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
                 step.update(_share(max(done / (updates + 1), spent - SLACK)))
                 ends = spent - SLACK >= 1
@@ -156,7 +156,7 @@ def _fit(
 
 
 def _affordable(step: Step, settings: Settings, spent: float, device: torch.device) -> int:
-    """The number of updates that fit into the rest of the budget, by the time of a few at a rate of zero."""
+    """Measure how many updates fit into the rest of the budget, by the time of a few at a rate of zero."""
     step.update(0.0)
     _wait(device)
     started = perf_counter()
@@ -168,7 +168,7 @@ def _affordable(step: Step, settings: Settings, spent: float, device: torch.devi
 
 
 def _share(done: float) -> float:
-    """The share of the highest rate when this share of the run is done: up in a line, then down in a cosine."""
+    """Give the share of the highest rate when this share of the run is done: up in a line, then down in a cosine."""
     done = min(done, 1.0)
     return done / WARM_UP if done < WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))
 

@@ -15,16 +15,16 @@ VIEWS = {"cuda": 64, "cpu": 8}
 """Views of an update, by the kind of device. A CPU makes few updates; with few views each it makes more."""
 
 REACH = 0.5
-"""Share of the gradient that passes from a block to the one before it, see ``Pull``: better than 0 and than 1 in the trials."""
+"""The share of the gradient that passes from a block to the one before it, see ``Pull``. In the trials it is better than 0 and 1."""
 
 MIXED = 0.25
-"""Share of views that are two in one. The measured rows have it; no trial shows a gain or a loss."""
+"""The share of views that are two in one. The measured rows have it; no trial shows a gain or a loss."""
 
 OUTPUT_WEIGHT = 0.2
-"""Of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried."""
+"""The weight of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried."""
 
 HIGHEST_RATE, LEAST_RATE = 7e-3, 0.5e-3
-"""Rates of a start that has everything to learn, and of one that has next to nothing, as shares of a parameter's size."""
+"""The rates of a start that has everything to learn, and of one that has next to nothing, as shares of a parameter's size."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Settings:
 
     @classmethod
     def on(cls, device: torch.device, minutes: float | None = None, seed: int = 0) -> Settings:
-        """Those for a device, with its default where no minutes are given."""
+        """Choose the settings for a device, with its default budget where no minutes are given."""
         kind = device.type if device.type in MINUTES else "cpu"
         return cls(MINUTES[kind] if minutes is None else minutes, VIEWS[kind], seed=seed)
 
@@ -54,10 +54,10 @@ class Settings:
 
 
 def rate_for(relative_error: float, highest: float = HIGHEST_RATE) -> float:
-    """The highest rate of a run that starts with this error. A good start needs a lower rate."""
+    """Give the highest rate of a run that starts with this error. A good start needs a lower rate."""
     return max(LEAST_RATE, highest * min(1.0, relative_error))
 
 
 def moments(updates: int, looks: int) -> frozenset[int]:
-    """The updates after which held-out samples judge: the last one, and more of them towards the end, as the rate falls."""
+    """Choose the updates after which held-out samples judge: the last one, and more towards the end, as the rate falls."""
     return frozenset(max(1, round((1 - (1 - look / looks) ** 2) * updates)) for look in range(1, looks + 1))

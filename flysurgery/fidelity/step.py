@@ -9,23 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Pictures
-from flysurgery.fidelity import foreach
-from flysurgery.fidelity.half import HalfCopy, learning, precision
+from flysurgery.fidelity.copies import HalfCopy, learning, precision
 from flysurgery.fidelity.measure import first_tensor
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
-from flysurgery.fidelity.pull import Pull, relative_error
 from flysurgery.fidelity.settings import MIXED, OUTPUT_WEIGHT, REACH, Settings
-from flysurgery.fidelity.source import Source
-from flysurgery.fidelity.stream import Stream
-from flysurgery.fidelity.views import views
+from flysurgery.fidelity.stream import Pull, Stream, relative_error
+from flysurgery.fidelity.views import Source, views
 from flysurgery.walker import Cut
 
 
 class Step(contextlib.AbstractContextManager["Step"]):
     """Makes updates of ``student`` towards ``teacher``; on CUDA the whole update is one graph that is replayed, in bfloat16.
 
-    There copies of both models in bfloat16 do the work; the student's own parameters, in float32, take the steps. Before each step
-    ``average`` is given their gradients, to change them in place.
+    There copies of both models in bfloat16 do the work, and the student's own parameters, in float32, take the steps. Before each step
+    ``average`` changes their gradients in place.
     """
 
     def __init__(
@@ -91,9 +88,10 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._graph = graph
 
     def settle(self) -> None:
-        """Count a version of every parameter, so that what is packed of them is packed anew: a graph's replay counts none."""
+        """Count a new version of every parameter, so that their packed copies are refreshed: a graph's replay counts none."""
         with torch.no_grad():
-            foreach.mul_(self._parameters, 1.0)
+            for parameter in self._parameters:
+                parameter.mul_(1.0)
 
     def _views(self) -> Tensor:
         pictures, chosen = self._source.draw()

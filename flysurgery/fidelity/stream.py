@@ -1,12 +1,13 @@
-"""What a model's tensors are at its cuts, while it runs."""
+"""The tensors at a model's cuts while it runs: kept, and pulled towards those of another model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import SurgeryError
@@ -47,7 +48,7 @@ class Stream(AbstractContextManager["Stream"]):
         wanted = self._cuts[number].shape
         candidates = given if isinstance(given, tuple | list) else (given,)
         for tensor in candidates:
-            # The batch may differ from the example's, and with it a first side that windows are folded into.
+            # the batch may differ from the example's, and with it a first side that windows are folded into
             if isinstance(tensor, Tensor) and tensor.ndim == len(wanted) and tensor.shape[1:] == wanted[1:]:
                 self.values[number] = tensor.detach()  # which keeps no graph and no activations alive
                 if self._seen is not None:
@@ -55,3 +56,49 @@ class Stream(AbstractContextManager["Stream"]):
                 return
         cut = self._cuts[number]
         raise SurgeryError(f"{cut.fqn} was traced with an {cut.side} of shape (batch, {', '.join(map(str, wanted[1:]))}) and has none now")
+
+
+class Pull(Stream):
+    """Pulls the blocks of ``student`` towards ``wanted``, the teacher's tensors at ``cuts``, in each forward with gradients.
+
+    This lasts as long as the ``with`` block. A block's error is ``sum|x' - x|² / sum|x - mean x|²`` of the stream after it. Its gradient
+    enters at the cut, in the backward pass of whatever loss the forward ends in, and of the gradient from later blocks a share of ``reach``
+    passes on: 0 fits each block to its own target alone, 1 is plain distillation of all blocks. The cut of kind "tokens" lets everything
+    pass, that of kind "start" nothing: what comes before it is exact, and stays. The blocks' gradients are multiplied by ``weight``, which
+    may be set at any time.
+    """
+
+    def __init__(self, student: nn.Module, wanted: Mapping[int, Tensor], cuts: Sequence[Cut], reach: float) -> None:
+        super().__init__(student, cuts, self._pull)
+        self._wanted, self._reach = wanted, reach
+        self.weight: float | Tensor = 1.0
+        self._errors: dict[int, Tensor] = {}
+
+    def error(self) -> Tensor:  # shape: ()
+        """Give the mean error of the last forward with gradients, and forget the errors."""
+        found = torch.stack(list(self._errors.values())).mean() if self._errors else torch.zeros(())
+        self._errors.clear()
+        return found
+
+    def _pull(self, number: int, mine: Tensor) -> None:
+        if not (torch.is_grad_enabled() and mine.requires_grad):
+            return
+        kind = self._cuts[number].kind
+        if kind == "start":
+            mine.register_hook(torch.zeros_like)
+            return
+        self._errors[number], difference, scale = relative_error(mine.detach(), self._wanted[number])
+        reach = 1.0 if kind == "tokens" else self._reach
+        mine.register_hook(lambda later: (difference * (self.weight * scale)).to(later.dtype) + reach * later)
+
+
+def relative_error(given: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give ``sum|y' - y|² / sum|y - mean y|²``, with the mean over all rows, and its gradient to ``given`` as a tensor and a scale.
+
+    The scale is in float32, so that the caller chooses when small numbers are rounded.
+    """
+    rows = wanted.flatten(0, -2).float()
+    spread = (rows.var(0, correction=0).sum() * len(rows)).clamp_min(1e-12)
+    difference = given - wanted
+    norm = torch.linalg.vector_norm(difference, dtype=torch.promote_types(difference.dtype, torch.float32))
+    return norm.square() / spread, difference, 2 / spread

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +31,18 @@ class Process:
     processes: int
 
 
-class Batches(Protocol):
-    """``len`` batches of ``size`` images an epoch; ``epoch`` gives them from the one numbered ``start`` on, on the process's device."""
+class Batches(ABC):
+    """``count`` batches of ``size`` images an epoch, on the device of this process."""
 
-    @property
-    def size(self) -> int: ...
+    def __init__(self, size: int, count: int, settings: Settings, here: Process) -> None:
+        self.size, self._count, self._settings, self._here = size, count, settings, here
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self._count
 
+    @abstractmethod
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of normalized images and their classes."""
-        ...
+        """Give pairs of normalized images and their classes, from the batch numbered ``start`` on."""
 
 
 def check_augmentation(settings: Settings) -> None:
@@ -65,7 +67,7 @@ def batch_size_of(settings: Settings, images: int, processes: int) -> int:
     return size - size % 2 if settings.mixes and size > 1 else size
 
 
-class LoadedBatches:
+class LoadedBatches(Batches):
     """Pictures by timm's loader, with its random crops, policies and erasing, in processes of their own where that pays.
 
     An epoch's order and distortions follow from the seed and the epoch's number. Batches before ``start`` are read and dropped, so
@@ -89,12 +91,11 @@ class LoadedBatches:
         workers = settings.workers
         if workers is None:
             workers = 0 if in_memory else min(MAX_WORKERS, (os.cpu_count() or 1) // max(1, here.processes))
-        self._settings, self._here = settings, here
-        self.size = batch_size_of(settings, len(dataset), here.processes)
+        size = batch_size_of(settings, len(dataset), here.processes)
         self._loader: Any = create_loader(
             dataset,
             input_size=wanted.shape,
-            batch_size=self.size,
+            batch_size=size,
             is_training=True,
             scale=(crop, 1.0),
             ratio=(0.9, 1.1) if in_memory else None,
@@ -112,10 +113,7 @@ class LoadedBatches:
             device=here.device,
             persistent_workers=False,
         )
-        self._length = len(self._loader)
-
-    def __len__(self) -> int:
-        return self._length
+        super().__init__(size, len(self._loader), settings, here)
 
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         sampler: Any = getattr(self._loader, "sampler", None)
@@ -136,21 +134,18 @@ class LoadedBatches:
                 yield images.to(self._here.device), classes.to(self._here.device)
 
 
-class GeneratedBatches:
+class GeneratedBatches(Batches):
     """Fractals made on the device. Every image is new: its number goes on through epochs and processes."""
 
     def __init__(self, images: Fractals, samples: int, settings: Settings, here: Process) -> None:
-        self._images, self._here = images, here
-        self.size = batch_size_of(settings, samples, here.processes)
-        self._length = samples // (self.size * here.processes)
-        if not self._length:
+        size = batch_size_of(settings, samples, here.processes)
+        super().__init__(size, samples // (size * here.processes), settings, here)
+        self._images = images
+        if not len(self):
             raise DataError(
-                f"an epoch of {samples} generated images is less than one batch of {self.size} for each of "
+                f"an epoch of {samples} generated images is less than one batch of {size} for each of "
                 f"{here.processes} processes; ask for more images an epoch"
             )
-
-    def __len__(self) -> int:
-        return self._length
 
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(start, len(self)):
@@ -158,21 +153,19 @@ class GeneratedBatches:
             yield self._images.batch(range(batch * self.size, (batch + 1) * self.size))
 
 
-class ViewedBatches:
+class ViewedBatches(Batches):
     """Random views of pictures in memory, made on the device; what an epoch shows follows from the seed, its number and the process."""
 
     def __init__(self, pictures: Pictures, settings: Settings, here: Process) -> None:
-        self._pictures, self._seed, self._here = pictures.to(here.device), settings.seed, here
-        self.size = batch_size_of(settings, len(pictures), here.processes)
-        self._length = len(pictures) // (self.size * here.processes)
-
-    def __len__(self) -> int:
-        return self._length
+        size = batch_size_of(settings, len(pictures), here.processes)
+        super().__init__(size, len(pictures) // (size * here.processes), settings, here)
+        self._pictures = pictures.to(here.device)
 
     def epoch(self, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.from_numpy(np.random.default_rng((self._seed, number)).permutation(len(self._pictures))).to(self._here.device)
+        seed = self._settings.seed
+        order = torch.from_numpy(np.random.default_rng((seed, number)).permutation(len(self._pictures))).to(self._here.device)
         none = torch.zeros(self.size, dtype=torch.long, device=self._here.device)
         for index in range(start, len(self)):
-            seed_everything(self._seed, number, self._here.process, index)
+            seed_everything(seed, number, self._here.process, index)
             batch = index * self._here.processes + self._here.process
             yield views(self._pictures, order[batch * self.size : (batch + 1) * self.size], mixed=MIXED), none

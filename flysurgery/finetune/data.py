@@ -62,8 +62,8 @@ def training_data(
     slash and no such folder is one of timm's data sets under ``root``, such as ``torch/cifar10`` or ``hfds/NAME``, split "train". In
     place of an image that cannot be read the next one is taken, with a warning that names it, up to ten times in a row.
 
-    With a ``teacher`` labels need not be: a model without a head takes none, and of a folder that has not one folder for each class all
-    images are taken, at any depth, but for a tenth that ``aside`` holds out where the folder has no ``val``.
+    With a ``teacher`` no labels are needed: a model without a head takes none. Of a folder that does not have one folder for each class all
+    images are taken, at any depth; ``aside`` holds out a tenth of them where the folder has no ``val``.
 
     Raises:
         DataError: the data are not there, do not fit the model, or are fewer than one batch.
@@ -103,7 +103,7 @@ def training_data(
 def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = None, teacher: bool = False) -> ImageData | None:
     """Find the held-out images that go with the training images ``name``; None where a folder has none.
 
-    Of images without labels, which need a ``teacher``, they have no classes either.
+    Images without labels need a ``teacher``, and their held-out images have no classes either.
 
     Raises:
         DataError: they are there and do not fit the model.

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import DataError, TrainingError
-from flysurgery.fidelity import Fidelity, moments, rate_for
-from flysurgery.fidelity.copied import Copied
+from flysurgery.fidelity import Copied, Fidelity, moments, rate_for
 from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import sharded

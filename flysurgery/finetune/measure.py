@@ -29,7 +29,7 @@ MOST = {"cuda": 512, "cpu": 128}
 
 @dataclass(frozen=True)
 class Look:
-    """What held-out images say of a model; None where there is nothing to say."""
+    """What held-out images say of a model: its accuracy and its fidelity, None where they say nothing."""
 
     accuracy: Accuracy | None = None
     fidelity: Fidelity | None = None

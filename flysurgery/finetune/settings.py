@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flysurgery.errors import OptionError
 
 FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})
-"""Settings that may change when a run is resumed; with other changes it would be another run."""
+"""Settings that may change when a run is resumed. With other changes it would be another run."""
 
 SHARES = ("warm_up", "smoothing", "flip", "erase")
 
@@ -95,7 +95,7 @@ class Settings:
             raise OptionError(f"mixup and cutmix mix images two by two, so batch_size must be even, got {self.batch_size}")
 
     def completed(self, *, teacher: bool = False, labelled: bool = True, sharded: bool = False) -> Settings:
-        """The settings with a choice for what was left open, by what the run has: a teacher, labels, weights shared out.
+        """Choose what was left open, by what the run has: a teacher, labels, weights shared out.
 
         Raises:
             OptionError: settings that do not go together.
@@ -130,12 +130,12 @@ class Settings:
 
     @property
     def distorts(self) -> bool:
-        """Whether more was asked for than what is done to images on the device."""
+        """Whether the settings ask for more than what is done to images on the device."""
         return self.crop is not None or self.flip is not None or self.augment is not None or self.erase > 0
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The settings that a run keeps when it is taken up again."""
+        """The settings that a resumed run keeps."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from flysurgery.errors import TrainingError
 from flysurgery.evaluation.data import first_line
-from flysurgery.fidelity.copied import Copied
+from flysurgery.fidelity import Copied
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import plan_of

@@ -1,4 +1,4 @@
-"""One update: forward, losses, backward, clipping, step; and which parameters learn how fast."""
+"""One update: forward, losses, backward, clipping, step; and how fast which parameters learn."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery.errors import OptionError
-from flysurgery.fidelity import Muon, relative_error
+from flysurgery.fidelity import Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
-from flysurgery.fidelity.copied import Copied
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
 from flysurgery.finetune.teacher import Teacher
@@ -36,7 +35,7 @@ UPDATES = 1 << 30
 
 @dataclass(frozen=True)
 class Losses:
-    """One batch's losses, each a mean over its images; ``total`` is what the gradient is taken of, with none of the blocks' in it."""
+    """One batch's losses, each a mean over its images. The gradient is taken of ``total``, which holds none of the blocks' errors."""
 
     total: Tensor
     classes: Tensor
@@ -44,7 +43,7 @@ class Losses:
 
 
 def class_loss(settings: Settings) -> nn.Module:
-    """timm's cross-entropy for mixed classes or smoothed ones, PyTorch's for plain ones."""
+    """Choose timm's cross-entropy for mixed or smoothed classes, PyTorch's for plain ones."""
     if settings.mixes:
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(settings.smoothing) if settings.smoothing else nn.CrossEntropyLoss()
@@ -55,7 +54,7 @@ def logits_loss(
     wanted: Tensor,  # shape: (batch, classes)
     temperature: float,
 ) -> Tensor:
-    """Kullback-Leibler divergence of the softened scores from the teacher's, times the squared temperature.
+    """Give the Kullback-Leibler divergence of the softened scores from the teacher's, times the squared temperature.
 
     Source: G. Hinton, O. Vinyals, J. Dean, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
@@ -67,7 +66,7 @@ def features_loss(
     features: Tensor,  # shape: (batch, ...)
     wanted: Tensor,  # shape: (batch, ...)
 ) -> Tensor:
-    """Squared distance of the features from the teacher's, relative to how the teacher's differ from each other."""
+    """Give the squared distance of the features from the teacher's, relative to how the teacher's differ from each other."""
     return relative_error(features.flatten(1), wanted.flatten(1))[0]
 
 
@@ -106,12 +105,12 @@ class Stepper:
             group["lr"] = rate
             group.pop("initial_lr", None)
         warm_up = round((self._settings.warm_up or 0.0) * updates)
-        # One more than there are, so that the last update still moves something.
+        # one more than there are, so that the last update still moves something
         self._schedule = CosineLRScheduler(self._optimizer, t_initial=updates + 1, warmup_t=warm_up, warmup_lr_init=0.0, t_in_epochs=False)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Updates inside are at a rate of zero; afterwards the model and the optimizer are as they were."""
+        """Make updates inside at a rate of zero; afterwards the model and the optimizer are as they were."""
         before, optimizer = Copied(self.bare), copy.deepcopy(self.optimizer.state_dict())
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
@@ -133,10 +132,10 @@ class Stepper:
         return group["lr"] / group.get("lr_scale", 1.0)
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]], number: int) -> Tensor:  # shape: (5,)
-        """Make update ``number``. Gives the loss of this process, its parts, of classes, output and blocks, and 1 if it or the gradient
-        was no finite number, else 0.
+        """Make update ``number``, and give the losses of this process: all, classes, output, blocks.
 
-        Nothing is read from the device, so that it need not wait.
+        The last number is 1 if the loss or the gradient was no finite number, else 0. Nothing is read from the device, so that the
+        host does not wait for it.
         """
         settings, accelerator = self._settings, self._accelerator
         if not self.model.training:
@@ -165,12 +164,12 @@ class Stepper:
         return torch.cat([sums, bad.float().view(1)])
 
     def close(self) -> nn.Module:
-        """The bare model, without accelerate's wrapping, hooks or optimizer."""
+        """Give the bare model, without accelerate's wrapping, hooks or optimizer."""
         if self._pull is not None:
             self._pull.__exit__(None, None, None)
         model = self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False, keep_torch_compile=False)
         if not self._own_forward:
-            # With mixed precision accelerate leaves a forward on the instance, which copies and exports would carry along.
+            # with mixed precision accelerate leaves a forward on the instance, which copies and exports would carry along
             vars(model).pop("forward", None)
         self._accelerator.free_memory()
         return model
@@ -179,11 +178,11 @@ class Stepper:
         return nullcontext() if last else self._accelerator.no_sync(self.model)
 
     def _weigh(self, parts: int) -> float:
-        """The weight of the blocks' errors, given to their gradients as the backward pass of one of ``parts`` wants it."""
+        """Give the weight of the blocks' errors, and set it for the gradients of the backward pass of one of ``parts``."""
         if self._pull is None or self._teacher is None:
             return 0.0
         weight, scaler = self._teacher.weight, self._accelerator.scaler
-        # Gradients that enter between the blocks pass by the scaling of the loss.
+        # gradients that enter between the blocks are not scaled with the loss
         scaled: Any = weight if scaler is None else scaler.scale(torch.tensor(weight, device=self._accelerator.device))
         self._pull.weight = scaled / parts
         return weight
@@ -193,7 +192,7 @@ class Stepper:
         if self._mixup is not None:
             images, target = self._mixup(images, classes)
         teacher, wanted = self._teacher, None
-        if teacher is not None:  # before the student, whose blocks are held against the teacher's as they come
+        if teacher is not None:  # before the student, whose blocks are compared with the teacher's as they come
             with self._accelerator.autocast():
                 wanted = teacher(images)
         output = self.model(images)
@@ -209,7 +208,7 @@ class Stepper:
 
 
 def check_optimizer(settings: Settings) -> None:
-    """See that the optimizer is known and takes its options, before anything is written.
+    """Check that the optimizer is known and takes its options, before anything is written.
 
     Raises:
         OptionError: it does not.
@@ -218,7 +217,7 @@ def check_optimizer(settings: Settings) -> None:
 
 
 def _optimizer(model: nn.Module, settings: Settings, *, on_cuda: bool) -> torch.optim.Optimizer:
-    """The optimizer by its name; its rate is set later."""
+    """Make the optimizer of this name; its rate is set later."""
     name = settings.optimizer or ""
     if name == MUON:
         return Muon(groups_of_muon(model), 0.0)
@@ -231,13 +230,13 @@ def _optimizer(model: nn.Module, settings: Settings, *, on_cuda: bool) -> torch.
 
 
 def _fused(optimizer: str) -> dict[str, Any]:
-    """What has timm make an optimizer that steps by few launches, where it is one of PyTorch's that can."""
+    """Give the option by which PyTorch's own optimizers step in few launches, where the optimizer has it."""
     parameters = inspect.signature(get_optimizer_class(optimizer, bind_defaults=False)).parameters
     return {"fused": True} if "fused" in parameters else {}
 
 
 def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Groups for one of timm's optimizers: weight decay for matrices and factors only, and the learning rate of factors by their fan-in.
+    """Make groups for one of timm's optimizers: weight decay for matrices and factors only, and the rate of factors by their fan-in.
 
     A step of Adam moves each entry by about the learning rate whatever the gradient, so the outputs of a layer move in proportion to
     the number of entries that a sum runs over: in_features for a dense layer, c for a factor of pattern (a, b, c, d). Multiplying a

@@ -15,10 +15,10 @@ from flysurgery.finetune.settings import Settings
 from flysurgery.walker import Cut, example_input, find_cuts, survey
 
 SCORES_WEIGHT = 0.5
-"""Of the teacher's scores, beside the classes' loss and the blocks' errors."""
+"""The weight of the teacher's scores, beside the classes' loss and the blocks' errors."""
 
 EXACT = 1e-4
-"""Up to this error what comes before the first block counts as the teacher's own, and does not learn."""
+"""Up to this error, what comes before the first block counts as the teacher's own, and does not learn."""
 
 
 class Teacher:
@@ -41,7 +41,7 @@ class Teacher:
         self.weight = 1.0 if settings.blocks_weight is None else settings.blocks_weight
         given = settings.output_weight
         self.output_weight = (SCORES_WEIGHT if self.has_scores else OUTPUT_WEIGHT) if given is None else given
-        # Not by flysurgery.optimize: its fused modules leave those with hooks, as the cuts need them, to the model's own.
+        # not optimized: the cuts need hooks, and fused modules would leave the modules with hooks as they are
         self.model = model
         self._modes = {module: module.training for module in model.modules()}
         model.eval()
@@ -49,12 +49,12 @@ class Teacher:
         self._stream.__enter__()
 
     def __call__(self, images: Tensor) -> Tensor:
-        """What the teacher returns; its tensors at the cuts are kept for ``pull``."""
+        """Run the teacher, and keep its tensors at the cuts for ``pull``."""
         with torch.no_grad():
             return self.model(images)
 
     def pull(self, student: nn.Module) -> Pull | None:
-        """What draws the student's blocks to those of the teacher's last call; None where they are not compared."""
+        """Make what pulls the student's blocks towards those of the teacher's last call; None where they are not compared."""
         return Pull(student, self._stream.values, self.cuts, REACH) if self.cuts else None
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Teacher:
 
 
 def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
-    """See that the teacher tells the same classes apart in the same images.
+    """Check that the teacher tells the same classes apart in the same images.
 
     Raises:
         TrainingError: it does not; the message gives both numbers.
@@ -84,7 +84,7 @@ def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
 
 
 def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
-    """The cuts at which the two can be compared: the teacher's around its blocks, where the student has all of its cuts and no others.
+    """Find the cuts to compare at: the teacher's around its blocks, where the student has all of its cuts and no others.
 
     Raises:
         TrainingError: they have the same names and other shapes; the message gives both.
@@ -106,7 +106,7 @@ def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
 
 
 def _cuts(model: nn.Module) -> tuple[Cut, ...]:
-    """The model's cuts; none where it cannot be traced."""
+    """Find the model's cuts; none where it cannot be traced."""
     try:
         with unchanged_state(model):
             return find_cuts(survey(model))
@@ -115,7 +115,7 @@ def _cuts(model: nn.Module) -> tuple[Cut, ...]:
 
 
 def _compared(teacher: nn.Module, student: nn.Module, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
-    """The cuts, with the one before the first block among the blocks where the student's differs from the teacher's.
+    """Give the cuts. The one before the first block counts as a block where the student's tensor differs from the teacher's.
 
     Raises:
         TrainingError: the two return tensors of different shapes, or something else.

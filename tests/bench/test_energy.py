@@ -1,4 +1,4 @@
-"""Rows of energy, by a counter that gives what it is told: their bounds, and no joules for what is refused or wrong."""
+"""Rows of energy: their bounds, no joules for what is refused or wrong, and power read from a counter that moves in steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from flysurgery.bench.ceilings import Ceilings
 from flysurgery.bench.energy import Busy, Energy, EnergyMeter, EnergyRow, energy_of_factor, energy_of_model
 from flysurgery.bench.measuring import status_of
-from flysurgery.bench.units import converted_timm
-from flysurgery.bench.variants import VARIANTS
 from flysurgery.errors import OptionError
 from flysurgery.patterns import Pattern
 
@@ -22,27 +20,30 @@ CPU = torch.device("cpu")
 
 
 class Counter:
-    """Every call takes 4 ms and 2 joules."""
+    """Every call takes 4 ms, the first measurement 2 joules, and each later one ``drift`` times those of the one before."""
+
+    def __init__(self, drift: float = 1.0) -> None:
+        self.drift, self.measurements = drift, 0
 
     def measure(self, run: Any, x: Tensor, **how: Any) -> Energy:
-        return Energy("ok", None, 2.0, call_ms=4.0)
+        self.measurements += 1
+        return Energy("ok", None, 2.0 * self.drift ** (self.measurements - 1), call_ms=4.0)
 
 
-def rows_of_factor() -> dict[tuple[str, str], EnergyRow]:
-    found = energy_of_factor(Counter(), Pattern(2, 3, 4, 5), 100, "fp32", CPU, Ceilings(1000.0, 1e9), **HOW)
+def rows_of_factor(counter: Any = None) -> dict[tuple[str, str], EnergyRow]:
+    found = energy_of_factor(counter or Counter(), Pattern(2, 3, 4, 5), 100, "fp32", CPU, Ceilings(1000.0, 1e9), **HOW)
     return {(row.candidate, row.layout): row for row in found}
 
 
 def test_a_factors_rows_have_bounds_and_say_why_they_lack_joules() -> None:
     rows = rows_of_factor()
-    bmm = rows["bmm", "first"]
+    bmm, absent = rows["bmm", "first"], rows["cuda", "last"]
     assert bmm.energy.joules == 2.0
     assert bmm.bytes_moved == 4 * (100 * (40 + 30) + 120)  # x, y and the entries of the factor
     assert bmm.flops == 2 * 100 * 120
     assert bmm.bound_ms == pytest.approx(bmm.bytes_moved / 1000)
     assert bmm.share_of_bound == pytest.approx(bmm.bound_ms / 4.0)
-    absent = rows["cuda", "last"]
-    assert absent.energy.status.startswith("no") and absent.energy.joules is None
+    assert absent.energy.status.startswith("no: our kernels") and absent.energy.joules is None and absent.energy.noise is None
     assert absent.bound_ms == bmm.bound_ms and absent.share_of_bound is None
 
 
@@ -62,31 +63,19 @@ def test_a_converted_model_must_spend_less_than_dense() -> None:
     assert layer.share_of_bound == pytest.approx(layer.bound_ms / 4.0)
 
 
-def test_twins_are_metered_among_the_others_and_make_a_run_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    metered: list[float] = []
-
-    class Drifting(Counter):
-        """Each measurement takes 4 % more than the one before."""
-
-        def measure(self, run: Any, x: Tensor, **how: Any) -> Energy:
-            metered.append(2.0 * 1.04 ** len(metered))
-            return Energy("ok", None, metered[-1], call_ms=4.0)
-
-    pattern, ceilings = Pattern(2, 3, 4, 5), Ceilings(1000.0, 1e9)
-    found = energy_of_factor(Drifting(), pattern, 100, "fp32", CPU, ceilings, **HOW)
+def test_twins_are_metered_among_the_others_and_make_a_run_noisy() -> None:
+    counter = Counter(drift=1.04)
+    rows = rows_of_factor(counter)
     for layout in ("first", "last"):
-        of = {row.candidate: row.energy for row in found if row.layout == layout and row.energy.joules}
+        of = {name: row.energy for (name, where), row in rows.items() if where == layout and row.energy.joules}
         assert of.keys() == {"bmm", "bmm again", "einsum", "bsr"}
-        noise = of["bmm"].noise
-        assert noise is not None and noise == pytest.approx(abs(of["bmm again"].joules / of["bmm"].joules - 1))
+        noise = abs(of["bmm again"].joules / of["bmm"].joules - 1)  # pyright: ignore
         assert {(each.noise, each.status) for each in of.values()} == {(noise, status_of(noise, "cpu", "bmm", "metered"))}
-    assert len(metered) == 8
-    absent = next(row.energy for row in found if row.candidate == "cuda" and row.layout == "last")
-    assert absent.noise is None and absent.status.startswith("no: our kernels")
+    assert counter.measurements == 8
 
 
 class Stepping(EnergyMeter):
-    """A device at 100 watts, whose counter is a sum that is brought up to date every 20 ms."""
+    """A device at 100 watts, whose counter is updated every 20 ms."""
 
     def __init__(self) -> None:
         pass
@@ -95,7 +84,7 @@ class Stepping(EnergyMeter):
         return 100 * (time.perf_counter() // 0.02 * 0.02)
 
 
-def test_power_is_told_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_is_that_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting:
         """Each call of the work takes 10 ms."""
 
@@ -108,11 +97,11 @@ def test_power_is_told_between_steps_of_the_counter(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("flysurgery.bench.energy.Busy", Waiting)
     monkeypatch.setattr("flysurgery.bench.energy.all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
     monkeypatch.setattr("flysurgery.bench.energy.rotating", lambda x: [x, x])
-    energy = Stepping().measure(lambda x: x, torch.zeros(1), windows=3, seconds=0.05, idle_watts=20.0)
-    assert energy.windows == 3 and energy.window_s is not None and energy.window_s >= 0.05
-    assert energy.watts == pytest.approx(100, rel=0.02)
-    assert energy.call_ms == 5.0 and energy.joules == pytest.approx(0.5, rel=0.02)  # two inputs a time
-    assert energy.above_idle_joules == pytest.approx(0.8 * energy.joules, rel=0.01)
+    energy = Stepping().measure(lambda x: x, torch.zeros(1), windows=3, seconds=0.1, idle_watts=20.0)
+    assert energy.windows == 3 and energy.window_s is not None and energy.window_s >= 0.1
+    assert energy.watts == pytest.approx(100, rel=0.1)
+    assert energy.call_ms == 5.0 and energy.joules == pytest.approx(0.5, rel=0.1)  # two inputs a time
+    assert energy.above_idle_joules == pytest.approx(0.8 * energy.joules, rel=0.05)
 
 
 def test_a_counter_that_stands_still_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +111,7 @@ def test_a_counter_that_stands_still_is_one_sentence(monkeypatch: pytest.MonkeyP
         Stepping()._watts(lambda: None, 1.0)
 
 
-def test_the_device_has_always_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_always_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     now = done = 0.0
 
     class Mark:
@@ -151,8 +140,3 @@ def test_the_device_has_always_something_to_do(monkeypatch: pytest.MonkeyPatch) 
         idle += done <= now
     assert idle == 0 and done - now <= 2 * 20, "parts of ten works, one of them ahead"
     assert busy.work_ms() == pytest.approx(2)
-
-
-def test_the_dense_model_is_for_inference_as_a_whole_so_that_it_can_be_optimized() -> None:
-    dense = VARIANTS["dense"](converted_timm("test_vit", {}, "monarch"))
-    assert not any(module.training for module in dense.modules())

@@ -35,6 +35,8 @@ def test_every_variant_computes_what_the_definition_does(converted: nn.Module, n
     assert float((got.double() - truth).norm() / truth.norm()) < 2e-6
     assert all(torch.equal(old, new) for old, new in zip(before, converted.parameters(), strict=True))
     assert any(isinstance(module, SplitLinear) for module in converted.modules())  # it is a copy that was changed
+    if name == "dense":
+        assert not any(module.training for module in VARIANTS[name](converted).modules()), "else it could not be optimized"
     assert name == "layer" or not any(isinstance(module, ButterflyLinear) for module in VARIANTS[name](converted).modules())
 
 

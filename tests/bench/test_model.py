@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from flysurgery import plan as make_plan
 from flysurgery.bench import (
@@ -28,6 +27,7 @@ MODEL, SIZES = "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads"
 CPU = torch.device("cpu")
 LOW_RANK = "(1,48,8,1),(1,8,192,1)"
 SETTINGS = ModelSettings("tiny", batch=2, quick=True, protocol=Protocol(rounds=2, seconds=0.01))
+QKV, FC1, FC2 = "blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2"
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,7 @@ def plan() -> Plan:
 
 def test_layers_that_are_alike_are_timed_once_and_stand_for_all(plan: Plan) -> None:
     groups = groups_of(plan)
-    assert {(group.name, len(group.fqns), group.rows) for group in groups} == {
-        ("blocks.*.attn.qkv", 2, 17),
-        ("blocks.*.mlp.fc1", 2, 17),
-        ("blocks.*.mlp.fc2", 2, 17),
-    }
+    assert {(group.name, len(group.fqns), group.rows) for group in groups} == {(QKV, 2, 17), (FC1, 2, 17), (FC2, 2, 17)}
     rows = next(bench_model_layers(plan, SETTINGS, CPU))
     assert {row.rows for row in rows} == {34}
     timed = {row.candidate: row.measured for row in rows}
@@ -51,15 +47,17 @@ def test_layers_that_are_alike_are_timed_once_and_stand_for_all(plan: Plan) -> N
     assert all(each.error is not None and each.error < 1e-6 and each.median_ms is not None for each in timed.values())
 
 
-def test_the_whole_model_is_timed_with_and_without_the_slow_layers(plan: Plan) -> None:
-    def build() -> nn.Module:
-        return build_base(MODEL, SIZES)
-
-    rows = bench_whole_model(plan, build, SETTINGS, CPU, {"blocks.0.mlp.fc1": "slower"})
+def test_whole_models_are_timed_with_and_without_the_slow_layers_and_optimized(plan: Plan) -> None:
+    settings = replace(SETTINGS, optimized=True)
+    rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), settings, CPU, {"blocks.0.mlp.fc1": "slower"})
     by_name = {row.candidate: row.measured for row in rows}
     flops = {name: each.flops for name, each in by_name.items() if each.flops is not None}
     assert flops["converted"] < flops["converted where faster"] < flops["dense"]
-    assert all(by_name[name].median_ms for name in flops)
+    for name in ("dense", "converted", "converted where faster"):
+        assert by_name[name].median_ms and by_name[f"{name}, optimized"].median_ms
+        assert flops[f"{name}, optimized"] == flops[name]
+    words = sentence([asdict(row) | asdict(row.measured) for row in rows], groups_of(plan))
+    assert "optimized without conversion" in words
 
 
 def test_where_all_layers_stay_dense_dense_is_not_timed_once_more(plan: Plan) -> None:
@@ -67,67 +65,53 @@ def test_where_all_layers_stay_dense_dense_is_not_timed_once_more(plan: Plan) ->
     assert {row.candidate for row in rows} == {"dense", "dense again", "converted"}
 
 
-def test_optimized_models_stand_beside_the_others_where_asked(plan: Plan) -> None:
-    stay = {"blocks.0.mlp.fc1": "slower"}
-    rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), replace(SETTINGS, optimized=True), CPU, stay)
-    by_name = {row.candidate: row.measured for row in rows}
-    for name in ("dense", "converted", "converted where faster"):
-        assert by_name[f"{name}, optimized"].median_ms and by_name[f"{name}, optimized"].flops == by_name[name].flops
-    words = sentence([asdict(row) | asdict(row.measured) for row in rows], groups_of(plan))
-    assert "optimized without conversion" in words
-
-
-def test_the_answer_weighs_conversion_against_fusion_alone(plan: Plan) -> None:
-    def words(converted: float, dense: float) -> str:
-        rows = [record("(model)", "converted, optimized", 1, converted), record("(model)", "dense, optimized", 1, dense)]
-        return sentence(rows, groups_of(plan))
-
-    assert words(0.5, 0.9).startswith("conversion is worth it here: converted and optimized the model takes 0.50 of the dense time")
-    assert words(0.95, 0.9).startswith("conversion is not worth it here") and "without conversion 0.90" in words(0.95, 0.9)
-
-
-def test_the_answer_about_optimized_models_names_what_stays_dense(plan: Plan) -> None:
-    whole = (("converted, optimized", 0.5), ("dense, optimized", 0.9), ("converted where faster", 0.6))
-    groups = groups_of(plan)
-    rows = [
-        *(record("(model)", name, 1, ratio) for name, ratio in whole),
-        record("blocks.*.attn.qkv", "converted", 1, 0.4),
-        record("blocks.*.mlp.fc1", "converted", 1, 1.1, "noisy: dense timed twice differs by 11%"),
-        record("blocks.*.mlp.fc2", "converted", 1, 1.1),
-    ]
-    assert sentence(rows, groups).endswith("conversion 0.90; by itself faster dense: blocks.*.mlp.fc1 (noisy), blocks.*.mlp.fc2")
-    assert sentence([*rows, record("(model)", "converted where faster, optimized", 1, 0.45)], groups).endswith("the model takes 0.45")
-    none = [row | {"ratio_to_dense": "1.2"} for row in rows if row["layer"] != "(model)" or row["candidate"] == "converted where faster"]
-    every = sentence([*none, record("(model)", "converted", 1, 1.2)], groups)
-    assert every.endswith("takes 1.20 of the dense time; every replaced layer is faster dense")
-
-
 def record(layer: str, candidate: str, ms: float, ratio: float, status: str = "ok") -> dict[str, Any]:
     return {"layer": layer, "candidate": candidate, "median_ms": str(ms), "ratio_to_dense": str(ratio), "status": status}
 
 
+def whole(candidate: str, ratio: float, status: str = "ok") -> dict[str, Any]:
+    return record("(model)", candidate, 1.0, ratio, status)
+
+
+@pytest.mark.parametrize(
+    ("converted", "dense", "answer"),
+    [
+        (0.5, 0.9, "conversion is worth it here: converted and optimized the model takes 0.50 of the dense time"),
+        (0.95, 0.9, "conversion is not worth it here: converted and optimized the model takes 0.95 of the dense time"),
+    ],
+)
+def test_the_answer_weighs_conversion_against_fusion_alone(plan: Plan, converted: float, dense: float, answer: str) -> None:
+    words = sentence([whole("converted, optimized", converted), whole("dense, optimized", dense)], groups_of(plan))
+    assert words.startswith(f"{answer}, optimized without conversion 0.90")
+
+
+def test_the_answer_about_optimized_models_names_what_stays_dense(plan: Plan) -> None:
+    groups = groups_of(plan)
+    noisy = record(FC1, "converted", 1, 1.1, "noisy: dense timed twice differs by 11%")
+    models = [whole("converted, optimized", 0.5), whole("dense, optimized", 0.9), whole("converted where faster", 0.6)]
+    rows = [*models, record(QKV, "converted", 1, 0.4), noisy, record(FC2, "converted", 1, 1.1)]
+    assert sentence(rows, groups).endswith(f"conversion 0.90; by itself faster dense: {FC1} (noisy), {FC2}")
+    assert sentence([*rows, whole("converted where faster, optimized", 0.45)], groups).endswith("the model takes 0.45")
+    none = [whole("converted", 1.2), *(record(name, "converted", 1, 1.2) for name in (QKV, FC1, FC2))]
+    assert sentence(none, groups).endswith("takes 1.20 of the dense time; every replaced layer is faster dense")
+
+
 def test_the_table_has_a_row_for_each_layer_and_the_answer_names_what_stays_dense(plan: Plan) -> None:
     groups = groups_of(plan)
-    own = str(next(group for group in groups if group.name == "blocks.*.mlp.fc2").layer.parts[0].architecture)
+    own = str(next(group for group in groups if group.name == FC2).layer.parts[0].architecture)
     records = [
-        *(record("blocks.*.attn.qkv", name, ms, ms / 4) for name, ms in (("dense", 4.0), ("dense again", 4.1), ("converted", 2.0))),
-        *(record("blocks.*.mlp.fc1", name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 3.0))),
-        *(record("blocks.*.mlp.fc2", name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 1.0), (LOW_RANK, 0.5))),
-        record("(model)", "converted", 9.0, 0.9),
-        record("(model)", "converted where faster", 8.0, 0.8),
+        *(record(QKV, name, ms, ms / 4) for name, ms in (("dense", 4.0), ("dense again", 4.1), ("converted", 2.0))),
+        *(record(FC1, name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 3.0))),
+        *(record(FC2, name, ms, ms / 2) for name, ms in (("dense", 2.0), ("converted", 1.0), (LOW_RANK, 0.5))),
+        whole("converted", 0.9),
+        whole("converted where faster", 0.8),
     ]
-    slower = slower_layers(records, groups)
-    assert slower == dict.fromkeys(("blocks.0.mlp.fc1", "blocks.1.mlp.fc1"), "converted it takes 1.50 of the dense time")
+    reason = "converted it takes 1.50 of the dense time"
+    assert slower_layers(records, groups) == dict.fromkeys(("blocks.0.mlp.fc1", "blocks.1.mlp.fc1"), reason)
     table = latency_table(records, groups)
-    assert {(row["fqn"], row["architecture"], row["ms"]) for row in table if row["fqn"] == "blocks.1.mlp.fc2"} == {
-        ("blocks.1.mlp.fc2", "dense", 2.0),
-        ("blocks.1.mlp.fc2", own, 1.0),
-        ("blocks.1.mlp.fc2", LOW_RANK, 0.5),
-    }
-    assert len(table) == 2 * (2 + 2 + 3)
+    found = {row["architecture"]: row["ms"] for row in table if row["fqn"] == "blocks.1.mlp.fc2"}
+    assert found == {"dense": 2.0, own: 1.0, LOW_RANK: 0.5} and len(table) == 2 * (2 + 2 + 3)
     words = sentence(records, groups)
-    assert words.startswith(
-        "conversion is worth it here: the converted model takes 0.90 of the dense time; faster dense: blocks.*.mlp.fc1,"
-    )
+    assert words.startswith(f"conversion is worth it here: the converted model takes 0.90 of the dense time; faster dense: {FC1},")
     assert words.endswith("takes 0.80")
-    assert sentence([*records[:-2], record("(model)", "converted", 9.0, 1.2, "noisy: x")], groups).startswith("this machine is too noisy")
+    assert sentence([*records[:-2], whole("converted", 1.2, "noisy: x")], groups).startswith("this machine is too noisy")

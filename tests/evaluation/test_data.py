@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 from torch import nn
 
 from flysurgery.errors import DataError, WalkError
-from flysurgery.evaluation import ImageData, evaluate, load_data
+from flysurgery.evaluation import ImageData, digits, evaluate, load_data
 
 DATA = importlib.import_module("flysurgery.evaluation.data")
 
@@ -36,19 +39,42 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_digits_for_a_model() -> None:
+def test_digits_are_split_into_parts_that_are_disjoint_complete_and_fixed() -> None:
+    parts = [digits(part, (8, 8), mean=(0.5,), std=(0.25,)) for part in ("train", "held-out")]
+    assert [len(part) for part in parts] == [1198, 599]
+    restored = ((torch.cat([part.tensors[0] for part in parts]) * 0.25 + 0.5) * 16).flatten(1)
+    whole = torch.tensor(load_digits().images, dtype=torch.float32).flatten(1)
+    assert torch.equal(torch.unique(restored, dim=0), torch.unique(whole, dim=0)) and torch.equal(restored.sum(0), whole.sum(0))
+    assert sorted(torch.cat([part.tensors[1] for part in parts]).tolist()) == sorted(load_digits().target.tolist())
+    torch.manual_seed(99)
+    again = digits("held-out", (8, 8), mean=(0.5,), std=(0.25,))
+    assert torch.equal(again.tensors[0], parts[1].tensors[0]), "the model card's accuracy is that of these very images"
+    assert again.tensors[1][:10].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5]
+
+
+def test_digits_have_the_models_size_channels_and_normalization() -> None:
     grey = load_data("digits", model(10, in_chans=1))
     assert (grey.samples, grey.num_classes, grey.dataset[0][0].shape) == (599, 10, (1, 16, 16))
-    colour = load_data("digits", model(10))
-    assert colour.dataset[0][0].shape == (3, 16, 16)
-    assert torch.equal(colour.dataset[0][0][1], grey.dataset[0][0][0]), "this model's mean and deviation are 0.5 in each channel"
-
-
-def test_digits_are_normalized_as_the_model_says() -> None:
     other = model(10)
+    assert torch.equal(load_data("digits", other).dataset[0][0][1], grey.dataset[0][0][0]), "0.5 and 0.5 in each channel"
     other.pretrained_cfg = {**other.pretrained_cfg, "mean": (0.0, 0.5, 1.0), "std": (1.0, 1.0, 2.0)}
     image = load_data("digits", other).dataset[0][0]
+    assert image.shape == (3, 16, 16) and image[0].min() >= 0 and image[0].max() <= 1
     assert torch.equal(image[1], image[0] - 0.5) and torch.equal(image[2], (image[0] - 1) / 2)
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return imports(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
+    with pytest.raises(DataError, match=r"pip install 'flysurgery\[train\]'"):
+        digits("train", (8, 8), mean=(0.5,), std=(0.25,))
 
 
 def test_models_on_meta_and_of_vit_pytorch() -> None:

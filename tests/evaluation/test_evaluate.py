@@ -39,18 +39,17 @@ def test_counts() -> None:
     found = evaluate(model, data(scores, classes), batch_size=3)
     assert (found.top1, found.top5, found.samples) == (3 / 8, 5 / 8, 8)
     assert found.seconds > 0 and model.batches == [3, 3, 2]
+    few = evaluate(Lookup(), data(torch.eye(3), torch.tensor([0, 1, 0]), 3))
+    assert (few.top1, few.top5) == (2 / 3, 1.0), "of fewer than five classes all count"
+    with pytest.raises(OptionError, match="at least 1, got 0"):
+        evaluate(model, data(scores, classes), batch_size=0)
+    assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"
 
 
-def test_fewer_than_five_classes() -> None:
-    scores = torch.eye(3)
-    found = evaluate(Lookup(), data(scores, torch.tensor([0, 1, 0]), 3))
-    assert (found.top1, found.top5) == (2 / 3, 1.0)
-
-
-def test_modes_are_set_back() -> None:
-    model = nn.Sequential(Lookup(), nn.Dropout())
+def test_modes_are_set_back_and_images_cast_to_the_model() -> None:
+    model = nn.Sequential(Lookup(), nn.Dropout()).bfloat16()
     model[1].eval()
-    evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES)))
+    assert evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES))).top1 == 1.0
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
@@ -61,11 +60,6 @@ def test_what_a_forward_makes_may_be_trained_with_later() -> None:
     model.register_forward_hook(lambda module, inputs, output: kept.append(output))
     evaluate(model, ImageData("noise", TensorDataset(torch.rand(4, 3, 2, 2), torch.zeros(4, dtype=torch.int64)), 4, 3))
     assert not kept[0].is_inference() and not kept[0].requires_grad
-
-
-def test_images_are_cast_to_the_model() -> None:
-    found = evaluate(Lookup().bfloat16(), data(torch.eye(CLASSES), torch.arange(CLASSES)))
-    assert found.top1 == 1.0
 
 
 @pytest.mark.parametrize(
@@ -80,12 +74,3 @@ def test_outputs_that_are_no_scores(model: nn.Module, fact: str) -> None:
     with pytest.raises(DataError, match=fact):
         evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES)))
     assert model.training
-
-
-def test_batch_size() -> None:
-    with pytest.raises(OptionError, match="at least 1, got 0"):
-        evaluate(Lookup(), data(torch.eye(CLASSES), torch.arange(CLASSES)), batch_size=0)
-
-
-def test_text() -> None:
-    assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"

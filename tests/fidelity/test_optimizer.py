@@ -81,20 +81,12 @@ def test_a_state_that_is_loaded_goes_on_with_the_same_steps(as_tensor: bool) -> 
             optimizer.zero_grad()
 
     rate = torch.tensor(1e-2) if as_tensor else 1e-2
-    whole = model()
-    steps(whole, Muon(parameter_groups(whole), lr=rate), range(4))
-    first = model()
-    groups = parameter_groups(first)
-    optimizer = Muon(groups, lr=rate)
-    steps(first, optimizer, range(2))
-    second = copy.deepcopy(first)
-    resumed = Muon(parameter_groups(model()), lr=rate)
-    resumed.param_groups = [{**group, "params": []} for group in resumed.param_groups]
-    names = {parameter: name for name, parameter in first.named_parameters()}
-    theirs = dict(second.named_parameters())
-    for mine, group in zip(resumed.param_groups, groups, strict=True):
-        mine["params"] = [theirs[names[parameter]] for parameter in group["params"]]
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    steps(second, resumed, range(2, 4))
-    for one, other in zip(whole.parameters(), second.parameters(), strict=True):
+    networks = [model() for _ in range(3)]
+    optimizers = [Muon(parameter_groups(each), lr=rate) for each in networks]
+    steps(networks[0], optimizers[0], range(4))
+    steps(networks[1], optimizers[1], range(2))
+    networks[2].load_state_dict(networks[1].state_dict())
+    optimizers[2].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    steps(networks[2], optimizers[2], range(2, 4))
+    for one, other in zip(networks[0].parameters(), networks[2].parameters(), strict=True):
         assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""The pieces of a run: losses, groups, teachers, data."""
+"""The pieces of a run: settings, losses, groups, teachers, data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import DataError, TrainingError
+from flysurgery.errors import DataError, OptionError, TrainingError
 from flysurgery.finetune import Settings, held_out_data, training_data
 from flysurgery.finetune.batches import Process
 from flysurgery.finetune.devices import accelerator_for
@@ -192,3 +192,44 @@ def test_the_next_image_is_taken_for_one_that_cannot_be_read(pictures: Path, cap
         path.write_bytes(b"no picture")
     with pytest.raises(DataError, match="10 images in a row cannot be read"):
         list(batches.epoch(0, 0))
+
+
+def test_classes_that_are_not_the_models_are_named_at_the_start(dense: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(10):
+        (tmp_path / "train" / str(number)).mkdir(parents=True)
+        Image.linear_gradient("L").resize((9, 8 + number)).save(tmp_path / "train" / str(number) / "a.png")
+    assert training_data(tmp_path, dense, Settings(), teacher=True).labelled and not caplog.text
+    (tmp_path / "train" / "10").mkdir()
+    assert not training_data(tmp_path, dense, Settings(), teacher=True).labelled
+    assert f"{tmp_path} has not one folder of images for each class of the model, so it is used without labels" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "completion", "words"),
+    [
+        ({"epochs": 0}, {}, "epochs must be at least 1"),
+        ({"learning_rate": float("nan")}, {}, "learning_rate must be a positive number"),
+        ({"minutes": 0}, {}, "minutes must be a positive number, got 0"),
+        ({"warm_up": 1.5}, {}, "warm_up must be between 0 and 1"),
+        ({"mixup": 0.2, "batch_size": 7}, {}, "batch_size must be even"),
+        ({"epochs": 3, "densify_after": 3}, {}, "densify_after must be from 1 to 2"),
+        ({"epochs": 1, "densify_after": 1}, {}, "densify_after must be left out where there is one epoch, got 1"),
+        ({"minutes": 1, "epochs": 1}, {}, "epochs and minutes"),
+        ({"minutes": 1, "densify_after": 1}, {}, "densify_after counts epochs"),
+        ({"optimizer": "muon"}, {}, "there is none; give a teacher or a learning rate"),
+        ({"weight_decay": 0.1}, {"teacher": True}, "muon has no weight_decay"),
+        ({"optimizer": "muon"}, {"teacher": True, "sharded": True}, "muon cannot be used with weights shared out"),
+        ({"output_weight": 1.5}, {"teacher": True}, "at most 1, got 1.5"),
+    ],
+)
+def test_settings_that_are_out_of_range_or_do_not_go_together(changes: dict, completion: dict, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        Settings(**changes).completed(**completion)
+
+
+def test_settings_that_are_left_open() -> None:
+    taught = Settings().completed(teacher=True, labelled=False)
+    assert (taught.optimizer, taught.minutes, taught.epochs, taught.learning_rate) == ("muon", 10, None, None)
+    shared = Settings().completed(teacher=True, sharded=True)
+    assert (shared.optimizer, shared.minutes, shared.epochs, shared.learning_rate) == ("adamw", None, 10, 3e-4)
+    assert Settings(densify_after=1).completed(teacher=True, labelled=False).optimizer == "adamw"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from flysurgery.errors import DataError, OptionError, TrainingError
+from flysurgery.fidelity import moments
 from flysurgery.finetune import Settings, held_out_data, train, training_data
+from flysurgery.finetune.loop import LOOKS, looks_for
+from flysurgery.finetune.measure import Judge, Look
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import plan_of
 
@@ -167,48 +172,23 @@ def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp
 
 def test_another_plan_other_settings_and_a_run_that_is_there_are_refused(converted: Make, dense: nn.Module, tmp_path: Path) -> None:
     settings = replace(QUICK, epochs=1)
-    model = converted()
-    data = training_data("digits", model, settings)
-    with pytest.raises(TrainingError, match="holds no state to resume from"):
-        train(converted(), data, settings, folder=tmp_path, resume=True)
+    data = training_data("digits", dense, settings)
+
+    def refused(words: str, *, model: nn.Module | None = None, resume: bool = True, **changes: Any) -> None:
+        with pytest.raises(TrainingError, match=words):
+            train(model or converted(), data, replace(settings, **changes), folder=tmp_path, resume=resume)
+
+    refused("holds no state to resume from")
     with pytest.raises(StoppedError):
-        train(model, data, settings, folder=tmp_path, progress=stop_at(5))
-    with pytest.raises(TrainingError, match="the run of another plan"):
-        train(dense, data, settings, folder=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match="begun with seed 0, not 1"):
-        train(converted(), data, replace(settings, seed=1), folder=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match=r"has come to update 4.*--resume"):
-        train(converted(), data, settings, folder=tmp_path)
+        train(converted(), data, settings, folder=tmp_path, progress=stop_at(5))
+    refused("the run of another plan", model=dense)
+    refused("begun with seed 0, not 1", seed=1)
+    refused(r"has come to update 4.*--resume", resume=False)
     (tmp_path / "state-00000004" / "run.json").write_text(json.dumps({"plan_sha256": ""}))
-    with pytest.raises(TrainingError, match="damaged"):
-        train(converted(), data, settings, folder=tmp_path, resume=True)
+    refused("damaged")
 
 
-def test_missing_accelerate_says_how_to_install_it(converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = converted()
-    data = training_data("digits", model, QUICK)
-    monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
-    with pytest.raises(TrainingError, match=r"pip install 'flysurgery\[train\]'"):
-        train(model, data, QUICK)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"epochs": 0}, "epochs must be at least 1"),
-        ({"learning_rate": float("nan")}, "learning_rate must be a positive number"),
-        ({"warm_up": 1.5}, "warm_up must be between 0 and 1"),
-        ({"mixup": 0.2, "batch_size": 7}, "batch_size must be even"),
-        ({"epochs": 3, "densify_after": 3}, "densify_after must be from 1 to 2"),
-        ({"epochs": 1, "densify_after": 1}, "densify_after must be left out where there is one epoch, got 1"),
-    ],
-)
-def test_settings_out_of_range(changes: dict, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        Settings(**changes)
-
-
-def test_an_unknown_optimizer_and_too_few_batches(converted: Make) -> None:
+def test_runs_that_cannot_begin(converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted()
     data = training_data("digits", model, QUICK)
     with pytest.raises(OptionError, match="no optimizer 'adamwww'"):
@@ -217,3 +197,38 @@ def test_an_unknown_optimizer_and_too_few_batches(converted: Make) -> None:
         train(model, data, replace(QUICK, accumulation=10))
     with pytest.raises(OptionError, match="nothing to densify in a dense model"):
         train(nn.Linear(2, 2), data, replace(QUICK, densify_after=1))
+    monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"pip install 'flysurgery\[train\]'"):
+        train(model, data, QUICK)
+
+
+def test_looks_take_a_fifth_of_the_budget_at_most() -> None:
+    assert looks_for(600, 0.5) == LOOKS and looks_for(600, 0.0) == LOOKS
+    assert looks_for(600, 50) == 2 and looks_for(60, 50) == 1
+    assert moments(1, 10) == {1} and moments(100, 1) == {100} and max(moments(100, 3)) == 100 and len(moments(100, 10)) == 10
+
+
+def test_slow_looks_leave_the_budget_to_the_updates(
+    dense: nn.Module, converted: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Judge.look
+
+    def slow(self: Judge, model: nn.Module, bare: nn.Module, *, accuracy: bool = True) -> Look:
+        time.sleep(0.6)
+        return look(self, model, bare, accuracy=accuracy)
+
+    given: list[float] = []
+
+    def seven(stepper: object, batches: object, seconds: float, agreed: object) -> int:
+        given.append(seconds)
+        return 7
+
+    monkeypatch.setattr(Judge, "look", slow)
+    monkeypatch.setattr("flysurgery.finetune.loop.affordable", seven)
+    model, settings = converted(), Settings(minutes=0.06, cpu=True)
+    data, held_out = training_data("digits", model, settings, teacher=True), held_out_data("digits", model, teacher=True)
+    outcome = train(model, data, settings, teacher=dense, held_out=held_out, folder=tmp_path)
+    assert [row["update"] for row in rows(tmp_path) if row["top1"]] == ["0", "7"]
+    assert outcome.labelled and outcome.updates == 7
+    (seconds,) = given  # at least two looks are left out of 3.6 seconds
+    assert seconds < 3.6 - 2 * 0.6

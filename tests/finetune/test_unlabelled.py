@@ -16,10 +16,9 @@ from PIL import Image
 from torch import nn
 
 from flysurgery.checkpoint import build_base
-from flysurgery.errors import DataError, OptionError, TrainingError
+from flysurgery.errors import DataError, TrainingError
 from flysurgery.evaluation import preparation
-from flysurgery.fidelity import moments
-from flysurgery.fidelity.copied import Copied
+from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.batches import LoadedBatches, Process, ViewedBatches
 from flysurgery.finetune.pictures import read_pictures, unlabelled_files
@@ -167,10 +166,9 @@ def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
 
 def test_a_budget_sets_the_number_of_updates(photographs: Path, features: tuple[nn.Module, nn.Module]) -> None:
     model = copy.deepcopy(features[1])
-    settings = replace(QUICK, epochs=None, minutes=0.05)
+    settings = replace(QUICK, epochs=None, minutes=0.1)
     outcome = train(model, training_data(photographs, model, settings, teacher=True), settings, teacher=features[0])
     assert outcome.updates > 1 and outcome.seconds < 20
-    assert max(moments(outcome.updates, 10)) == outcome.updates and moments(1, 10) == {1} and len(moments(100, 10)) == 10
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_last_state(
@@ -209,28 +207,3 @@ def test_what_is_refused(photographs: Path, features: tuple[nn.Module, nn.Module
         spoilt.get_parameter("norm.weight").fill_(float("nan"))
     with pytest.raises(DataError, match="no finite numbers before the first update"):
         train(copy.deepcopy(features[1]), data, QUICK, teacher=spoilt, held_out=judging_data(photographs, features[0], teacher=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "completion", "words"),
-    [
-        ({"minutes": 0}, {}, "minutes must be a positive number, got 0"),
-        ({"minutes": 1, "epochs": 1}, {}, "epochs and minutes"),
-        ({"minutes": 1, "densify_after": 1}, {}, "densify_after counts epochs"),
-        ({"optimizer": "muon"}, {}, "there is none; give a teacher or a learning rate"),
-        ({"weight_decay": 0.1}, {"teacher": True}, "muon has no weight_decay"),
-        ({"optimizer": "muon"}, {"teacher": True, "sharded": True}, "muon cannot be used with weights shared out"),
-        ({"output_weight": 1.5}, {"teacher": True}, "at most 1, got 1.5"),
-    ],
-)
-def test_settings_that_do_not_go_together(changes: dict, completion: dict, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        Settings(**changes).completed(**completion)
-
-
-def test_settings_that_are_left_open() -> None:
-    taught = Settings().completed(teacher=True, labelled=False)
-    assert (taught.optimizer, taught.minutes, taught.epochs, taught.learning_rate) == ("muon", 10, None, None)
-    shared = Settings().completed(teacher=True, sharded=True)
-    assert (shared.optimizer, shared.minutes, shared.epochs, shared.learning_rate) == ("adamw", None, 10, 3e-4)
-    assert Settings(densify_after=1).completed(teacher=True, labelled=False).optimizer == "adamw"
