@@ -17,6 +17,10 @@ from flysurgery.walker import walk
 Truth = tuple[tuple[int, int, int, int, int], dict[str, int]]
 
 TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
+    "vit_small_patch16_224": ({}, ((12, 12, 12, 12, 1), {})),
+    "mixer_s32_224": ({}, ((0, 0, 16, 16, 1), {})),
+    "pvt_v2_b0": ({}, ((16, 8, 8, 8, 1), {})),
+    "resnet18": ({}, ((0, 0, 0, 0, 1), {})),  # its 1x1 convolutions have a stride
     # Two blocks of q with k and v apart, whose positions go through a linear, and a plain one.
     "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"position-mlp": 2})),
     # Attention across channels; two blocks of class attention with q, k, v, proj, fc1 and fc2.
