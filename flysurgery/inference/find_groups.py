@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
-from flysurgery.inference.graph import Calls, below, is_idle, origin, watch
+from flysurgery.inference.graph import Calls, attempt, below, is_idle, origin, watch
 from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, name_of, shadow, survey
+
+
+class Patches(NamedTuple):
+    """A convolution whose stride is its kernel's size: a product of flattened patches and a matrix; and its node."""
+
+    fqn: str
+    node: Node
 
 
 @dataclass
@@ -34,7 +41,7 @@ class Findings:
     projections: dict[str, ProjectionGroup] = field(default_factory=dict)
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
     outs: dict[str, AttentionOut] = field(default_factory=dict)
-    patches: dict[str, Node] = field(default_factory=dict)
+    patches: dict[str, Patches] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
     norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
@@ -70,7 +77,7 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
         ("ffn_out", "ffn", matcher.feed_forward, found.feed_forwards),
     ):
         for call in matcher.of_role(role):
-            outcome = match(call)
+            outcome = attempt(match, call)
             if call.fqn in kept or call.fqn in found.reasons:
                 outcome = Reason("calls", "it is called more than once in one forward")
                 kept.pop(call.fqn, None)
@@ -97,7 +104,7 @@ def _find_blocks(found: Findings) -> None:
         else:
             sums.setdefault(fqn, {})[name] = group
     for fqn, groups in sums.items():
-        outcome = BlockMatcher(found.seen, found.around, fqn, groups.values(), found.projections.values()).match()
+        outcome = attempt(BlockMatcher(found.seen, found.around, fqn, groups.values(), found.projections.values()).match)
         if isinstance(outcome, Reason):
             found.open_blocks |= dict.fromkeys(groups, outcome)
         else:
@@ -113,7 +120,7 @@ def _find_patches(found: Findings) -> None:
         fqn = seen.owners.innermost(node) or ""
         module = seen.owners.modules[fqn]
         if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
-            found.patches[fqn] = node
+            found.patches[fqn] = Patches(fqn, node)
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
 
@@ -122,7 +129,7 @@ def _find_embeddings(found: Findings) -> None:
     """Patches with the method behind them, by the name of the patch embedding; and for others the reason why not."""
     having = [fqn for fqn, _ in found.seen.double.named_modules() if found.calls.get(below(fqn, METHOD))]
     for fqn in having:
-        outcome = embedding_of(found.seen, found.calls, fqn)
+        outcome = attempt(embedding_of, found.seen, found.calls, fqn)
         if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
             outcome = Reason("no-patches", "before it stands no plain convolution that cuts the model's input into patches")
         if isinstance(outcome, Reason):
@@ -130,7 +137,7 @@ def _find_embeddings(found: Findings) -> None:
         else:
             found.embeddings[below(fqn, outcome.patches)] = outcome
     for patches in () if having else found.patches.values():
-        inline = inline_embedding(found.seen, patches)
+        inline = inline_embedding(found.seen, patches.node)
         if inline is not None:
             found.reasons[inline[0]] = ("patches", inline[1])
 
@@ -140,7 +147,7 @@ def _find_norms(matcher: Matcher, found: Findings) -> None:
     groups = [*found.projections.values(), *found.feed_forwards.values()]
     taken = {node for group in groups for node in group.nodes}
     for node in found.seen.trace.graph.nodes:
-        norm = matcher.norm(node)
+        norm = attempt(matcher.norm, node)
         if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in found.around[node]):
             continue
         found.norms[norm.fqn] = norm
