@@ -29,6 +29,7 @@ from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGr
 from flysurgery.inference.standin import (
     Condition,
     Fused,
+    Passed,
     StandIn,
     StandInMethod,
     Stepped,
@@ -36,7 +37,6 @@ from flysurgery.inference.standin import (
     Undropped,
     above,
     is_plain,
-    passed,
     view,
 )
 from flysurgery.surgery import Reason
@@ -286,7 +286,7 @@ class _Builder:
         condition = Condition([*first.modules(), *second.modules()], holders)
 
         def put(fused: Fused) -> None:
-            fused.modules[norm] = passed(first, condition)
+            fused.modules[norm] = Passed(first, condition)
             fused.modules[behind] = Stepped(second, candidate.step, condition)
 
         return Replacement((candidate,), condition, put)
