@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,8 +31,8 @@ class Findings:
     """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
     follows it; of a norm by itself, its own), and the reasons of those that are none.
 
-    ``calls`` are those of every module in one forward, ``around`` the modules around each node. ``open_blocks`` says, by the same name,
-    why a feed-forward group or an attention's output lies in no proven block.
+    ``calls`` are those of every module in one forward, ``around`` the modules around each node. A feed-forward group outside of the proven
+    blocks may still be fused; an attention's output is not, so it is among the reasons.
     """
 
     seen: Survey
@@ -40,12 +41,10 @@ class Findings:
     blocks: dict[str, Block] = field(default_factory=dict)
     projections: dict[str, ProjectionGroup] = field(default_factory=dict)
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
-    outs: dict[str, AttentionOut] = field(default_factory=dict)
     patches: dict[str, Patches] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
     norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
-    open_blocks: dict[str, Reason] = field(default_factory=dict)
 
     def inside(self, fqn: str) -> list[Node]:
         """The nodes that run in the forward of a module."""
@@ -70,10 +69,10 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
     """
     seen = survey(_with_linears(model), example)
     matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
-    found = Findings(seen, watch(seen, (METHOD, *CALLERS)), around)
+    found, outs = Findings(seen, watch(seen, (METHOD, *CALLERS)), around), dict[str, AttentionOut]()
     for role, group, match, kept in (
         ("qkv", "qkv", matcher.projection, found.projections),
-        ("attn_out", "attn_out", matcher.attention_out, found.outs),
+        ("attn_out", "attn_out", matcher.attention_out, outs),
         ("ffn_out", "ffn", matcher.feed_forward, found.feed_forwards),
     ):
         for call in matcher.of_role(role):
@@ -85,28 +84,32 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
                 found.reasons[call.fqn] = (group, outcome)
             else:
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
-    _find_blocks(found)
+    _find_blocks(found, [*outs.values(), *found.feed_forwards.values()])
     _find_patches(found)
     _find_embeddings(found)
     _find_norms(matcher, found)
     return found
 
 
-def _find_blocks(found: Findings) -> None:
+def _find_blocks(found: Findings, groups: Sequence[AttentionOut | FeedForwardGroup]) -> None:
     """Blocks among the modules whose own forward makes the residual sums of groups."""
-    sums: dict[str, dict[str, AttentionOut | FeedForwardGroup]] = {}
-    for name, group in (*found.outs.items(), *found.feed_forwards.items()):
+
+    def leave(group: AttentionOut | FeedForwardGroup, reason: Reason) -> None:
+        if isinstance(group, AttentionOut):
+            found.reasons[group.linear] = ("attn_out", reason)
+
+    sums: dict[str, list[AttentionOut | FeedForwardGroup]] = {}
+    for group in groups:
         fqn = found.seen.owners.innermost(group.tail.result)
         if group.tail.residual is None or fqn is None:
-            found.open_blocks[name] = Reason("no-residual", "its result is not added to anything")
-        elif isinstance(group, FeedForwardGroup) and group.tail.residual is not group.source:
-            found.open_blocks[name] = Reason("no-residual", "its result is not added to what its norm reads")
-        else:
-            sums.setdefault(fqn, {})[name] = group
-    for fqn, groups in sums.items():
-        outcome = attempt(BlockMatcher(found.seen, found.around, fqn, groups.values(), found.projections.values()).match)
+            leave(group, Reason("no-residual", "its result is not added to anything"))
+        elif isinstance(group, AttentionOut) or group.tail.residual is group.source:
+            sums.setdefault(fqn, []).append(group)
+    for fqn, added in sums.items():
+        outcome = attempt(BlockMatcher(found.seen, found.around, fqn, added, found.projections.values()).match)
         if isinstance(outcome, Reason):
-            found.open_blocks |= dict.fromkeys(groups, outcome)
+            for group in added:
+                leave(group, outcome)
         else:
             found.blocks[fqn] = outcome
 

@@ -107,7 +107,7 @@ class _Builder:
         for block in sorted(found.blocks.values(), key=lambda block: len(block.fqn), reverse=True):
             form = attempt(form_of, block, found.calls) if block.fqn or is_plain(self.model) else OWN_FORWARD
             if isinstance(form, Reason):
-                found.open_blocks |= {part.out.linear: form for part in block.parts if isinstance(part, Attended)}
+                built.without += [("attn_out", part.out.linear, form) for part in block.parts if isinstance(part, Attended)]
                 continue
             blocks.append(self._block(block, form))
             covered |= {candidate.fqn for candidate in blocks[-1].candidates}
@@ -129,7 +129,6 @@ class _Builder:
         alone(found.feed_forwards, self._feed_forward, self._lone_feed_forward)
         alone(found.norms, self._norm, self._lone_norm)
         alone(found.patches, self._patches, self._lone_patches)
-        built.without += [("attn_out", fqn, found.open_blocks[fqn]) for fqn in found.outs if fqn not in covered]
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
             built.replacements.append(self._embedding(fqn, embedding))
