@@ -9,7 +9,7 @@ and the forward gives it the images. So nothing in between reads the patches or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flysurgery.errors import WalkError
-from flysurgery.inference.graph import Calls, below, is_idle, origin, sole_user, watch
-from flysurgery.inference.match import Held
+from flysurgery.inference.graph import Calls, UnfitError, below, is_idle, origin, sole_user, watch
+from flysurgery.inference.match import Held, held_of
 from flysurgery.inference.standin import Condition, StandInMethod, Together
 from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, is_in_place, name_of, run_fake, shape_of, survey
@@ -52,28 +52,25 @@ class Embedding:
     called: tuple[str, ...]
 
 
-def embedding_of(seen: Survey, calls: Mapping[str, Calls], fqn: str) -> Embedding | Reason:
+def embedding_of(seen: Survey, calls: Mapping[str, Calls], fqn: str) -> Embedding:
     """What ``METHOD`` of the module ``fqn`` makes of the patches; ``calls`` are those of all modules and methods in one forward."""
     module, given = seen.owners.modules[fqn], calls[below(fqn, METHOD)]
     if not given.one_of_one_tensor or not isinstance(given.first_result, Tensor):
-        return Reason("call-form", f"{METHOD} is not called once with one tensor alone, for another one")
+        raise UnfitError("call-form", f"{METHOD} is not called once with one tensor alone, for another one")
     children = {name: calls.get(below(fqn, name), Calls()) for name, _ in module.named_children()}
     child = next((name for name, each in children.items() if each.one_of_one_tensor and each.first_result is given.first_input), None)
     caller = next((name for name in CALLERS if len(calls.get(below(fqn, name), ())) == 1), None)
     if child is None or caller is None:
-        return Reason("call-form", f"{METHOD} is not given what a module of its own made of one tensor, in {' or '.join(CALLERS)}")
+        raise UnfitError("call-form", f"{METHOD} is not given what a module of its own made of one tensor, in {' or '.join(CALLERS)}")
     images = children[child].first_input
     together = Together(module, METHOD, child)
     try:
         inner = survey(together, torch.empty((_IMAGES, *images.shape[1:]), dtype=images.dtype))
     except WalkError as error:
-        return Reason("walk", str(error))
-    found = _Reader(inner).read()
-    if isinstance(found, Reason):
-        return found
-    convolution, position, prefix = found
+        raise UnfitError("walk", str(error)) from error
+    convolution, position, prefix = _Reader(inner).read()
     if not _same_operators(seen, module, caller, together):
-        return Reason("shared", f"between its patch embedding and {METHOD} the model computes something else as well")
+        raise UnfitError("shared", f"between its patch embedding and {METHOD} the model computes something else as well")
     called = tuple(name.removeprefix("module.") for name, each in watch(inner).items() if len(each) and name.startswith("module."))
     return Embedding(fqn, caller, child, convolution, position, prefix, tuple(images.shape[1:]), called)
 
@@ -97,7 +94,7 @@ class _Reader:
     def __init__(self, seen: Survey) -> None:
         self.seen = seen
 
-    def read(self) -> tuple[str, Held | None, tuple[Held, ...]] | Reason:
+    def read(self) -> tuple[str, Held | None, tuple[Held, ...]]:
         """The convolution, the position and the tokens before the patches."""
         output = next(node for node in self.seen.trace.graph.nodes if node.op == "output")
         value, position, prefix = origin(output.all_input_nodes[0]), None, list[Held]()
@@ -110,11 +107,10 @@ class _Reader:
             else:
                 break
         if position is None and not prefix:
-            return Reason(
+            raise UnfitError(
                 "no-position", f"{METHOD} neither adds a parameter with a row for each token, nor puts parameters before the patches"
             )
-        convolution = self._convolution(value)
-        return convolution if isinstance(convolution, Reason) else (convolution, position, tuple(prefix))
+        return self._convolution(value), position, tuple(prefix)
 
     def added(self, node: Node) -> tuple[Node, Held] | None:
         """The value and the parameter, one row a token, whose sum the node is."""
@@ -140,13 +136,10 @@ class _Reader:
         return self._held(rows) if _shape(rows) == (1, *_shape(node)[1:]) else None
 
     def _held(self, node: object) -> Held | None:
-        name = self.seen.trace.parameters.get(origin(node)) if isinstance(node, Node) else None
-        if name is None:
-            return None
-        fqn, _, leaf = name.removeprefix("module.").rpartition(".")
-        return Held(fqn, leaf)
+        held = held_of(self.seen, origin(node)) if isinstance(node, Node) else None
+        return held and replace(held, fqn=_below_together(held.fqn))
 
-    def _convolution(self, rows: Node) -> str | Reason:
+    def _convolution(self, rows: Node) -> str:
         """The convolution of the images whose results, patch by patch, are the rows."""
         moves, node = list[Node](), rows
         while (name_of(node) in _MOVES or is_idle(node)) and isinstance(before := node.args[0], Node):
@@ -154,15 +147,20 @@ class _Reader:
             node = before
         source = node.args[0] if name_of(node) == "conv2d" else None
         if not isinstance(source, Node) or origin(source) not in self.seen.trace.inputs:
-            return Reason("more", f"its patch embedding also computes {name_of(node) or node.name}")
+            raise UnfitError("more", f"its patch embedding also computes {name_of(node) or node.name}")
         shape = torch.Size(_shape(node))
         places = torch.arange(shape.numel(), device="cpu").view(shape)
         moved = places
         for move in moves:
             moved = moved if is_idle(move) else cast(Callable[..., Tensor], move.target)(moved, *move.args[1:], **move.kwargs)
         if not torch.equal(moved, places.flatten(2).transpose(1, 2)):
-            return Reason("order", "its patches are not one after the other, row by row of the image")
-        return (self.seen.owners.innermost(node) or "").removeprefix("module.")
+            raise UnfitError("order", "its patches are not one after the other, row by row of the image")
+        return _below_together(self.seen.owners.innermost(node) or "")
+
+
+def _below_together(fqn: str) -> str:
+    """The name below the module of a ``Together`` of what has this name in it; other names stay as they are."""
+    return "" if fqn == "module" else fqn.removeprefix("module.")
 
 
 def _shape(node: object) -> tuple[int, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
-from flysurgery.inference.graph import Calls, below, is_idle, origin, watch
+from flysurgery.inference.graph import Calls, attempt, below, is_idle, origin, watch
 from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
@@ -18,13 +19,20 @@ from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, name_of, shadow, survey
 
 
+class Patches(NamedTuple):
+    """A convolution whose stride is its kernel's size: a product of flattened patches and a matrix; and its node."""
+
+    fqn: str
+    node: Node
+
+
 @dataclass
 class Findings:
     """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
     follows it; of a norm by itself, its own), and the reasons of those that are none.
 
-    ``calls`` are those of every module in one forward, ``around`` the modules around each node. ``open_blocks`` says, by the same name,
-    why a feed-forward group or an attention's output lies in no proven block.
+    ``calls`` are those of every module in one forward, ``around`` the modules around each node. A feed-forward group outside of the proven
+    blocks may still be fused; an attention's output is not, so it is among the reasons.
     """
 
     seen: Survey
@@ -33,12 +41,10 @@ class Findings:
     blocks: dict[str, Block] = field(default_factory=dict)
     projections: dict[str, ProjectionGroup] = field(default_factory=dict)
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
-    outs: dict[str, AttentionOut] = field(default_factory=dict)
-    patches: dict[str, Node] = field(default_factory=dict)
+    patches: dict[str, Patches] = field(default_factory=dict)
     embeddings: dict[str, Embedding] = field(default_factory=dict)
     norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
-    open_blocks: dict[str, Reason] = field(default_factory=dict)
 
     def inside(self, fqn: str) -> list[Node]:
         """The nodes that run in the forward of a module."""
@@ -63,14 +69,14 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
     """
     seen = survey(_with_linears(model), example)
     matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
-    found = Findings(seen, watch(seen, (METHOD, *CALLERS)), around)
+    found, outs = Findings(seen, watch(seen, (METHOD, *CALLERS)), around), dict[str, AttentionOut]()
     for role, group, match, kept in (
         ("qkv", "qkv", matcher.projection, found.projections),
-        ("attn_out", "attn_out", matcher.attention_out, found.outs),
+        ("attn_out", "attn_out", matcher.attention_out, outs),
         ("ffn_out", "ffn", matcher.feed_forward, found.feed_forwards),
     ):
         for call in matcher.of_role(role):
-            outcome = match(call)
+            outcome = attempt(match, call)
             if call.fqn in kept or call.fqn in found.reasons:
                 outcome = Reason("calls", "it is called more than once in one forward")
                 kept.pop(call.fqn, None)
@@ -78,28 +84,32 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
                 found.reasons[call.fqn] = (group, outcome)
             else:
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
-    _find_blocks(found)
+    _find_blocks(found, [*outs.values(), *found.feed_forwards.values()])
     _find_patches(found)
     _find_embeddings(found)
     _find_norms(matcher, found)
     return found
 
 
-def _find_blocks(found: Findings) -> None:
+def _find_blocks(found: Findings, groups: Sequence[AttentionOut | FeedForwardGroup]) -> None:
     """Blocks among the modules whose own forward makes the residual sums of groups."""
-    sums: dict[str, dict[str, AttentionOut | FeedForwardGroup]] = {}
-    for name, group in (*found.outs.items(), *found.feed_forwards.items()):
+
+    def leave(group: AttentionOut | FeedForwardGroup, reason: Reason) -> None:
+        if isinstance(group, AttentionOut):
+            found.reasons[group.linear] = ("attn_out", reason)
+
+    sums: dict[str, list[AttentionOut | FeedForwardGroup]] = {}
+    for group in groups:
         fqn = found.seen.owners.innermost(group.tail.result)
         if group.tail.residual is None or fqn is None:
-            found.open_blocks[name] = Reason("no-residual", "its result is not added to anything")
-        elif isinstance(group, FeedForwardGroup) and group.tail.residual is not group.source:
-            found.open_blocks[name] = Reason("no-residual", "its result is not added to what its norm reads")
-        else:
-            sums.setdefault(fqn, {})[name] = group
-    for fqn, groups in sums.items():
-        outcome = BlockMatcher(found.seen, found.around, fqn, groups.values(), found.projections.values()).match()
+            leave(group, Reason("no-residual", "its result is not added to anything"))
+        elif isinstance(group, AttentionOut) or group.tail.residual is group.source:
+            sums.setdefault(fqn, []).append(group)
+    for fqn, added in sums.items():
+        outcome = attempt(BlockMatcher(found.seen, found.around, fqn, added, found.projections.values()).match)
         if isinstance(outcome, Reason):
-            found.open_blocks |= dict.fromkeys(groups, outcome)
+            for group in added:
+                leave(group, outcome)
         else:
             found.blocks[fqn] = outcome
 
@@ -113,7 +123,7 @@ def _find_patches(found: Findings) -> None:
         fqn = seen.owners.innermost(node) or ""
         module = seen.owners.modules[fqn]
         if type(module) is nn.Conv2d and is_plain(module) and _is_tiling(module):
-            found.patches[fqn] = node
+            found.patches[fqn] = Patches(fqn, node)
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
 
@@ -122,7 +132,7 @@ def _find_embeddings(found: Findings) -> None:
     """Patches with the method behind them, by the name of the patch embedding; and for others the reason why not."""
     having = [fqn for fqn, _ in found.seen.double.named_modules() if found.calls.get(below(fqn, METHOD))]
     for fqn in having:
-        outcome = embedding_of(found.seen, found.calls, fqn)
+        outcome = attempt(embedding_of, found.seen, found.calls, fqn)
         if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
             outcome = Reason("no-patches", "before it stands no plain convolution that cuts the model's input into patches")
         if isinstance(outcome, Reason):
@@ -130,7 +140,7 @@ def _find_embeddings(found: Findings) -> None:
         else:
             found.embeddings[below(fqn, outcome.patches)] = outcome
     for patches in () if having else found.patches.values():
-        inline = inline_embedding(found.seen, patches)
+        inline = inline_embedding(found.seen, patches.node)
         if inline is not None:
             found.reasons[inline[0]] = ("patches", inline[1])
 
@@ -140,7 +150,7 @@ def _find_norms(matcher: Matcher, found: Findings) -> None:
     groups = [*found.projections.values(), *found.feed_forwards.values()]
     taken = {node for group in groups for node in group.nodes}
     for node in found.seen.trace.graph.nodes:
-        norm = matcher.norm(node)
+        norm = attempt(matcher.norm, node)
         if isinstance(norm, Reason) or node in taken or any(fqn in found.blocks for fqn in found.around[node]):
             continue
         found.norms[norm.fqn] = norm

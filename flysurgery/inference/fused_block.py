@@ -14,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
 from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, watched
-from flysurgery.inference.graph import Calls
+from flysurgery.inference.graph import Calls, UnfitError
 from flysurgery.inference.match import Attended, Block, Lone
 from flysurgery.inference.standin import Condition, StandIn
-from flysurgery.surgery import Reason
 from flysurgery.walker import name_of, shape_of
 
 _SWITCHES = (bool, str, type(None))
@@ -50,8 +49,8 @@ class Form:
         return same and all(key in arguments and _alike(seen, arguments[key]) for key, seen in self.arguments.items())
 
 
-def form_of(block: Block, calls: Mapping[str, Calls]) -> Form | Reason:
-    """The form of the block's only call, or why a fused block cannot replace it."""
+def form_of(block: Block, calls: Mapping[str, Calls]) -> Form:
+    """The form of the block's only call; ``UnfitError`` where a fused block cannot replace it."""
     norms, readers, attentions = list[str](), list[str](), list[Attended]()  # readers: the first modules of the parts
     once = [block.fqn]
     for part in block.parts:
@@ -66,41 +65,39 @@ def form_of(block: Block, calls: Mapping[str, Calls]) -> Form | Reason:
         else:
             readers.append(part.norm.fqn)
     if any(len(calls[fqn]) != 1 for fqn in (*once, *readers)):
-        return Reason("calls", "it is called more than once in one forward")
+        raise UnfitError("calls", "it is called more than once in one forward")
     own = calls[block.fqn]
     arguments = _behind_first(own)
     if own.first_input is None or calls[readers[0]].first_input is not own.first_input or not isinstance(own.first_result, Tensor):
-        return Reason("call-form", "its first argument is not its input")
+        raise UnfitError("call-form", "its first argument is not its input")
     foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor)) and not _is_number(each)), None)
     if foreign is not None:
-        return Reason("call-form", f"it is called with a {type(foreign).__name__}")
+        raise UnfitError("call-form", f"it is called with a {type(foreign).__name__}")
     if not all(calls[fqn].one_of_one_tensor and isinstance(calls[fqn].first_result, Tensor) for fqn in norms):
-        return Reason("call-form", "one of its modules is not called with one tensor alone, for another one")
-    handed: dict[str, Arguments] = {}
+        raise UnfitError("call-form", "one of its modules is not called with one tensor alone, for another one")
+    handed = {}
     for part in attentions:
-        found = _handed_to(calls[part.attention], None if part.norm is None else calls[part.norm].first_result, arguments)
-        if isinstance(found, Reason):
-            return found
-        handed[part.attention] = found
+        normed = None if part.norm is None else calls[part.norm].first_result
+        handed[part.attention] = _handed_to(calls[part.attention], normed, arguments)
     return Form({key: Tensor if isinstance(value, Tensor) else value for key, value in arguments.items()}, handed)
 
 
-def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Arguments | Reason:
+def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Arguments:
     """The arguments of an attention besides its input, which is ``normed`` if there is a norm: values, or arguments of the block."""
     x, given = attention.first_input, {id(value): Given(key) for key, value in arguments.items() if isinstance(value, Tensor)}
     if not isinstance(attention.first_result, Tensor):
-        return Reason("call-form", "its attention gives more than one tensor")
+        raise UnfitError("call-form", "its attention gives more than one tensor")
     if not isinstance(x, Tensor) or id(x) in given or (normed is not None and x is not normed):
-        return Reason("call-form", "its attention's first argument is not its input or the normed input")
+        raise UnfitError("call-form", "its attention's first argument is not its input or the normed input")
     handed = _behind_first(attention)
     for value in handed.values():
         if isinstance(value, Tensor):
             if id(value) not in given:
-                return Reason("call-form", "its attention takes a tensor that is not one of its own arguments")
+                raise UnfitError("call-form", "its attention takes a tensor that is not one of its own arguments")
         elif not isinstance(value, (*_SWITCHES, int, float, tuple)):
-            return Reason("call-form", f"its attention is called with a {type(value).__name__}")
+            raise UnfitError("call-form", f"its attention is called with a {type(value).__name__}")
         elif not isinstance(value, _SWITCHES) and not any(_is_number(each) and each == value for each in arguments.values()):
-            return Reason("call-form", "its attention takes a number that is not one of its own arguments, and may be the input's size")
+            raise UnfitError("call-form", "its attention takes a number that is not one of its own arguments, and may be the input's size")
     return {key: given.get(id(value), value) for key, value in handed.items()}
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.fx import Node
 
 from flysurgery.errors import WalkError
+from flysurgery.surgery import Reason
 from flysurgery.walker import Survey, is_in_place, name_of, one_line, run_fake, shape_of
+
+Made = TypeVar("Made")
 
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift_fresh"))
 _CASTS = frozenset(("to", "_to_copy", "type_as"))
@@ -71,6 +74,22 @@ def summands(node: Node) -> tuple[Node, Node] | None:
     if not (isinstance(left, Node) and isinstance(right, Node)) or shape_of(left) is None or shape_of(left) != shape_of(right):
         return None
     return left, right
+
+
+class UnfitError(Exception):
+    """Why something is no group or has no replacement; ``attempt`` turns it into a reason."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = Reason(code, text)
+
+
+def attempt(make: Callable[..., Made], *args: Any) -> Made | Reason:
+    """What ``make`` makes of the arguments, or why it cannot."""
+    try:
+        return make(*args)
+    except UnfitError as unfit:
+        return unfit.reason
 
 
 class Half(NamedTuple):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from flysurgery.inference.graph import between, half_of, is_idle, origin, sole_user, summands, users
-from flysurgery.surgery import Reason
+from flysurgery.inference.graph import UnfitError, between, half_of, is_idle, origin, sole_user, summands, users
 from flysurgery.walker import Call, Survey, is_in_place, name_of, shape_of
 
 _ACTIVATIONS = {"gelu": "gelu", "silu": "silu"}
@@ -34,6 +33,15 @@ class Held:
     def of(self, model: nn.Module) -> tuple[nn.Module, str]:
         """The module in ``model``, and the parameter's name in it."""
         return model.get_submodule(self.fqn), self.leaf
+
+
+def held_of(seen: Survey, node: Node) -> Held | None:
+    """The parameter that a node is; None for any other value."""
+    name = seen.trace.parameters.get(node)
+    if name is None:
+        return None
+    fqn, _, leaf = name.rpartition(".")
+    return Held(fqn, leaf)
 
 
 @dataclass(frozen=True)
@@ -139,64 +147,56 @@ class Matcher:
         """The linears of a role, in the order of execution."""
         return [call for call in self.seen.calls if self.roles[call.node] == role]
 
-    def projection(self, call: Call) -> ProjectionGroup | Reason:
+    def projection(self, call: Call) -> ProjectionGroup:
         """[LN -> q, k, v], from the projection's linear."""
         node = origin(call.source)
         norm = self.norm(node)
-        if isinstance(norm, Reason):
-            return norm
         if users(node) != [call.node]:
             together = all(self.roles.get(user) == "qkv" for user in users(node))
             text = "q, k and v are modules of their own" if together else "its norm's result is used by something else as well"
-            return Reason("norm-shared", text)
+            raise UnfitError("norm-shared", text)
         if not _is_plain(call):
-            return Reason("weight-read", "the weight is not used by a linear module that its parent calls")
+            raise UnfitError("weight-read", "the weight is not used by a linear module that its parent calls")
         return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node} | between(node, call.node)))
 
-    def feed_forward(self, call: Call) -> FeedForwardGroup | Reason:
+    def feed_forward(self, call: Call) -> FeedForwardGroup:
         """[LN -> FFN -> layer scale -> residual], from the last linear."""
         hidden, inner = origin(call.source), None
         nodes = [call.node]
         if name_of(hidden) == "layer_norm":
             inner = self.norm(hidden)
-            if isinstance(inner, Reason):
-                return inner
             nodes.append(hidden)
             hidden = _operand(hidden)
         gated = self._gated(hidden) if name_of(hidden) == "mul" else self._activated(hidden)
-        if isinstance(gated, Reason):
-            return gated
         if not all(_is_plain(each) for each in (*gated.first, call)):
-            return Reason("no-linear", "before its activation stands no linear module that its parent calls")
+            raise UnfitError("no-linear", "before its activation stands no linear module that its parent calls")
         norm_node = origin(gated.first[0].source)
         norm = self.norm(norm_node)
-        if isinstance(norm, Reason):
-            return norm
         nodes += [*gated.nodes, *(each.node for each in gated.first), norm_node]
         for node in nodes[1:]:
             if not {*users(node)} <= {*nodes}:
-                return Reason("shared", f"the result of its {name_of(node)} is used by something else as well")
+                raise UnfitError("shared", f"the result of its {name_of(node)} is used by something else as well")
         covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
         first = tuple(each.fqn for each in gated.first)
         source, tail = _operand(norm_node), self.tail(call.node)
         return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(covered), tail)
 
-    def attention_out(self, call: Call) -> AttentionOut | Reason:
+    def attention_out(self, call: Call) -> AttentionOut:
         """[attention output projection -> layer scale -> residual], from the linear."""
         if not _is_plain(call):
-            return Reason("weight-read", "the weight is not used by a linear module that its parent calls")
+            raise UnfitError("weight-read", "the weight is not used by a linear module that its parent calls")
         return AttentionOut(call.fqn, call.source, call.node, self.tail(call.node))
 
-    def norm(self, node: Node) -> NormModule | Reason:
+    def norm(self, node: Node) -> NormModule:
         """The layer norm that a node is: over the last dimension, in a module that holds its weight and bias under these names."""
         if name_of(node) != "layer_norm" or not isinstance(node.args[0], Node):
-            return Reason("no-norm", f"it does not read a layer norm's result, but that of {name_of(node) or 'the input'}")
+            raise UnfitError("no-norm", f"it does not read a layer norm's result, but that of {name_of(node) or 'the input'}")
         sizes, weight, bias, eps = (*node.args[1:], None, None, 1e-5)[:4] if len(node.args) < 5 else node.args[1:5]
         fqn = self.seen.owners.innermost(node)
         names = [self.seen.trace.parameters.get(each) if isinstance(each, Node) else None for each in (weight, bias)]
         expected = [f"{fqn}.{leaf}" if each is not None else None for leaf, each in (("weight", weight), ("bias", bias))]
         if not fqn or names != expected or not isinstance(sizes, (list, tuple)) or len(sizes) != 1:
-            return Reason("norm-form", "its layer norm is not a module's over the last dimension, with weight and bias of its own")
+            raise UnfitError("norm-form", "its layer norm is not a module's over the last dimension, with weight and bias of its own")
         return NormModule(fqn, float(eps), node)  # pyright: ignore[reportArgumentType]  aten gives a number here
 
     def tail(self, node: Node) -> Tail:
@@ -221,46 +221,44 @@ class Matcher:
         if name_of(user) != "mul" or len(user.args) != 2:
             return None
         other = next((arg for arg in user.args if isinstance(arg, Node) and origin(arg) is not node), None)
-        name = self.seen.trace.parameters.get(other) if other is not None else None
         shape = shape_of(node)
-        if other is None or name is None or shape is None or shape_of(other) != shape[-1:]:
-            return None
-        fqn, _, leaf = name.rpartition(".")
-        return Held(fqn, leaf)
+        return held_of(self.seen, other) if other is not None and shape is not None and shape_of(other) == shape[-1:] else None
 
-    def _activated(self, node: Node) -> _Hidden | Reason:
+    def _activated(self, node: Node) -> _Hidden:
         """The hidden units made by one linear and an activation."""
         kind = _activation(node)
         if kind is None:
-            return Reason("activation", f"its activation ends in the operator {name_of(node)}; kernels know gelu and silu")
+            raise UnfitError("activation", f"its activation ends in the operator {name_of(node)}; kernels know gelu and silu")
         first = self.calls.get(_operand(node))
         if first is None:
-            return Reason("no-linear", "before its activation stands no linear module that its parent calls")
+            raise UnfitError("no-linear", "before its activation stands no linear module that its parent calls")
         return _Hidden((first,), None, kind, (node,))
 
-    def _gated(self, node: Node) -> _Hidden | Reason:
+    def _gated(self, node: Node) -> _Hidden:
         """The hidden units made by an activated gate and a value, of two linears or of the halves of one."""
-        other = Reason(
+        other = UnfitError(
             "gated", "its hidden units are a product, but not of gate and value from two linears of one input or the halves of one"
         )
         factors = [origin(each) for each in node.args if isinstance(each, Node)]
-        active = [each for each in factors if _activation(each) is not None]
+        active = [(each, kind) for each in factors if (kind := _activation(each)) is not None]
         if not active:
-            return Reason("activation", "its hidden units are a product without gelu or silu, as QuickGELU is; kernels know these two")
+            raise UnfitError("activation", "its hidden units are a product without gelu or silu, as QuickGELU is; kernels know these two")
         if len(factors) != 2 or len(active) != 1 or is_in_place(node) or shape_of(factors[0]) != shape_of(factors[1]):
-            return other
-        kind, gate = _activation(active[0]), _operand(active[0])
-        value = factors[1] if factors[0] is active[0] else factors[0]
-        assert kind is not None  # it is the active one
-        pair = [self.calls.get(each) for each in (gate, value)]
-        if pair[0] is not None and pair[1] is not None:
-            one_input = pair[0] is not pair[1] and origin(pair[0].source) is origin(pair[1].source)
-            return _Hidden((pair[0], pair[1]), 0, kind, (node, active[0])) if one_input else other
+            raise other
+        [(activated, kind)] = active
+        gate, value = _operand(activated), factors[1] if factors[0] is activated else factors[0]
+        by_gate, by_value = self.calls.get(gate), self.calls.get(value)
+        if by_gate is not None and by_value is not None:
+            if by_gate is by_value or origin(by_gate.source) is not origin(by_value.source):
+                raise other
+            return _Hidden((by_gate, by_value), 0, kind, (node, activated))
         one, another = half_of(gate), half_of(value)
         if one is None or another is None or origin(one.whole) is not origin(another.whole) or one.place == another.place:
-            return other
+            raise other
         first = self.calls.get(origin(one.whole))
-        return other if first is None else _Hidden((first,), one.place, kind, (node, active[0], gate, value, one.split, another.split))
+        if first is None:
+            raise other
+        return _Hidden((first,), one.place, kind, (node, activated, gate, value, one.split, another.split))
 
 
 class BlockMatcher:
@@ -281,24 +279,23 @@ class BlockMatcher:
         self.sums = {group.tail.result: group for group in groups}
         self.inside = {node: names[names.index(fqn) + 1 :] for node, names in around.items() if fqn in names}
 
-    def match(self) -> Block | Reason:
+    def match(self) -> Block:
         """The block, followed from its result back to its input. Every operator of its forward must belong to a part."""
         ends = self._leaving({*self.inside})
         if len(ends) != 1:
-            return Reason("exits", f"values inside of {self._name} are used in other places as well")
+            raise UnfitError("exits", f"values inside of {self._name} are used in other places as well")
         value, parts, covered = ends.pop(), list[BlockPart](), set[Node]()
         while value in self.inside:
-            found = self._part(value)
-            if isinstance(found, Reason):
-                return found
-            part, nodes, value = found
+            part, nodes, value = self._part(value)
             parts.insert(0, part)
             covered |= nodes
         others = [node for node in self.inside if node not in covered and node.users and not is_idle(node)]
         more = next((node for node in others if "_assert" not in name_of(node)), None)
-        return Block(self.fqn, tuple(parts)) if more is None else self._more(more)
+        if more is not None:
+            raise self._more(more)
+        return Block(self.fqn, tuple(parts))
 
-    def _part(self, value: Node) -> tuple[BlockPart, set[Node], Node] | Reason:
+    def _part(self, value: Node) -> tuple[BlockPart, set[Node], Node]:
         """The part that gives ``value``, its nodes, and the value that it reads."""
         group = self.sums.get(value)
         if isinstance(group, FeedForwardGroup):
@@ -306,22 +303,24 @@ class BlockMatcher:
         if group is not None:
             return self._attended(group)
         lone = self._lone(value)
-        return self._more(value) if lone is None else (Lone(lone[0]), lone[1], lone[2])
+        if lone is None:
+            raise self._more(value)
+        return Lone(lone[0]), lone[1], lone[2]
 
-    def _attended(self, out: AttentionOut) -> tuple[BlockPart, set[Node], Node] | Reason:
+    def _attended(self, out: AttentionOut) -> tuple[BlockPart, set[Node], Node]:
         x, attention = out.tail.residual, self._child(out.branch)
         assert x is not None  # it is among the sums
         if attention is None or not out.linear.startswith(f"{attention}."):
-            return Reason("no-module", f"attention is not a module of its own inside of {self._name}")
+            raise UnfitError("no-module", f"attention is not a module of its own inside of {self._name}")
         nodes = self._nodes_in(attention)
         if self._leaving(nodes) != {out.branch}:
-            return Reason("exits", f"values inside of {attention}, besides its output projection's, are used in other places as well")
+            raise UnfitError("exits", f"values inside of {attention}, besides its output projection's, are used in other places as well")
         read = self._read_by(nodes)
         norm, normed = None, nodes
         if x not in read:
             found = next((lone for each in read if (lone := self._lone(each)) is not None and lone[2] is x), None)
             if found is None:
-                return Reason("no-residual", "its result is not added to what attention reads, as it is or through a norm")
+                raise UnfitError("no-residual", "its result is not added to what attention reads, as it is or through a norm")
             norm, normed = found[0], nodes | found[1]
         projection = next((each for each in self.projections if each.source is x and each.nodes <= normed), None)
         named = [] if projection is None else [projection.linear, *([projection.norm.fqn] if norm is None else [])]
@@ -354,8 +353,8 @@ class BlockMatcher:
         """The values of ``nodes`` that others use."""
         return {origin(node) for node in nodes if any(user not in nodes for user in node.users)}
 
-    def _more(self, node: Node) -> Reason:
-        return Reason("more", f"{self._name} also computes {name_of(node) or node.name}")
+    def _more(self, node: Node) -> UnfitError:
+        return UnfitError("more", f"{self._name} also computes {name_of(node) or node.name}")
 
     @property
     def _name(self) -> str:

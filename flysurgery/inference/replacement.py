@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import nn
 from torch.fx import Node
 
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.embedding import METHOD, Embedding
-from flysurgery.inference.find_groups import Findings
+from flysurgery.inference.find_groups import Findings, Patches
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
 from flysurgery.inference.fused_modules import (
     AttentionStep,
@@ -23,11 +24,12 @@ from flysurgery.inference.fused_modules import (
     PatchesStep,
     Step,
 )
-from flysurgery.inference.graph import below
+from flysurgery.inference.graph import UnfitError, attempt, below
 from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, NormModule, ProjectionGroup
 from flysurgery.inference.standin import (
     Condition,
     Fused,
+    Passed,
     StandIn,
     StandInMethod,
     Stepped,
@@ -35,12 +37,12 @@ from flysurgery.inference.standin import (
     Undropped,
     above,
     is_plain,
-    passed,
     view,
 )
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
 
+Group = TypeVar("Group")
 OWN_FORWARD = Reason("own-forward", "the model itself has a forward that was set on it, in whose place no other is put")
 
 
@@ -84,13 +86,6 @@ class Replacements:
     replacements: list[Replacement] = field(default_factory=list)
     without: list[tuple[str, str, Reason]] = field(default_factory=list)
 
-    def add(self, candidate: Candidate, replacement: Replacement | Reason) -> None:
-        """Add the replacement of one candidate, or the reason why it has none."""
-        if isinstance(replacement, Reason):
-            self.without.append((candidate.group, candidate.fqn, replacement))
-        else:
-            self.replacements.append(replacement)
-
 
 Own = dict[str, Candidate]
 """The candidates of one part of a block, by their groups; "qkv" and "attention" may be missing."""
@@ -110,25 +105,30 @@ class _Builder:
         built.without = [(group, fqn, reason) for fqn, (group, reason) in found.reasons.items()]
         covered, blocks = set[str](), list[Replacement]()
         for block in sorted(found.blocks.values(), key=lambda block: len(block.fqn), reverse=True):
-            form = form_of(block, found.calls) if block.fqn or is_plain(self.model) else OWN_FORWARD
+            form = attempt(form_of, block, found.calls) if block.fqn or is_plain(self.model) else OWN_FORWARD
             if isinstance(form, Reason):
-                found.open_blocks |= {part.out.linear: form for part in block.parts if isinstance(part, Attended)}
+                built.without += [("attn_out", part.out.linear, form) for part in block.parts if isinstance(part, Attended)]
                 continue
             blocks.append(self._block(block, form))
             covered |= {candidate.fqn for candidate in blocks[-1].candidates}
-        for fqn, projection in found.projections.items():
-            if fqn not in covered:
-                built.add(*self._lone_projection(projection))
-        for fqn, group in found.feed_forwards.items():
-            if fqn not in covered:
-                built.add(*self._lone_feed_forward(group))
-        built.without += [("attn_out", fqn, found.open_blocks[fqn]) for fqn in found.outs if fqn not in covered]
-        for norm in found.norms.values():
-            built.add(*self._lone_norm(norm))
-        for fqn in found.patches:
-            convolution = self._convolution(fqn)
-            candidate = Candidate("patches", fqn, PatchesStep(convolution), (tuple(found.calls[fqn].first_input.shape),))
-            built.add(candidate, self._stepped(fqn, candidate))
+
+        def alone(
+            groups: Mapping[str, Group], make: Callable[[Group], Candidate], place: Callable[[Group, Candidate], Replacement]
+        ) -> None:
+            """Groups that no block covers."""
+            for fqn, group in groups.items():
+                if fqn not in covered:
+                    candidate = make(group)
+                    replacement = attempt(place, group, candidate)
+                    if isinstance(replacement, Reason):
+                        built.without.append((candidate.group, candidate.fqn, replacement))
+                    else:
+                        built.replacements.append(replacement)
+
+        alone(found.projections, self._projection, self._lone_projection)
+        alone(found.feed_forwards, self._feed_forward, self._lone_feed_forward)
+        alone(found.norms, self._norm, self._lone_norm)
+        alone(found.patches, self._patches, self._lone_patches)
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
             built.replacements.append(self._embedding(fqn, embedding))
@@ -199,40 +199,46 @@ class _Builder:
         step = NormLinearStep(self.module(group.norm.fqn), group.norm.eps, self.module(group.linear))
         return Candidate("qkv", group.linear, step, (_rows(group.source),))
 
-    def _lone_projection(self, group: ProjectionGroup) -> tuple[Candidate, Replacement | Reason]:
+    def _lone_projection(self, group: ProjectionGroup, candidate: Candidate) -> Replacement:
         """A norm and the projection that reads it, outside of a proven block."""
-        candidate = self._projection(group)
         if group.linear in self.found.seen.switches:
-            return candidate, Reason("weight-read", "its parent reads the weight, which only a whole block can change")
-        return candidate, self._pair(group.norm.fqn, group.linear, candidate)
+            raise UnfitError("weight-read", "its parent reads the weight, which only a whole block can change")
+        return self._pair(group.norm.fqn, group.linear, candidate)
 
-    def _feed_forward(self, group: FeedForwardGroup, *, whole: bool) -> Candidate:
+    def _feed_forward(self, group: FeedForwardGroup, *, whole: bool = False) -> Candidate:
         norm, *inner = [(self.module(each.fqn), each.eps) for each in (group.norm, group.inner) if each is not None]
         scale = group.tail.scale.of(self.model) if whole and group.tail.scale is not None else None
         first, second = map(self.module, group.first), self.module(group.second)
         step = FeedForwardStep(norm, first, group.gate, group.activation, inner[0] if inner else None, second, scale, whole)
         return Candidate("ffn", group.second, step, (_rows(group.source),))
 
-    def _lone_feed_forward(self, group: FeedForwardGroup) -> tuple[Candidate, Replacement | Reason]:
+    def _lone_feed_forward(self, group: FeedForwardGroup, candidate: Candidate) -> Replacement:
         """A feed-forward group outside of a proven block: one module that is the whole group, or a norm and the module that reads it."""
-        found, candidate = self.found, self._feed_forward(group, whole=False)
+        found = self.found
         whole, x = found.common_module(group.nodes), found.calls[group.norm.fqn].first_input
         replaceable = whole is not None and (whole or is_plain(self.model))  # the model itself is not replaced, but gets another forward
         if whole is not None and replaceable and found.consists_of(whole, group.nodes) and found.calls[whole].take(x):
-            return candidate, self._stepped(whole, candidate)
+            return self._stepped(whole, candidate)
         others = group.nodes - {group.norm.node}
         behind = found.common_module(others)
         if behind is None or not found.consists_of(behind, others):
-            return candidate, Reason("open-group", "no module consists of its two linears and its activation alone")
-        return candidate, self._pair(group.norm.fqn, behind, candidate)
+            raise UnfitError("open-group", "no module consists of its two linears and its activation alone")
+        return self._pair(group.norm.fqn, behind, candidate)
 
-    def _lone_norm(self, norm: NormModule) -> tuple[Candidate, Replacement | Reason]:
+    def _norm(self, norm: NormModule) -> Candidate:
+        return Candidate("norm", norm.fqn, LayerNormStep(self.module(norm.fqn), norm.eps), (shape_of(norm.node) or (),))
+
+    def _lone_norm(self, norm: NormModule, candidate: Candidate) -> Replacement:
         """A module that computes only a norm, and is called once with one tensor."""
-        step = LayerNormStep(self.module(norm.fqn), norm.eps)
-        candidate = Candidate("norm", norm.fqn, step, (shape_of(norm.node) or (),))
         if not self.found.consists_of(norm.fqn, frozenset({norm.node})) or not self.found.calls[norm.fqn].one_of_one_tensor:
-            return candidate, Reason("open-norm", "its module is called more than once, or does something else as well")
-        return candidate, self._stepped(norm.fqn, candidate)
+            raise UnfitError("open-norm", "its module is called more than once, or does something else as well")
+        return self._stepped(norm.fqn, candidate)
+
+    def _patches(self, patches: Patches) -> Candidate:
+        return Candidate("patches", patches.fqn, PatchesStep(self._convolution(patches.fqn)), (self._image(patches.fqn),))
+
+    def _lone_patches(self, patches: Patches, candidate: Candidate) -> Replacement:
+        return self._stepped(patches.fqn, candidate)
 
     def _embedding(self, fqn: str, group: Embedding) -> Replacement:
         """A method behind a patch embedding, in the method of the same module that calls both.
@@ -245,7 +251,7 @@ class _Builder:
         position, prefix = group.position and group.position.of(module), [each.of(module) for each in group.prefix]
         convolution = self._convolution(below(group.fqn, group.convolution))
         step = EmbeddingStep(together, convolution, position, prefix, group.image)
-        candidate = Candidate("patches", fqn, step, (tuple(self.found.calls[fqn].first_input.shape),))
+        candidate = Candidate("patches", fqn, step, (self._image(fqn),))
         called = [module.get_submodule(each) for each in group.called]
 
         def put(fused: Fused) -> None:
@@ -267,22 +273,25 @@ class _Builder:
 
         return Replacement((candidate,), condition, put)
 
-    def _pair(self, norm: str, behind: str, candidate: Candidate) -> Replacement | Reason:
+    def _pair(self, norm: str, behind: str, candidate: Candidate) -> Replacement:
         """A norm, and the module behind it that also computes the norm."""
         calls = self.found.calls
         if not calls[norm].one_of_one_tensor:
-            return Reason("calls", f"{norm} is not called once with one tensor alone")
+            raise UnfitError("calls", f"{norm} is not called once with one tensor alone")
         if not calls[behind].take(calls[norm].first_result):
-            return Reason("call-form", f"{behind} is not called once with the normed input alone")
+            raise UnfitError("call-form", f"{behind} is not called once with the normed input alone")
         first, second = self.module(norm), self.module(behind)
         holders = [self.module(fqn.rpartition(".")[0]) for fqn in (norm, behind)]
         condition = Condition([*first.modules(), *second.modules()], holders)
 
         def put(fused: Fused) -> None:
-            fused.modules[norm] = passed(first, condition)
+            fused.modules[norm] = Passed(first, condition)
             fused.modules[behind] = Stepped(second, candidate.step, condition)
 
         return Replacement((candidate,), condition, put)
+
+    def _image(self, fqn: str) -> tuple[int, ...]:
+        return tuple(self.found.calls[fqn].first_input.shape)
 
     def _convolution(self, fqn: str) -> nn.Conv2d:
         convolution = self.module(fqn)

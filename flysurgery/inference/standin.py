@@ -125,9 +125,14 @@ class Stepped(StandIn):
         return self._step[0](*args) if fits and self.condition.holds() else self.plain(*args, **kwargs)
 
 
-def passed(original: nn.Module, condition: Condition) -> Stepped:
-    """Replaces a module whose work a later fused module does: returns its input as long as that module runs."""
-    return Stepped(original, nn.Identity(), condition)
+class Passed(StandIn):
+    """A module whose work a later fused module does: returns its only argument as long as that module runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.condition.holds():
+            return self.plain(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        return x
 
 
 class Undropped(nn.Dropout):
@@ -191,7 +196,7 @@ class Together(nn.Module):
 
     def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
         """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
-        before = passed(self.module.get_submodule(self.before), Condition(()))
+        before = Passed(self.module.get_submodule(self.before), Condition(()))
         return view(self.module, {**others, self.before: before}, {("", self.method): step})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -83,49 +83,45 @@ def _einsum_letters(equation: str) -> tuple[list[str], str]:
     return operands.split(","), result
 
 
-@dataclass
 class Dataflow:
-    """The result of the pass: the flow into each node's value, and the attentions found."""
+    """The result of one pass over the graph, in the order of execution.
 
-    flows: dict[Node, Flow] = field(default_factory=dict)
-    depends: set[Node] = field(default_factory=set)  # nodes that depend on the example's inputs
-    attentions: list[Attention] = field(default_factory=list)
-    sums: dict[Node, tuple[Flow, Flow]] = field(default_factory=dict)  # what a stream added up
+    ``flows`` has the flow into each node's value, ``depends`` the nodes that depend on the example's inputs, ``sums`` what a stream adds
+    up.
+    """
 
-
-class _Pass:
     def __init__(self, trace: Trace, calls: Iterable[Call]):
-        self.trace = trace
-        self.calls = {call.node: call for call in calls}
-        self.found = Dataflow()
-        self.products: dict[Node, tuple[Node, Node]] = {}  # matrix products that are no attention output
-        self.softmaxes: dict[Node, Flow] = {}
-        self.outputs: dict[Node, Attention] = {}
-        self.contexts: dict[Node, Attention] = {}  # sums over the tokens, weighted by a score for each
-
-    def run(self) -> Dataflow:
-        for node in self.trace.graph.nodes:
-            if node in self.trace.inputs or any(arg in self.found.depends for arg in node.all_input_nodes):
-                self.found.depends.add(node)
-            self.found.flows[node] = self._flow(node)
+        self.flows: dict[Node, Flow] = {}
+        self.depends: set[Node] = set()
+        self.attentions: list[Attention] = []
+        self.sums: dict[Node, tuple[Flow, Flow]] = {}
+        self._trace = trace
+        self._calls = {call.node: call for call in calls}
+        self._products: dict[Node, tuple[Node, Node]] = {}  # matrix products that are no attention output
+        self._softmaxes: dict[Node, Flow] = {}
+        self._outputs: dict[Node, Attention] = {}
+        self._contexts: dict[Node, Attention] = {}  # sums over the tokens, weighted by a score for each
+        for node in trace.graph.nodes:
+            if node in trace.inputs or any(arg in self.depends for arg in node.all_input_nodes):
+                self.depends.add(node)
+            self.flows[node] = self._flow(node)
             if node.op == "call_function" and ops.is_in_place(node):
                 self._write_through(node)
-        return self.found
 
     def _flow(self, node: Node) -> Flow:
-        if node in self.trace.inputs:
+        if node in self._trace.inputs:
             return {node: Via()}
         name = ops.name_of(node)
         if not name or name in ops.FRESH or ops.is_discrete(node):
             return {}
-        if node in self.calls:
+        if node in self._calls:
             return {node: Via(), **self._scores_in(node)}
         if ops.is_fused_attention(name):
             return self._fused_attention(node)
         if name in ops.PRODUCT_OF_MATRICES:
             return self._product(node)
         if name in ops.SOFTMAX:
-            self.softmaxes[node] = self._union(node)
+            self._softmaxes[node] = self._union(node)
             return {node: Via()}
         return self._elementary(node, name)
 
@@ -138,13 +134,13 @@ class _Pass:
             context = self._weighted_sum(node)
             if context is not None:
                 self._found(context)
-                self.contexts[node] = context
+                self._contexts[node] = context
                 return {node: Via()}
         if name in ops.PRODUCT and len(branches) > 1:
             branches = without_statistics(branches)
-            context = next((self.contexts[origin] for branch in branches for origin in branch if origin in self.contexts), None)
-            if context is not None and any(not branch.keys() & self.contexts.keys() for branch in branches):
-                others = [("qkv", arg) for arg in node.all_input_nodes if not self.found.flows[arg].keys() & self.contexts.keys()]
+            context = next((self._contexts[origin] for branch in branches for origin in branch if origin in self._contexts), None)
+            if context is not None and any(not branch.keys() & self._contexts.keys() for branch in branches):
+                others = [("qkv", arg) for arg in node.all_input_nodes if not self.flows[arg].keys() & self._contexts.keys()]
                 self._found(Attention(node, (*context.operands, *others), False))
                 return {node: Via()}
             gated = len(branches) > 1
@@ -165,7 +161,7 @@ class _Pass:
         if not (isinstance(product, Node) and ops.name_of(product) == "mul" and isinstance(axes, (list, tuple)) and len(axes) == 1):
             return None
         axis = axes[0]
-        operands = [arg for arg in product.all_input_nodes if arg in self.found.depends and self.found.flows[arg]]
+        operands = [arg for arg in product.all_input_nodes if arg in self.depends and self.flows[arg]]
         shapes = [ops.shape_of(arg) or () for arg in operands]
         if (
             len(operands) != 2
@@ -183,26 +179,26 @@ class _Pass:
             return branches[0]
         left, right = branches
         both = (*left, *right)
-        is_scores = any(origin in self.products for origin in both)  # with a bias computed from the query
-        is_attended = all(origin in self.outputs for origin in both)  # the difference of two attentions
+        is_scores = any(origin in self._products for origin in both)  # with a bias computed from the query
+        is_attended = all(origin in self._outputs for origin in both)  # the difference of two attentions
         if left.keys() == right.keys() or is_scores or is_attended:
             return joined(branches)
         for one, other in ((left, right), (right, left)):
-            if any(self._feeds(other, self.outputs[origin]) for origin in one if origin in self.outputs):
+            if any(self._feeds(other, self._outputs[origin]) for origin in one if origin in self._outputs):
                 return one
-        self.found.sums[node] = (left, right)
+        self.sums[node] = (left, right)
         return {node: Via()}
 
     def _feeds(self, flow: Flow, attention: Attention) -> bool:
         """Whether all of the flow comes from what entered the attention, as a position encoding computed from v does."""
-        entering = {origin for _, operand in attention.operands for origin in self.found.flows[operand]}
+        entering = {origin for _, operand in attention.operands for origin in self.flows[operand]}
         return flow.keys() <= entering
 
     def _fused_attention(self, node: Node) -> Flow:
         given = [*node.args[:3], *(node.kwargs.get(name) for name in ("query", "key", "value"))]
         q, k, v = [arg for arg in given if isinstance(arg, Node)][:3]
         shape = ops.shape_of(q)
-        single = (shape is not None and shape[-2] == 1) or q not in self.found.depends
+        single = (shape is not None and shape[-2] == 1) or q not in self.depends
         self._found(Attention(node, (("q", q), ("k", k), ("v", v)), single))
         return {node: Via()}
 
@@ -213,77 +209,72 @@ class _Pass:
             return {node: Via(), **self._scores_in(node)}
         left, right = operands
         for weights, value in ((left, right), (right, left)):
-            softmax = next((origin for origin in self.found.flows[weights] if origin in self.softmaxes), None)
-            if softmax is not None and value in self.found.depends:
+            softmax = next((origin for origin in self.flows[weights] if origin in self._softmaxes), None)
+            if softmax is not None and value in self.depends:
                 self._found(self._softmax_attention(node, softmax, weights, value))
                 return {node: Via()}
         for inner, query in ((left, right), (right, left)):
-            if query in self.found.depends and any(origin in self.outputs for origin in self.found.flows[inner]):
+            if query in self.depends and any(origin in self._outputs for origin in self.flows[inner]):
                 self._found(Attention(node, (("q", query), ("v", inner)), False))  # linear attention: query times (key times value)
                 return {node: Via()}
         for inner, outer in ((left, right), (right, left)):
-            product = next((origin for origin in self.found.flows[inner] if origin in self.products), None)
-            if product is not None and outer in self.found.depends and all(arg in self.found.depends for arg in self.products[product]):
+            product = next((origin for origin in self.flows[inner] if origin in self._products), None)
+            if product is not None and outer in self.depends and all(arg in self.depends for arg in self._products[product]):
                 # attention without a softmax; which of the three is the query does not show
-                self._found(Attention(node, tuple(("qkv", operand) for operand in (*self.products[product], outer)), False))
+                self._found(Attention(node, tuple(("qkv", operand) for operand in (*self._products[product], outer)), False))
                 return {node: Via()}
         scores = self._scores_in(node)
-        if not scores or all(operand in self.found.depends for operand in operands):  # else constants mix the heads
-            self.products[node] = (left, right)
+        if not scores or all(operand in self.depends for operand in operands):  # else constants mix the heads
+            self._products[node] = (left, right)
         return {node: Via(), **scores}
 
     def _softmax_attention(self, node: Node, softmax: Node, weights: Node, value: Node) -> Attention:
-        scores = [origin for origin in self.softmaxes[softmax] if origin in self.products]
+        scores = [origin for origin in self._softmaxes[softmax] if origin in self._products]
         operands: list[tuple[str, Node]] = []
         rows = ops.shape_of(node)
         single = not scores and rows is not None and rows[-2] == 1  # pooled by weights that come straight from a linear
         for product in scores:
-            q, k, query_rows = query_and_key(product, *self.products[product], softmax)
+            q, k, query_rows = query_and_key(product, *self._products[product], softmax)
             operands += [("q", q), ("k", k)]
-            single = single or query_rows == 1 or q not in self.found.depends
+            single = single or query_rows == 1 or q not in self.depends
         if not scores:  # linear attention takes the softmax of the query or the key itself
             operands.append(("q" if self._holds_attention(value) else "k", softmax.all_input_nodes[0]))
         operands.append(("v", value))
         return Attention(node, tuple(operands), single, frozenset((softmax, *scores)))
 
     def _holds_attention(self, node: Node) -> bool:
-        return any(origin in self.outputs for origin in self.found.flows[node])
+        return any(origin in self._outputs for origin in self.flows[node])
 
     def _found(self, attention: Attention) -> None:
-        self.found.attentions.append(attention)
-        self.outputs[attention.output] = attention
+        self.attentions.append(attention)
+        self._outputs[attention.output] = attention
 
     def _scores_in(self, node: Node) -> Flow:
         """Attention scores stay attention scores through a layer that mixes their heads: it sees them whole, with axes permuted."""
         sizes = [sorted(ops.shape_of(arg) or ()) for arg in node.all_input_nodes]
-        scores = {origin: via for origin, via in self._union(node).items() if origin in self.products or origin in self.softmaxes}
+        scores = {origin: via for origin, via in self._union(node).items() if origin in self._products or origin in self._softmaxes}
         return {origin: via for origin, via in scores.items() if sorted(ops.shape_of(origin) or ()) in sizes}
 
     def _branches(self, node: Node) -> list[Flow]:
         """The flows of the operands that depend on the input; where none does, of all that come from somewhere."""
-        operands = [arg for arg in node.all_input_nodes if self.found.flows.get(arg)]
-        moving = [arg for arg in operands if arg in self.found.depends]
-        return [self.found.flows[arg] for arg in (moving or operands)]
+        operands = [arg for arg in node.all_input_nodes if self.flows.get(arg)]
+        moving = [arg for arg in operands if arg in self.depends]
+        return [self.flows[arg] for arg in (moving or operands)]
 
     def _union(self, node: Node) -> Flow:
         name = ops.name_of(node)
         if name.endswith("_as") and isinstance(node.args[0], Node):  # the other tensor gives its shape or dtype only
-            return self.found.flows[node.args[0]]
+            return self.flows[node.args[0]]
         if name in ops.SHAPE:
-            return joined(self.found.flows[arg] for arg in node.all_input_nodes if arg in self.found.flows)
+            return joined(self.flows[arg] for arg in node.all_input_nodes if arg in self.flows)
         return joined(self._branches(node))
 
     def _write_through(self, node: Node) -> None:
         """An in-place operation on a view also changes the tensors that it is a view of."""
-        written = self.found.flows[node]
+        written = self.flows[node]
         base = node.args[0] if node.args else None
-        while isinstance(base, Node) and base not in self.trace.parameters:
-            self.found.flows[base] = joined([self.found.flows[base], written])
-            if node in self.found.depends:
-                self.found.depends.add(base)
+        while isinstance(base, Node) and base not in self._trace.parameters:
+            self.flows[base] = joined([self.flows[base], written])
+            if node in self.depends:
+                self.depends.add(base)
             base = base.args[0] if ops.name_of(base) in ops.VIEW and base.args else None
-
-
-def follow(trace: Trace, calls: Iterable[Call]) -> Dataflow:
-    """Follow every value through the graph, once, in the order of execution."""
-    return _Pass(trace, calls).run()

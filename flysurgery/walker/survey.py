@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
-from flysurgery.walker.dataflow import Dataflow, follow
+from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners
@@ -62,7 +62,7 @@ def _survey(double: nn.Module, inputs: tuple[Any, ...]) -> Survey:
     switches = set_switches(double, inputs)
     traced, owners = trace(double, inputs), Owners(double)
     calls = find_calls(traced, owners)
-    dataflow = follow(traced, calls)
+    dataflow = Dataflow(traced, calls)
     return Survey(double, inputs, traced, owners, calls, judge(traced, calls, dataflow), dataflow, switches)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import flysurgery
 from flysurgery.errors import InferenceError
 from flysurgery.inference.fused_modules import LayerNormStep, LinearResidualStep
-from flysurgery.inference.standin import StandIn, Stepped
+from flysurgery.inference.standin import Passed, StandIn
 from flysurgery.ops.weight_cache import derived
 from tests.inference.models import BLOCK, SWIN, images, ready, small
 from tests.support.tolerance import assert_equal
@@ -157,7 +157,7 @@ def test_a_norm_that_is_replaced_later_takes_back_its_work(called: list[str]) ->
     x = images(model)
     flysurgery.optimize(model)
     block = model.get_submodule("layers.0.blocks.1")
-    assert isinstance(block.norm2, Stepped)
+    assert isinstance(block.norm2, Passed)
     block.norm2 = nn.Identity()
     called.clear()
     y = model(x)

@@ -59,10 +59,9 @@ def test_a_value_that_is_read_again_later_leaves_no_cut_between() -> None:
     assert [(cut.fqn, cut.side) for cut in cuts] == [("block", "input"), ("norm", "input"), ("norm", "output")]
 
 
-@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224", "beit_base_patch16_224", "cait_xxs24_224"])
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "beit_base_patch16_224"])
 def test_further_families_have_a_cut_for_each_block(name: str) -> None:
     with torch.device("meta"):
-        model = timm.create_model(name)
-    depth = len(model.blocks)  # pyright: ignore[reportArgumentType]
+        model = timm.create_model(name, depth=4)
     ends = [fqn for fqn, _ in places(model, "block", "tokens")]
-    assert sum(fqn.startswith("blocks.") for fqn in ends) >= depth - 1
+    assert sum(fqn.startswith("blocks.") for fqn in ends) >= 3

@@ -11,12 +11,17 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.walker import walk
+from flysurgery.walker import Slice, walk
+from tests.walker.toys import named
 
 # Per model: qkv, attn_out, ffn_in, ffn_out, head; then the reasons of all others.
 Truth = tuple[tuple[int, int, int, int, int], dict[str, int]]
 
 TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
+    "vit_small_patch16_224": ({}, ((12, 12, 12, 12, 1), {})),
+    "mixer_s32_224": ({}, ((0, 0, 16, 16, 1), {})),
+    "pvt_v2_b0": ({}, ((16, 8, 8, 8, 1), {})),
+    "resnet18": ({}, ((0, 0, 0, 0, 1), {})),  # its 1x1 convolutions have a stride
     # Two blocks of q with k and v apart, whose positions go through a linear, and a plain one.
     "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"position-mlp": 2})),
     # Attention across channels; two blocks of class attention with q, k, v, proj, fc1 and fc2.
@@ -70,6 +75,8 @@ VIDEO = {"image_patch_size": 8, "frames": 4, "frame_patch_size": 2, "spatial_dep
 PLAIN: Truth = ((1, 1, 1, 1, 1), {"patch-embedding": 1})
 
 VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
+    "vit:ViT": (SIZES, PLAIN),
+    "simple_vit:SimpleViT": (SIZES, PLAIN),
     "deepvit:DeepViT": (SIZES, PLAIN),
     "vit_for_small_dataset:ViT": (SIZES, PLAIN),
     "vit_with_patch_merger:ViT": (SIZES | {"depth": 2, "patch_merge_layer": 1}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
@@ -99,8 +106,8 @@ VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
 }
 
 
-def counted(model: nn.Module) -> Truth:
-    linears = [target for target in walk(model) if all(obstacle.code != "conv1x1" for obstacle in target.obstacles)]
+def counted(model: nn.Module, example: Any = None) -> Truth:
+    linears = [target for target in walk(model, example) if all(obstacle.code != "conv1x1" for obstacle in target.obstacles)]
     roles = Counter(target.role for target in linears)
     reasons = Counter(target.obstacles[0].code for target in linears if target.role == "other")
     return (roles["qkv"], roles["attn_out"], roles["ffn_in"], roles["ffn_out"], roles["head"]), dict(reasons)
@@ -114,8 +121,43 @@ def test_timm(name: str) -> None:
     assert counted(model) == truth
 
 
+def build(name: str, options: dict[str, Any]) -> nn.Module:
+    module, _, of = name.partition(":")
+    return getattr(importlib.import_module(f"vit_pytorch.{module}"), of)(**options)
+
+
 @pytest.mark.parametrize("name", VIT_PYTORCH)
 def test_vit_pytorch(name: str) -> None:
     options, truth = VIT_PYTORCH[name]
-    module, _, cls = name.partition(":")
-    assert counted(getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)(**options)) == truth
+    assert counted(build(name, options)) == truth
+
+
+QKV = (Slice("q", 0, 64), Slice("k", 64, 128), Slice("v", 128, 192))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "split", "rows"),
+    [
+        ("vit:ViT", "to_qkv", QKV, 17),
+        ("simple_vit:SimpleViT", "to_qkv", QKV, 16),
+        ("vit_5:ViT", "to_qkv", QKV, None),  # rotary positions under autocast
+        ("learnable_memory_vit:ViT", "to_kv", (Slice("k", 0, 64), Slice("v", 64, 128)), None),
+        ("learnable_memory_vit:ViT", "to_q", None, None),
+    ],
+)
+def test_splits_of_vit_pytorch(name: str, layer: str, split: tuple[Slice, ...] | None, rows: int | None) -> None:
+    target = named(build(name, SIZES))[f"transformer.layers.0.0.{layer}"]
+    assert (target.role, target.split) == ("qkv", split)
+    assert rows is None or target.rows == 2 * rows
+
+
+def test_na_vit_with_images_of_several_sizes_and_functions_as_blocks() -> None:
+    model, images = build("na_vit:NaViT", SIZES), ([torch.zeros(3, 32, 32), torch.zeros(3, 16, 32)],)
+    for _ in range(2):  # the model's cache of positions holds nothing of the first trace
+        assert counted(model, images) == ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 3})
+
+
+def test_parametrized_weights_are_blocked() -> None:
+    targets = named(build("normalized_vit:nViT", SIZES))
+    assert all("parametrized" in [o.code for o in target.obstacles] and target.blocked for target in targets.values())
+    assert targets["layers.0.1.to_gate.linear"].role == "ffn_in"

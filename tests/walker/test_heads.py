@@ -11,12 +11,12 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from vit_pytorch import SimpleViT, ViT
+from vit_pytorch import ViT
 from vit_pytorch.deepvit import DeepViT
 
 from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, find_heads, survey, targets_of
 from tests.walker.toys import HEADS as COUNT
-from tests.walker.toys import TOKENS, WIDTH, FusedAttention, WrittenOutAttention, heads, tokens
+from tests.walker.toys import TOKENS, WIDTH, FusedAttention, WrittenOutAttention, attend, heads, merged, tokens
 
 ORDERS = (HEADS, QUERY_KEY, VALUE)
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3}
@@ -82,7 +82,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "deit3": (lambda: timm.create_model("deit3_small_patch16_224", **SMALL), {}),
     "pvt, keys on a coarser grid": (lambda: timm.create_model("pvt_v2_b0", depths=(1, 0, 0, 0), num_heads=(4, 4, 4, 4)), {}),
     "vit-pytorch": (lambda: ViT(**SIZES, dim_head=16), {}),
-    "vit-pytorch, simple": (lambda: SimpleViT(**SIZES, dim_head=16), {}),
     "norms of query and key": (
         lambda: timm.create_model("vit_tiny_patch16_224", qk_norm=True, **SMALL),
         {QUERY_KEY: "a weight of its own in 'layer_norm'"},
@@ -109,24 +108,6 @@ def test_models(name: str) -> None:
     make, tied = MODELS[name]
     torch.manual_seed(0)
     check(make(), IMAGES, tied)
-
-
-class Attention(FusedAttention):
-    """Softmax attention with something of its own at one place."""
-
-    def __init__(self, at: str, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.at, self.change = at, change
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = dict(zip("qkv", (heads(part) for part in self.apple(x).chunk(3, -1)), strict=True))
-        if self.at in parts:
-            parts[self.at] = self.change(parts[self.at])
-        q, k, v = parts.values()
-        scores = q @ k.mT
-        weights = (self.change(scores) if self.at == "scores" else scores).softmax(-1)
-        result = weights @ v
-        return self.pear((self.change(result) if self.at == "result" else result).transpose(1, 2).flatten(2))
 
 
 PER_HEAD = torch.arange(1.0, COUNT + 1).double()[:, None, None]
@@ -172,7 +153,13 @@ def first_head_scaled_in_place(x: Tensor) -> Tensor:
     ],
 )
 def test_what_stands_at_each_place(at: str, change: Callable[[Tensor], Tensor], tied: set[str]) -> None:
-    model = shaken(Attention(at, change))
+    def at_place(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+        q, k, v = (change(heads(part)) if name == at else heads(part) for name, part in zip("qkv", fused.chunk(3, -1), strict=True))
+        scores = q @ k.mT
+        result = (change(scores) if at == "scores" else scores).softmax(-1) @ v
+        return merged(change(result) if at == "result" else result)
+
+    model = shaken(FusedAttention(at_place))
     (each,) = found(model, SEQUENCES)
     assert set(each.tied) == tied, each.tied
     if each.rows is not None:
@@ -180,71 +167,41 @@ def test_what_stands_at_each_place(at: str, change: Callable[[Tensor], Tensor], 
             assert changed(model, each, order, SEQUENCES) < 1e-12
 
 
-class Grouped(FusedAttention):
-    """Two query heads share one head of keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.apple = nn.Linear(WIDTH, 4 * 8)
-        self.pear = nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.apple(x).split([16, 8, 8], dim=-1)
-        k, v = (heads(part, 1).repeat_interleave(2, dim=1) for part in (k, v))
-        return self.pear(functional.scaled_dot_product_attention(heads(q, 2), k, v).transpose(1, 2).flatten(2))
+def by_thirds(fused: Tensor) -> tuple[Tensor, ...]:
+    return tuple(heads(part) for part in fused.chunk(3, -1))
 
 
-class Differential(FusedAttention):
+def grouped(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    """Three query heads share one head of keys and values."""
+    q, k, v = fused.split([24, 8, 8], dim=-1)
+    return attend(heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v)))
+
+
+def differential(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """The difference of two attentions with the same values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.apple = nn.Linear(WIDTH, 5 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, other_q, other_k, v = (heads(part) for part in self.apple(x).chunk(5, -1))
-        result = functional.scaled_dot_product_attention(q, k, v) - 0.5 * functional.scaled_dot_product_attention(other_q, other_k, v)
-        return self.pear(result.transpose(1, 2).flatten(2))
+    q, k, other_q, other_k, v = (heads(part) for part in fused.chunk(5, -1))
+    return attend(q, k, v) - 0.5 * attend(other_q, other_k, v)
 
 
-class Gated(FusedAttention):
+def gated(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """A gate for each head, from a linear of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, COUNT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads(part) for part in self.apple(x).chunk(3, -1))
-        gate = self.gate(x).sigmoid().transpose(1, 2)[..., None]
-        return self.pear((functional.scaled_dot_product_attention(q, k, v) * gate).transpose(1, 2).flatten(2))
+    gate = self.gate(x).sigmoid().transpose(1, 2)[..., None]
+    return merged(functional.scaled_dot_product_attention(*by_thirds(fused)) * gate)
 
 
-class Interleaved(FusedAttention):
+def interleaved(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """Query, key and value of one head after the other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.apple(x).unflatten(-1, (COUNT, 3, 8)).permute(3, 0, 2, 1, 4).unbind(0)
-        return self.pear(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    return attend(*fused.unflatten(-1, (COUNT, 3, 8)).permute(3, 0, 2, 1, 4).unbind(0))
 
 
-class Positions(FusedAttention):
+def with_positions(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """A convolution over the values of neighbouring tokens beside the attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.apple(x).chunk(3, -1)
-        result = functional.scaled_dot_product_attention(*(heads(part) for part in parts)).transpose(1, 2).flatten(2)
-        return self.pear(result + self.near(parts[2].mT).mT)
+    return attend(*by_thirds(fused)) + self.near(fused[..., 48:].mT).mT
 
 
 class TwoReaders(FusedAttention):
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.apple(x).chunk(3, -1)
-        result = functional.scaled_dot_product_attention(*(heads(part) for part in parts)).transpose(1, 2).flatten(2)
+        result = attend(*by_thirds(self.apple(x)))
         return self.pear(result) + result.cumsum(-1)
 
 
@@ -252,29 +209,31 @@ class WrittenElsewhere(FusedAttention):
     """Values that are added, in place, to a tensor which something else reads."""
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.apple(x).chunk(3, -1)
-        sums = torch.ones_like(x)
-        sums[:, 1:] += parts[2][:, 1:]
-        return self.pear(functional.scaled_dot_product_attention(*(heads(part) for part in parts)).transpose(1, 2).flatten(2)) + sums
+        fused, sums = self.apple(x), torch.ones_like(x)
+        sums[:, 1:] += fused[:, 1:, 48:]
+        return self.pear(attend(*by_thirds(fused))) + sums
 
 
 @pytest.mark.parametrize(
-    ("model", "tied"),
+    ("make", "tied"),
     [
-        (Grouped, dict.fromkeys(ORDERS, "share keys and values")),
-        (Differential, dict.fromkeys(ORDERS, "several attentions")),
-        (Gated, {HEADS: "gate of their own"}),
-        (Interleaved, dict.fromkeys(ORDERS, "does not prove which rows")),
-        (Positions, dict.fromkeys((HEADS, VALUE), "read by 'conv1d'")),
+        (lambda: FusedAttention(grouped, 40), dict.fromkeys(ORDERS, "share keys and values")),
+        (lambda: FusedAttention(differential, 5 * WIDTH), dict.fromkeys(ORDERS, "several attentions")),
+        (lambda: FusedAttention(gated, gate=nn.Linear(WIDTH, COUNT)), {HEADS: "gate of their own"}),
+        (lambda: FusedAttention(interleaved), dict.fromkeys(ORDERS, "does not prove which rows")),
+        (
+            lambda: FusedAttention(with_positions, near=nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)),
+            dict.fromkeys((HEADS, VALUE), "read by 'conv1d'"),
+        ),
         (TwoReaders, dict.fromkeys((HEADS, VALUE), "read by 'cumsum'")),
         (WrittenElsewhere, dict.fromkeys(ORDERS, "does not prove which rows")),
         (WrittenOutAttention, {}),
         (FusedAttention, {}),
     ],
 )
-def test_attentions(model: type[nn.Module], tied: dict[str, str]) -> None:
+def test_attentions(make: Callable[[], nn.Module], tied: dict[str, str]) -> None:
     torch.manual_seed(0)
-    check(model(), SEQUENCES, tied)
+    check(make(), SEQUENCES, tied)
 
 
 def test_where_the_heads_are() -> None:

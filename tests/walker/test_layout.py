@@ -10,21 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.walker import Slice, walk
-from tests.walker.toys import WIDTH, FusedAttention, heads, tokens
-
-Arrange = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-class Arranged(FusedAttention):
-    """Fused attention whose query, key and value come out of the projection as ``arrange`` says."""
-
-    def __init__(self, arrange: Arrange):
-        super().__init__()
-        self.arrange = arrange
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.arrange(self.apple(x))
-        return self.pear(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+from tests.walker.toys import FusedAttention, attend, heads, merged, tokens
 
 
 def by_three_and_head(y: Tensor) -> tuple[Tensor, ...]:
@@ -92,31 +78,45 @@ def chosen_tokens(y: Tensor) -> tuple[Tensor, ...]:
 
 
 def rows_left_out(y: Tensor) -> tuple[Tensor, ...]:
-    return tuple(part[..., :-1] for part in by_three_and_head(y))
+    return tuple(part[..., :-1] for part in y.unflatten(-1, (3, 3, 9)).permute(2, 0, 3, 1, 4).unbind(0))
+
+
+def keys_as_values(y: Tensor) -> tuple[Tensor, ...]:
+    q, both = (heads(part) for part in y.chunk(2, -1))
+    return q, both, both
+
+
+def grouped(y: Tensor) -> tuple[Tensor, ...]:
+    """Three heads of queries, one of keys and one of values."""
+    q, k, v = y.split([24, 8, 8], dim=-1)
+    return heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v))
 
 
 THIRDS = (Slice("q", 0, 24), Slice("k", 24, 48), Slice("v", 48, 72))
 
 
 @pytest.mark.parametrize(
-    ("arrange", "expected"),
+    ("arrange", "rows", "expected"),
     [
-        (by_three_and_head, THIRDS),
-        (by_head_and_three, None),
-        (by_head_then_split, None),
-        (backwards, (Slice("v", 0, 24), Slice("k", 24, 48), Slice("q", 48, 72))),
-        (rotated, THIRDS),
-        (scaled_in_place, THIRDS),
-        (repeated_by_a_tensor, THIRDS),
-        (chosen_tokens, THIRDS),
-        (normalized_before_the_split, None),
-        (mixed_query_and_key, None),
-        (overwritten_query, None),
-        (assembled_query, None),
+        (by_three_and_head, 72, THIRDS),
+        (by_head_and_three, 72, None),
+        (by_head_then_split, 72, None),
+        (backwards, 72, (Slice("v", 0, 24), Slice("k", 24, 48), Slice("q", 48, 72))),
+        (rotated, 72, THIRDS),
+        (scaled_in_place, 72, THIRDS),
+        (repeated_by_a_tensor, 72, THIRDS),
+        (chosen_tokens, 72, THIRDS),
+        (keys_as_values, 48, (Slice("q", 0, 24), Slice("k_v", 24, 48))),
+        (grouped, 40, (Slice("q", 0, 24), Slice("k", 24, 32), Slice("v", 32, 40))),
+        (normalized_before_the_split, 72, None),
+        (mixed_query_and_key, 72, None),
+        (overwritten_query, 72, None),
+        (assembled_query, 72, None),
+        (rows_left_out, 81, None),
     ],
 )
-def test_arrangements(arrange: Arrange, expected: tuple[Slice, ...] | None) -> None:
-    target = walk(Arranged(arrange), tokens())[0]
+def test_arrangements(arrange: Callable[[Tensor], tuple[Tensor, ...]], rows: int, expected: tuple[Slice, ...] | None) -> None:
+    target = walk(FusedAttention(lambda self, x, fused: attend(*arrange(fused)), rows), tokens())[0]
     assert (target.fqn, target.role) == ("apple", "qkv")
     assert target.split == expected
 
@@ -135,46 +135,11 @@ def queries_first_by_einsum(q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("weigh", [keys_first, keys_first_by_einsum, queries_first_by_einsum])
 def test_which_is_the_query_follows_from_the_softmax(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
-    class WrittenOut(FusedAttention):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (heads(part) for part in self.apple(x).chunk(3, -1))
-            return self.pear((weigh(q, k) @ v).transpose(1, 2).flatten(2))
+    def weighed(self: FusedAttention, x: Tensor, fused: Tensor) -> Tensor:
+        q, k, v = (heads(part) for part in fused.chunk(3, -1))
+        return merged(weigh(q, k) @ v)
 
-    assert walk(WrittenOut(), tokens())[0].split == THIRDS
-
-
-def test_rows_that_reach_nothing_are_no_proof() -> None:
-    model = Arranged(rows_left_out)  # pyright: ignore[reportArgumentType]
-    model.pear = nn.Linear(21, WIDTH)
-    assert walk(model, tokens())[0].split is None
-
-
-def test_keys_that_are_also_values() -> None:
-    class Shared(FusedAttention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.apple = nn.Linear(WIDTH, 2 * WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, both = self.apple(x).chunk(2, -1)
-            return self.pear(nn.functional.scaled_dot_product_attention(q, both, both))
-
-    assert walk(Shared(), tokens())[0].split == (Slice("q", 0, 24), Slice("k_v", 24, 48))
-
-
-def test_fewer_heads_of_keys_and_values() -> None:
-    class Grouped(FusedAttention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.apple = nn.Linear(WIDTH, 4 * 8)  # two query heads of 8, one key head, one value head
-            self.pear = nn.Linear(16, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.apple(x).split([16, 8, 8], dim=-1)
-            k, v = (heads(part, 1).repeat_interleave(2, dim=1) for part in (k, v))
-            return self.pear(nn.functional.scaled_dot_product_attention(heads(q, 2), k, v).transpose(1, 2).flatten(2))
-
-    assert walk(Grouped(), tokens())[0].split == (Slice("q", 0, 16), Slice("k", 16, 24), Slice("v", 24, 32))
+    assert walk(FusedAttention(weighed), tokens())[0].split == THIRDS
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])

@@ -1,48 +1,55 @@
-"""Choosing targets by role and name."""
+"""Choosing targets by role, name, block and size."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from flysurgery.errors import OptionError, SelectionError
-from flysurgery.walker import ROLES, Role, Target, select
+from flysurgery.walker import ROLES, Role, Target, block_names, select
 from flysurgery.walker.target import obstacle
 
 
-def target(fqn: str, role: Role) -> Target:
-    return Target(fqn=fqn, role=role, in_features=4, out_features=4, bias=True, calls=1, rows=10)
+def target(fqn: str, role: Role, out: int = 8, into: int = 4) -> Target:
+    return Target(fqn=fqn, role=role, in_features=into, out_features=out, bias=True, calls=1, rows=10)
 
 
-TARGETS = (
-    *(
-        target(f"blocks.{i}.{name}", role)
-        for i in range(12)
-        for name, role in (("attn.qkv", "qkv"), ("attn.proj", "attn_out"), ("mlp.fc1", "ffn_in"), ("mlp.fc2", "ffn_out"))
-    ),
-    target("head", "head"),
+def block(prefix: str) -> list[Target]:
+    return [target(f"{prefix}.a.x", "qkv", 12), target(f"{prefix}.a.y", "attn_out", 4), target(f"{prefix}.f.0.z", "ffn_in")]
+
+
+LAYERS: tuple[tuple[str, Role], ...] = (("attn.qkv", "qkv"), ("attn.proj", "attn_out"), ("mlp.fc1", "ffn_in"), ("mlp.fc2", "ffn_out"))
+TARGETS = [*(target(f"blocks.{i}.{name}", role) for i in range(12) for name, role in LAYERS), target("head", "head")]
+# Two stages, a merging layer between them, and a numbered container within each block.
+STAGES = [
+    *block("layers.0.blocks.0"),
+    *block("layers.0.blocks.1"),
+    target("layers.1.down", "other", 8, 8),
+    *block("layers.1.blocks.0"),
+    target("head", "head", 1000),
+]
+
+
+def names(targets: list[Target], **selectors: Any) -> list[str]:
+    return [chosen.fqn for chosen in select(targets, **selectors)]
+
+
+@pytest.mark.parametrize(
+    ("selectors", "expected"),
+    [
+        ({}, [t.fqn for t in TARGETS]),
+        ({"roles": ("qkv",)}, [f"blocks.{i}.attn.qkv" for i in range(12)]),
+        ({"roles": "head"}, ["head"]),
+        ({"roles": ("ffn", "qkv")}, [t.fqn for t in TARGETS if t.role in ("ffn_in", "ffn_out", "qkv")]),
+        ({"include": "fc1", "exclude": [r"blocks\.(\d)\."]}, ["blocks.10.mlp.fc1", "blocks.11.mlp.fc1"]),
+        ({"include": [r"^head$", r"blocks\.3\.attn"]}, ["blocks.3.attn.qkv", "blocks.3.attn.proj", "head"]),
+        ({"roles": "qkv", "exclude": "blocks.1"}, [f"blocks.{i}.attn.qkv" for i in range(12) if i not in (1, 10, 11)]),
+        ({"roles": "qkv", "exclude": "head"}, [f"blocks.{i}.attn.qkv" for i in range(12)]),
+    ],
 )
-
-
-def names(**selectors: object) -> list[str]:
-    return [chosen.fqn for chosen in select(TARGETS, **selectors)]  # pyright: ignore[reportArgumentType]
-
-
-def test_no_condition_selects_everything() -> None:
-    assert select(TARGETS) == TARGETS
-
-
-def test_roles() -> None:
-    assert names(roles=("qkv",)) == [f"blocks.{i}.attn.qkv" for i in range(12)]
-    assert names(roles="head") == ["head"]
-    assert names(roles=["ffn"]) == [f"blocks.{i}.mlp.fc{j}" for i in range(12) for j in (1, 2)]
-    assert names(roles=("ffn", "qkv")) == [t.fqn for t in TARGETS if t.role in ("ffn_in", "ffn_out", "qkv")]
-
-
-def test_patterns_are_searched_anywhere() -> None:
-    assert names(include="fc1", exclude=[r"blocks\.(\d)\."]) == ["blocks.10.mlp.fc1", "blocks.11.mlp.fc1"]
-    assert names(include=[r"^head$", r"blocks\.3\.attn"]) == ["blocks.3.attn.qkv", "blocks.3.attn.proj", "head"]
-    assert names(roles="qkv", exclude="blocks.1") == [f"blocks.{i}.attn.qkv" for i in range(12) if i not in (1, 10, 11)]
-    assert names(roles="qkv", exclude="head") == names(roles="qkv")
+def test_roles_and_patterns(selectors: dict[str, Any], expected: list[str]) -> None:
+    assert names(TARGETS, **selectors) == expected
 
 
 def test_blocked_targets_are_selected_too() -> None:
@@ -51,42 +58,50 @@ def test_blocked_targets_are_selected_too() -> None:
     assert select([blocked], roles="qkv") == (blocked,)
 
 
-def test_unknown_role() -> None:
-    with pytest.raises(OptionError, match="'mlp'") as caught:
-        names(roles=("qkv", "mlp"))
-    assert all(role in str(caught.value) for role in ("ffn", *ROLES))
+def test_blocks_are_numbered_through() -> None:
+    lists = [
+        target(f"layers.{i}.{j}", role) for i in range(2) for j, role in (("0.q", "qkv"), ("1.net.1", "ffn_in"), ("1.net.4", "ffn_out"))
+    ]
+    mixer = [target(f"blocks.{i}.{part}.{fc}", "ffn_in") for i in range(2) for part in ("tokens", "channels") for fc in ("a", "b")]
+    assert block_names(STAGES) == ("layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0")
+    assert block_names(lists) == ("layers.0", "layers.1")
+    assert block_names(mixer) == ("blocks.0", "blocks.1")
+    assert block_names([target("a", "ffn_in"), target("head.0", "head")]) == ()
 
 
-def test_a_role_that_the_model_lacks() -> None:
-    with pytest.raises(SelectionError, match=r"'other'.*qkv \(12\).*head \(1\)"):
-        names(roles=("qkv", "other"))
+def test_ranges_of_blocks_and_the_size_of_the_smaller_side() -> None:
+    assert names(STAGES, blocks="1") == [t.fqn for t in block("layers.0.blocks.1")]
+    assert names(STAGES, blocks="0, 2-9") == [t.fqn for prefix in ("layers.0.blocks.0", "layers.1.blocks.0") for t in block(prefix)]
+    assert names(STAGES, roles="qkv", blocks="1-2") == ["layers.0.blocks.1.a.x", "layers.1.blocks.0.a.x"]
+    assert names(STAGES, min_size=5) == ["layers.1.down"]
+    assert names(STAGES, min_size=4) == [t.fqn for t in STAGES]
 
 
-@pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_bad_regular_expression(option: str) -> None:
-    with pytest.raises(OptionError, match=r"'fc\(' is no regular expression"):
-        names(**{option: "fc("})
-
-
-@pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_pattern_that_matches_nothing_names_the_nearest(option: str) -> None:
-    with pytest.raises(SelectionError) as caught:
-        names(**{option: ["fc1", r"blocks\.3\.attn\.kqv"]})
-    assert "kqv" in str(caught.value)
-    assert "nearest names are blocks.3.attn.qkv," in str(caught.value)
-    with pytest.raises(SelectionError, match=r"the nearest names are blocks\.\d+\.mlp\.fc"):
-        names(**{option: r"mlp\.fc3$"})
-
-
-def test_an_include_of_other_roles_says_so() -> None:
-    with pytest.raises(SelectionError, match=r"'head' matches no linear of the chosen roles, only head \(head\)"):
-        names(roles="qkv", include="head")
-
-
-def test_nothing_left() -> None:
-    with pytest.raises(SelectionError, match="nothing is left"):
-        names(roles="head", exclude="he")
-
-
-def test_exit_codes_are_those_of_usage() -> None:
-    assert SelectionError.exit_code == OptionError.exit_code == 2
+@pytest.mark.parametrize(
+    ("targets", "selectors", "kind", "words"),
+    [
+        (TARGETS, {"roles": ("qkv", "mlp")}, OptionError, rf"'mlp'.*ffn, {', '.join(ROLES)}"),
+        (TARGETS, {"roles": ("qkv", "other")}, SelectionError, r"'other'.*qkv \(12\).*head \(1\)"),
+        (TARGETS, {"include": "fc("}, OptionError, r"'fc\(' is no regular expression"),
+        (TARGETS, {"exclude": "fc("}, OptionError, r"'fc\(' is no regular expression"),
+        (TARGETS, {"include": ["fc1", r"blocks\.3\.attn\.kqv"]}, SelectionError, r"kqv.*nearest names are blocks\.3\.attn\.qkv,"),
+        (TARGETS, {"exclude": ["fc1", r"blocks\.3\.attn\.kqv"]}, SelectionError, r"kqv.*nearest names are blocks\.3\.attn\.qkv,"),
+        (TARGETS, {"include": r"mlp\.fc3$"}, SelectionError, r"the nearest names are blocks\.\d+\.mlp\.fc"),
+        (TARGETS, {"roles": "qkv", "include": "head"}, SelectionError, r"matches no linear of the chosen roles, only head \(head\)"),
+        (TARGETS, {"roles": "head", "exclude": "he"}, SelectionError, "nothing is left"),
+        *((STAGES, {"blocks": text}, OptionError, "such as 0-5,8") for text in ("", "x", "1-", "-1", "3-1", "0,,1")),
+        (
+            STAGES,
+            {"blocks": "0,3-5"},
+            SelectionError,
+            r"no block 3-5; its blocks are 0 to 2, layers\.0\.blocks\.0 to layers\.1\.blocks\.0",
+        ),
+        ([target("head", "head")], {"blocks": "0"}, SelectionError, "no block 0; its blocks are none"),
+        (STAGES, {"roles": "head", "blocks": "1"}, SelectionError, "blocks 1 hold none of the 1 linears selected, such as head"),
+        (STAGES, {"min_size": 9}, SelectionError, r"both sides of at least 9; the largest is layers\.1\.down with 8x8"),
+    ],
+)
+def test_what_selects_nothing_says_what_there_is(targets: list[Target], selectors: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        names(targets, **selectors)
+    assert SelectionError.exit_code == OptionError.exit_code == 2  # as usage errors

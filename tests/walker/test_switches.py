@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
 
 from flysurgery.walker import Switch, walk
-from tests.walker.toys import WIDTH, FusedAttention, tokens
+from tests.walker.toys import WIDTH, FusedAttention, codes, named, tokens
 
 
 class Parent(FusedAttention):
@@ -30,41 +33,42 @@ class Parent(FusedAttention):
         return self.pear(nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-def test_a_switch_replaces_the_obstacle() -> None:
+@pytest.mark.parametrize("on", [False, True])
+def test_a_switch_replaces_the_obstacle(on: bool) -> None:
     model = Parent()
+    model.qkv_bias_separate = on
     apple, pear = walk(model, tokens())
     assert (apple.role, apple.obstacles, apple.switches) == ("qkv", (), (Switch("", "qkv_bias_separate", True),))
-    assert apple.split is not None
-    assert pear.switches == ()
-    assert model.qkv_bias_separate is False
-
-
-def test_a_switch_that_is_on_is_still_needed() -> None:
-    model = Parent()
-    model.qkv_bias_separate = True
-    assert walk(model, tokens())[0].switches == (Switch("", "qkv_bias_separate", True),)
-    assert model.qkv_bias_separate is True
+    assert apple.split is not None and pear.switches == ()
+    assert model.qkv_bias_separate is on
 
 
 def test_a_switch_that_does_not_keep_its_promise() -> None:
-    apple = walk(Parent(honest=False), tokens())[0]
-    assert ([obstacle.code for obstacle in apple.obstacles], apple.switches) == (["weight-read"], ())
+    model = Parent(honest=False)
+    assert codes(model, tokens()) == {"apple": ("weight-read",)} and named(model, tokens())["apple"].switches == ()
 
 
 def test_no_switch_where_the_module_is_called_anyway() -> None:
     model = timm.create_model("beit_base_patch16_224", depth=1, embed_dim=48, num_heads=3, img_size=32)
-    with_bias = {target.fqn: target for target in walk(model)}["blocks.0.attn.qkv"]
-    assert with_bias.switches == (Switch("blocks.0.attn", "qkv_bias_separate", True),)
-    assert with_bias.obstacles == ()
+    assert "blocks.0.attn.qkv" not in codes(model)
     for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         block.attn.q_bias = block.attn.k_bias = block.attn.v_bias = None
-    without_bias = {target.fqn: target for target in walk(model)}["blocks.0.attn.qkv"]
+    without_bias = named(model)["blocks.0.attn.qkv"]
     assert (without_bias.switches, without_bias.obstacles) == ((), ())
 
 
-def test_swin_v2_and_eva() -> None:
-    swin = timm.create_model("swinv2_tiny_window8_256", embed_dim=24, depths=(1,), num_heads=(2,), img_size=32, window_size=4)
-    eva = timm.create_model("eva02_tiny_patch14_224", depth=1, embed_dim=48, num_heads=3, img_size=28)
-    for model, fqn in ((swin, "layers.0.blocks.0.attn"), (eva, "blocks.0.attn")):
-        switched = {target.fqn: target.switches for target in walk(model) if target.switches}
-        assert switched == {f"{fqn}.qkv": (Switch(fqn, "qkv_bias_separate", True),)}
+@pytest.mark.parametrize(
+    ("name", "options", "fqn"),
+    [
+        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 32}, "blocks.0.attn"),
+        (
+            "swinv2_tiny_window8_256",
+            {"embed_dim": 24, "depths": (1,), "num_heads": (2,), "img_size": 32, "window_size": 4},
+            "layers.0.blocks.0.attn",
+        ),
+        ("eva02_tiny_patch14_224", {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 28}, "blocks.0.attn"),
+    ],
+)
+def test_families_of_timm(name: str, options: dict[str, Any], fqn: str) -> None:
+    switched = {target.fqn: target.switches for target in walk(timm.create_model(name, **options)) if target.switches}
+    assert switched == {f"{fqn}.qkv": (Switch(fqn, "qkv_bias_separate", True),)}

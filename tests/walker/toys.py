@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from flysurgery.walker import Target, walk
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 5, 2
 
@@ -17,33 +22,64 @@ def heads(x: Tensor, count: int = HEADS) -> Tensor:
     return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
-class FusedAttention(nn.Module):
-    """A fused projection, the fused operator, an output projection."""
+def merged(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
 
-    def __init__(self, width: int = WIDTH):
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by the fused operator, with its heads side by side."""
+    return merged(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+def attend_by_thirds(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    return attend(*(heads(part) for part in fused.chunk(3, -1)))
+
+
+class FusedAttention(nn.Module):
+    """A fused projection, what ``step`` makes of it (by default the fused operator), an output projection; and ``more`` modules."""
+
+    def __init__(self, step: Callable[[Any, Tensor, Tensor], Tensor] = attend_by_thirds, rows: int = 3 * WIDTH, **more: Any):
         super().__init__()
-        self.apple = nn.Linear(width, 3 * width)
-        self.pear = nn.Linear(width, width, bias=False)
+        self.apple = nn.Linear(WIDTH, rows)
+        self.pear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.step = step
+        for name, module in more.items():
+            setattr(self, name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads(part) for part in self.apple(x).chunk(3, -1))
-        return self.pear(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.pear(self.step(self, x, self.apple(x)))
+
+
+def keys_first(self: Any, k: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    return ((k @ q.mT) * 0.3).softmax(dim=-2).mT @ v
 
 
 class WrittenOutAttention(nn.Module):
-    """Three projections, two products and a softmax over the keys, which stand first: scores are k qᵀ."""
+    """Three projections, what ``step`` makes of their heads, by default a softmax over the keys, which stand first, and a fourth."""
 
-    def __init__(self, width: int = WIDTH):
+    def __init__(self, step: Callable[[Any, Tensor, Tensor, Tensor], Tensor] = keys_first, **more: Any):
         super().__init__()
-        self.one = nn.Linear(width, width)
-        self.two = nn.Linear(width, width)
-        self.three = nn.Linear(width, width)
-        self.four = nn.Linear(width, width)
+        self.one, self.two, self.three, self.four = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.step = step
+        for name, module in more.items():
+            setattr(self, name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        k, q, v = heads(self.one(x)), heads(self.two(x)), heads(self.three(x))
-        weights = ((k @ q.mT) * 0.3).softmax(dim=-2)
-        return self.four((weights.mT @ v).transpose(1, 2).flatten(2))
+        return self.four(merged(self.step(self, heads(self.one(x)), heads(self.two(x)), heads(self.three(x)))))
+
+
+def named(model: nn.Module, example: Any = None) -> dict[str, Target]:
+    """The targets by their names."""
+    return {target.fqn: target for target in walk(model, example)}
+
+
+def roles(model: nn.Module, example: Any = None) -> dict[str, str]:
+    return {target.fqn: target.role for target in walk(model, example)}
+
+
+def codes(model: nn.Module, example: Any = None) -> dict[str, tuple[str, ...]]:
+    """The reasons against each target that has some."""
+    return {target.fqn: tuple(each.code for each in target.obstacles) for target in walk(model, example) if target.obstacles}
 
 
 class MisnamedMlp(nn.Module):
