@@ -10,7 +10,7 @@ import torch
 
 from flysurgery import surgery
 from flysurgery.checkpoint import load
-from tests.cli.conftest import Refused, Run
+from tests.cli.conftest import VIT_PYTORCH, Document, Refused, Run
 
 
 def test_timm_opens_the_dense_folder_and_gives_the_same_outputs(run: Run, converted: Path, tmp_path: Path) -> None:
@@ -25,29 +25,21 @@ def test_timm_opens_the_dense_folder_and_gives_the_same_outputs(run: Run, conver
         assert torch.equal(opened(images), expected(images))
 
 
-def test_a_dense_folder_is_a_model_and_loses_nothing_in_a_second_conversion(run: Run, converted: Path) -> None:
+def test_a_dense_folder_is_a_model_and_loses_nothing_in_a_second_conversion(
+    run: Run, document: Document, refused: Refused, converted: Path
+) -> None:
     """Its layers are products of the architecture already, so projecting them again is exact up to rounding."""
     run("densify", converted, "--out", "dense")
-    outcome = run("convert", "dense", "--out", "again", "--json")
-    assert outcome.code == 0, outcome.err
-    errors = [row["relative_error"] for row in json.loads(outcome.out)["rows"] if row["status"] == "replace"]
+    rows = document("convert", "dense", "--out", "again")["rows"]
+    errors = [row["relative_error"] for row in rows if row["status"] == "replace"]
     assert len(errors) == 6 and max(errors) < 1e-6
-
-
-def test_force_replaces_a_dense_folder(run: Run, refused: Refused, converted: Path) -> None:
-    assert run("densify", converted, "--out", "dense").code == 0
+    refused("densify", "dense", "--out", "other", words=("dense",))
     refused("densify", converted, "--out", "dense", words=("dense", "--force"))
-    assert run("densify", converted, "--out", "dense", "--force", "--json").out == '{\n  "folder": "dense",\n  "layers": 6\n}\n'
-
-
-def test_a_dense_folder_cannot_be_densified(run: Run, refused: Refused, converted: Path) -> None:
-    run("densify", converted, "--out", "dense")
-    refused("densify", "dense", "--out", "again", words=("dense",))
+    assert document("densify", converted, "--out", "dense", "--force") == {"folder": "dense", "layers": 6}
 
 
 def test_a_vit_pytorch_model_returns_as_well(run: Run) -> None:
-    arguments = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 64, "depth": 1, "heads": 2, "mlp_dim": 128, "dim_head": 32}
-    run("convert", "vit_pytorch:ViT", "--model-args", json.dumps(arguments), "--no-pretrained", "--out", "c")
+    run("convert", "vit_pytorch:ViT", "--model-args", json.dumps(VIT_PYTORCH), "--no-pretrained", "--out", "c")
     assert run("densify", "c", "--out", "dense").code == 0
     outcome = run("convert", "dense", "--dry-run")
     assert outcome.code == 0 and "transformer.layers.0.0.to_qkv" in outcome.out, outcome.err

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from importlib.metadata import version
 
 from flysurgery.ops import BACKENDS
-from tests.cli.conftest import Run
+from tests.cli.conftest import Document, Run
 
 
-def test_doctor_tells_versions_and_every_backend(run: Run) -> None:
-    outcome = run("doctor", "--json")
-    document = json.loads(outcome.out)
-    facts = {fact["what"]: fact for fact in document["facts"]}
+def test_doctor_tells_versions_and_every_backend(run: Run, document: Document) -> None:
+    found = document("doctor")
+    facts = {fact["what"]: fact for fact in found["facts"]}
     assert facts["python"]["here"].startswith(platform.python_version())
     assert (facts["torch"]["here"], facts["timm"]["here"]) == (version("torch"), version("timm"))
-    on_cpu = [row for row in document["backends"] if row["device"] == "cpu" and row["dtype"] == "float32"]
+    on_cpu = [row for row in found["backends"] if row["device"] == "cpu" and row["dtype"] == "float32"]
     assert {row["backend"] for row in on_cpu} == set(BACKENDS)
     assert [row["runs"] for row in on_cpu].count("chosen") == 1
-    assert all(row["reason"] for row in document["backends"] if row["runs"] != "yes")
-
-
-def test_doctor_as_a_table(run: Run) -> None:
+    assert all(row["reason"] for row in found["backends"] if row["runs"] != "yes")
     outcome = run("doctor")
     assert (outcome.code, outcome.err) == (0, "")
     assert "einsum" in outcome.out and "timm" in outcome.out
 
 
-def test_a_missing_cache_folder_s_parent_that_is_a_file_is_an_obstacle(run: Run, monkeypatch, tmp_path) -> None:
+def test_a_cache_folder_s_parent_that_is_a_file_is_an_obstacle(document: Document, monkeypatch, tmp_path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "file" / "cache"))
-    facts = {fact["what"]: fact for fact in json.loads(run("doctor", "--json").out)["facts"]}
+    facts = {fact["what"]: fact for fact in document("doctor")["facts"]}
     assert "not a folder" in facts["kernel cache"]["obstacle"]
