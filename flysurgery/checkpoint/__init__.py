@@ -15,4 +15,5 @@ from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import read_report as read_report
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.shell import build_random as build_random
+from flysurgery.checkpoint.tensors import read_device as read_device
 from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, first_line
+from flysurgery.checkpoint.base import ENTRY_POINT
 from flysurgery.checkpoint.config import check_config, check_description, describe_data, read_config
 from flysurgery.checkpoint.files import TensorFile, open_tensors
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
@@ -20,13 +20,14 @@ from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
     difference,
+    read_device,
     read_dtype,
     sha256_of_each,
     shapes_of,
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.errors import CheckpointError, ModelError, OptionError, PlanError
+from flysurgery.errors import CheckpointError, ModelError, PlanError
 from flysurgery.inference import optimize as make_faster
 
 WEIGHTS = "model.safetensors"
@@ -113,7 +114,7 @@ def read_model(
     Raises:
         CheckpointError, OptionError: as ``load``; also where ``overrides`` change the base so that the tensors do not fit.
     """
-    place, wanted = _read_device(device), read_dtype(dtype)
+    place, wanted = read_device("cpu" if device is None else device), read_dtype(dtype)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     config = read_config(folder)
@@ -138,15 +139,6 @@ def read_model(
         _fill(model, file, header.aliases, place, wanted)
     describe_data(model, config["pretrained_cfg"])
     return model
-
-
-def _read_device(device: torch.device | str | None) -> torch.device:
-    try:
-        place = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(f"device {device} cannot be used on this machine: {first_line(error)}") from error
-    return place
 
 
 def _check_tensors(file: TensorFile, header: Header, skeleton: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and the text forms that they accept."""
+"""The options of the verbs, the text forms that they accept, and which of them go together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from flysurgery.checkpoint import read_device
 from flysurgery.errors import OptionError
 from flysurgery.surgery import check_budget
 
@@ -205,15 +206,7 @@ def device_of(text: str | None) -> torch.device:
     Raises:
         OptionError: torch does not know the name, or this machine has no such device.
     """
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(text)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise OptionError(f"device '{text}' cannot be used on this machine: {reason}") from error
-    return device
+    return read_device(("cuda" if torch.cuda.is_available() else "cpu") if text is None else text)
 
 
 def _json_object(text: str) -> dict[str, Any]:
