@@ -1,6 +1,7 @@
 """Converted models on disk: self-describing safetensors folders, and the timm entry point that opens them."""
 
 from flysurgery.checkpoint.base import build_base as build_base
+from flysurgery.checkpoint.base import check_base as check_base
 from flysurgery.checkpoint.base import first_line as first_line
 from flysurgery.checkpoint.config import vouch_for_weights as vouch_for_weights
 from flysurgery.checkpoint.dense import check_dense_folder as check_dense_folder
@@ -14,4 +15,5 @@ from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import read_report as read_report
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.shell import build_random as build_random
+from flysurgery.checkpoint.tensors import read_device as read_device
 from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -56,6 +57,11 @@ def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device:
     return model if device is None or on_meta else model.to(device)
 
 
+def check_base(base: str) -> None:
+    """Refuse a name that ``build_base`` does not know (ModelError); the message lists the nearest ones."""
+    _factory(base)
+
+
 def plain_arguments(base_args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with lists as tuples, as constructors take them.
 
@@ -96,9 +102,13 @@ def _factory(base: str) -> Callable[..., nn.Module]:
 def _timm_factory(base: str) -> Callable[..., nn.Module]:
     architecture, _, tag = base.partition(".")
     if not re.fullmatch(r"\w+", architecture) or not timm.is_model(architecture) or architecture == ENTRY_POINT:
-        raise ModelError(f"timm {timm.__version__} has no model '{architecture}', and bases are timm names or vit_pytorch:CLASS")
-    if tag and base not in timm.list_models(f"{architecture}.*", include_tags=True):
-        raise ModelError(f"timm {timm.__version__} knows no weights '{tag}' of {architecture}; name the base without them")
+        known = timm.list_models()
+        near = [name for name in known if name.startswith(architecture)] or difflib.get_close_matches(architecture[:60], known, cutoff=0.5)
+        hint = f"the nearest names are {', '.join(near[:3])}" if near else "bases are timm names or vit_pytorch:CLASS"
+        raise ModelError(f"timm {timm.__version__} has no model '{architecture}'; {hint}")
+    tags = timm.list_models(f"{architecture}.*", include_tags=True)
+    if tag and base not in tags:
+        raise ModelError(f"timm {timm.__version__} has no weights '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}")
     return lambda **arguments: timm.create_model(base, pretrained=False, **arguments)
 
 

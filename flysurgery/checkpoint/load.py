@@ -20,6 +20,7 @@ from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
     difference,
+    read_device,
     read_dtype,
     sha256_of_each,
     shapes_of,
@@ -27,7 +28,7 @@ from flysurgery.checkpoint.tensors import (
     unstored_buffers,
 )
 from flysurgery.checkpoint.transformers_folder import base_of, is_of_transformers
-from flysurgery.errors import CheckpointError, ModelError, OptionError, PlanError
+from flysurgery.errors import CheckpointError, ModelError, PlanError
 from flysurgery.inference import optimize as make_faster
 from flysurgery.surgery import Plan, transformers_arguments
 
@@ -116,7 +117,7 @@ def read_model(
     Raises:
         CheckpointError, OptionError: as ``load``; also where ``overrides`` change the base so that the tensors do not fit.
     """
-    place, wanted = _read_device(device), read_dtype(dtype)
+    place, wanted = read_device("cpu" if device is None else device), read_dtype(dtype)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     config = read_config(folder)
@@ -165,15 +166,6 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
     if missing:
         raise CheckpointError(f"{file.path} does not fit its plan: it lacks {', '.join(missing[:3])}")
     return model.to(device)
-
-
-def _read_device(device: torch.device | str | None) -> torch.device:
-    try:
-        place = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise OptionError(f"device {device} cannot be used on this machine: {first_line(error)}") from error
-    return place
 
 
 def _check_tensors(file: TensorFile, header: Header, skeleton: nn.Module) -> None:

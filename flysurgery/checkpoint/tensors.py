@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from flysurgery.checkpoint.base import first_line
 from flysurgery.errors import CheckpointError, OptionError
 
 SAFETENSORS_DTYPES = {
@@ -47,6 +48,20 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if str(dtype) in FLOAT_DTYPES:
         return FLOAT_DTYPES[str(dtype)]
     raise OptionError(f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {dtype}")
+
+
+def read_device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        OptionError: torch does not know the name, or this machine has no such device.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(f"device '{device}' cannot be used on this machine: {first_line(error)}") from error
+    return place
 
 
 def single_float_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:

@@ -29,7 +29,7 @@ def autotune(
     batch: Batch = 128,
     dtype: Arithmetic = "float16,bfloat16,tf32,float32",
     train: Train = False,
-    arch: options.Arch = options.Family.monarch,
+    arch: options.Arch = "monarch",
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
@@ -55,7 +55,7 @@ def autotune(
         network = source.build(pretrained=False, seed=0, device=target)
     else:
         network = source.skeleton().model
-        plan = surgery.plan(network, arch.value, roles=options.roles_of(roles), nblocks=nblocks, rank=rank, patterns=patterns)
+        plan = surgery.plan(network, arch, roles=options.roles_of(roles), nblocks=nblocks, rank=rank, patterns=patterns)
         surgery.install(plan, network)
         network = network.to_empty(device=target).eval()
     with progress("autotuning") as step:

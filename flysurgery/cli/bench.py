@@ -52,7 +52,7 @@ def multiply(
     width: own.Width = 384,
     rows: Rows = None,
     mode: own.Modes = "fp32",
-    launch: own.Launch = own.LaunchName.graph,
+    launch: own.Launch = "graph",
     device: options.Device = None,
     threads: own.Threads = None,
     rounds: own.Rounds = None,
@@ -70,11 +70,11 @@ def multiply(
     count = rows or (QUICK_ROWS if quick else ROWS)
     with BenchRun(target, measuring.MultiplyRow, out, fresh=fresh, plot=plot) as run:
         for name in modes:
-            for family in arch or (options.Family.gonon, options.Family.monarch):
+            for family in [each.value for each in arch or (own.Family.gonon, own.Family.monarch)]:
                 for group in measuring.bench_multiply(
-                    family.value, width=width, rows=count, mode=name, device=target, protocol=protocol, quick=quick, done=run.has
+                    family, width=width, rows=count, mode=name, device=target, protocol=protocol, quick=quick, done=run.has
                 ):
-                    run.add(group, f"{family.value} {group[0].layer} {name}")
+                    run.add(group, f"{family} {group[0].layer} {name}")
     if plot is not None:
         title = f"{run.records[0]['device']}, {count} rows"
         measuring.draw_ratios(run.records, plot, group=("arch", "layer", "mode"), title=title)
@@ -85,7 +85,7 @@ def multiply(
 def layer(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ViT of timm.")] = "vit_small_patch16_224",
     model_args: options.ModelArgs = None,
-    arch: options.Arch = options.Family.gonon,
+    arch: options.Arch = "gonon",
     part: Annotated[str | None, typer.Option("--part", help=PART_HELP)] = None,
     protocol: Annotated[str, typer.Option("--protocol", help=PROTOCOL_HELP)] = "today",
     batch: Annotated[int | None, typer.Option("--batch", min=1, help=LAYER_BATCH_HELP)] = None,
@@ -107,7 +107,7 @@ def layer(
     settings = measuring.LayerSettings(
         model=model,
         model_args=options.model_arguments(model_args),
-        arch=arch.value,
+        arch=arch,
         protocols=measuring.PROTOCOLS if protocol == "both" else (protocol,),
         modes=measuring.modes_of(mode, target),
         launches=options.names(launch, "--launch"),
@@ -122,7 +122,7 @@ def layer(
         for group in measuring.bench_layers(settings, target, done=run.has):
             run.add(group, f"{group[0].protocol} {group[0].unit} {group[0].mode}")
     if plot is not None:
-        title = f"{model}, batch {batch}, {arch.value}"
+        title = f"{model}, batch {batch}, {arch}"
         measuring.draw_ratios(run.records, plot, group=("protocol", "unit", "mode", "launch"), title=title)
     run.print(LAYER_COLUMNS, as_json=as_json)
 
@@ -130,7 +130,7 @@ def layer(
 @app.command("model")
 def model(
     model: options.DenseModel,
-    arch: options.Arch = options.Family.monarch,
+    arch: options.Arch = "monarch",
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     roles: options.Roles = None,
@@ -140,7 +140,7 @@ def model(
     base: options.Base = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images a forward.")] = 1,
     mode: Annotated[str, typer.Option("--mode", help=MODE_HELP, metavar="NAME")] = "fp32",
-    launch: own.Launch = own.LaunchName.graph,
+    launch: own.Launch = "graph",
     optimized: Annotated[bool, typer.Option("--optimized", help=OPTIMIZED_HELP)] = False,
     device: options.Device = None,
     threads: own.Threads = None,
@@ -162,7 +162,7 @@ def model(
     skeleton = source.skeleton()
     plan = surgery.plan(
         skeleton.model,
-        arch.value,
+        arch,
         roles=options.roles_of(roles),
         include=include,
         exclude=exclude,
@@ -218,9 +218,9 @@ def projection(
     """Time the projection of the layers of a transformer block onto each family of architectures."""
     own.prepare("cpu", threads)
     with BenchRun(torch.device("cpu"), measuring.ProjectionRow, out, fresh=fresh, plot=plot) as run:
-        for family in arch or options.Family:
-            for group in measuring.bench_projection(family.value, width=width, runs=1 if quick else 3, seed=seed, done=run.has):
-                run.add(group, f"{family.value} {group[0].layer}")
+        for family in [each.value for each in arch or own.Family]:
+            for group in measuring.bench_projection(family, width=width, runs=1 if quick else 3, seed=seed, done=run.has):
+                run.add(group, f"{family} {group[0].layer}")
     if plot is not None:
         _draw_projection(run.records, plot)
     run.print(PROJECTION_COLUMNS, as_json=as_json)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-class LaunchName(str, Enum):
-    """How calls are launched on CUDA."""
+class Family(str, Enum):
+    """The families of architectures, for an option that takes several: typer knows lists of enums, and none of literals."""
 
-    graph = "graph"
-    eager = "eager"
+    monarch = "monarch"
+    gonon = "gonon"
+    lowrank = "lowrank"
 
 
-Families = Annotated[list[options.Family] | None, typer.Option("--arch", help="A family of architectures; repeatable.")]
+Families = Annotated[list[Family] | None, typer.Option("--arch", help="A family of architectures; repeatable.")]
 Width = Annotated[int, typer.Option("--width", min=1, help="Width of the transformer; the FFN is 4 times as wide.")]
 MODES_HELP = "Precisions: fp32, tf32 (CUDA), fp16, bf16, or all; separated by commas."
 Modes = Annotated[str, typer.Option("--mode", help=MODES_HELP, metavar="NAMES")]
 LAUNCH_HELP = "On CUDA: captured graphs, or calls launched one by one from Python."
-Launch = Annotated[LaunchName, typer.Option("--launch", help=LAUNCH_HELP)]
+Launch = Annotated[Literal["graph", "eager"], typer.Option("--launch", help=LAUNCH_HELP)]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default PyTorch's number.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", min=2, help="Samples of each candidate at most; by default 30, quick 7.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and samples: an answer within two minutes.")]
@@ -55,9 +56,9 @@ def prepare(device: str | None, threads: int | None) -> torch.device:
     return target
 
 
-def protocol_of(launch: LaunchName, rounds: int | None, seed: int, *, quick: bool, seconds: tuple[float, float]) -> Protocol:
+def protocol_of(launch: str, rounds: int | None, seed: int, *, quick: bool, seconds: tuple[float, float]) -> Protocol:
     """How each candidate is timed; ``seconds`` are its most in a quick run and in a whole one."""
-    return Protocol(launch.value, rounds or (7 if quick else 30), seconds[0] if quick else seconds[1], seed)
+    return Protocol(launch, rounds or (7 if quick else 30), seconds[0] if quick else seconds[1], seed)
 
 
 class BenchRun:

@@ -32,7 +32,7 @@ NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy", "output\nerr
 @together
 def convert(
     model: options.DenseModel,
-    arch: options.ArchChoice = options.Choice.monarch,
+    arch: options.ArchChoice = "monarch",
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
@@ -76,13 +76,13 @@ def convert(
     options.check_calibration(calibrate, needy)
     budgeted = options.reconstruction(reconstruct, minutes)
     check_shared(shared=reconstruct and not (measure or fidelity or dry_run))
-    family = arch not in (options.Choice.monarch, options.Choice.auto)
+    family = arch not in ("monarch", "auto")
     named = {"--arch": family, "--nblocks": nblocks != 4, "--rank": bool(rank), "--patterns": bool(patterns)}
     goal = {"budget": budget, "max_error": max_error, "fidelity": fidelity, "ms": ms, "latency": latency}
     allocated = options.check_allocation(arch, goal, plot, named, measure=measure, batch=batch, dry_run=dry_run)
     check_plot(plot)
     source = find_dense(model, base=base, model_args=model_args, checkpoint=checkpoint)
-    folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch is not options.Choice.auto else arch.value}"
+    folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch != 'auto' else arch}"
     target = device_of_process(device)
     if not dry_run:
         storage.check_folder(folder, force=force)
@@ -91,7 +91,7 @@ def convert(
     skeleton = source.skeleton()
     plan = surgery.plan(
         skeleton.model,
-        surgery.PLACEHOLDER if allocated else arch.value,
+        surgery.PLACEHOLDER if allocated else arch,
         roles=options.roles_of(roles),
         include=include,
         exclude=exclude,
@@ -118,7 +118,7 @@ def convert(
     closeness = None if fidelity is None else surgery.FidelityGoal(fidelity, sequential, permute)
     chosen_by: dict[str, Any] = {"budget": budget, "max_error": max_error, "fidelity": closeness, "calibrate": inputs, "samples": samples}
     if measure:
-        setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype.value), optimize)
+        setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize)
         with progress("measuring") as step:
             plan, tradeoff, measurement = inference.choose_measured(plan, network, setting, ms=ms, progress=step, **chosen_by)
     elif allocated:
@@ -149,8 +149,7 @@ def convert(
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
         accuracy = evaluation.Comparison(data.name, before, after)
     measured = None if accuracy is None else accuracy.to_json()
-    stored = None if dtype is None else dtype.value
-    storage.save(network, folder, dtype=stored, force=force, report=report, accuracy=measured, optimize=optimize)
+    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=measured, optimize=optimize)
     if plot is not None and tradeoff is not None:
         chosen = (tradeoff.chosen.share, tradeoff.chosen.reported)
         draw_tradeoff([(each.share, each.reported) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)
@@ -163,7 +162,7 @@ def convert(
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:
     """Size of the converted model's weights on disk."""
     saved = sum(layer.params_before - layer.params_after for layer in plan.replaced)
-    size = 2 if dtype in (options.StorageType.float16, options.StorageType.bfloat16) else 4
+    size = 2 if dtype in ("float16", "bfloat16") else 4
     return size * (sum(parameter.numel() for parameter in skeleton.parameters()) - saved)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from enum import Enum
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -20,21 +19,6 @@ from flysurgery.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
     from flysurgery.finetune import Outcome
-
-
-class Precision(str, Enum):
-    """What accelerate's mixed precision can be."""
-
-    no = "no"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class FactorRate(str, Enum):
-    """How the learning rate of factors follows from that of the rest."""
-
-    fan_in = "fan-in"
-    same = "same"
 
 
 def _number(name: str, text: str, minimum: float | None = None) -> Any:
@@ -64,6 +48,7 @@ FIDELITY = {
 
 
 def finetune(
+    context: typer.Context,
     model: options.Model,
     data: Annotated[str, typer.Option("--data", help=DATA_HELP, metavar="digits|fractals|FOLDER|NAME")],
     out: Annotated[Path, typer.Option("--out", help="Output folder; the run's log and state go to OUT.training.", metavar="DIR")],
@@ -76,8 +61,8 @@ def finetune(
     minutes: Annotated[float | None, _number("--minutes", MINUTES_HELP)] = None,
     batch_size: Annotated[int | None, _number("--batch-size", "Images of one forward of one process; by default 64.", 1)] = None,
     accumulation: Annotated[int, _number("--accumulation", "Forwards of one update.", 1)] = 1,
-    lr: Annotated[float | None, _number("--lr", RATE_HELP)] = None,
-    factor_rate: Annotated[FactorRate | None, typer.Option("--factor-rate", help=FACTOR_RATE_HELP)] = None,
+    learning_rate: Annotated[float | None, _number("--lr", RATE_HELP)] = None,
+    factor_rate: Annotated[Literal["fan-in", "same"] | None, typer.Option("--factor-rate", help=FACTOR_RATE_HELP)] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help=OPTIMIZER_HELP, metavar="NAME")] = None,
     weight_decay: Annotated[float | None, _number("--weight-decay", "Of matrices and factors, by default 0.05; not with muon.")] = None,
     warm_up: Annotated[float | None, _number("--warm-up", "Share of updates in which the rate grows: 0.05 with muon, else 0.1.")] = None,
@@ -94,7 +79,7 @@ def finetune(
     temperature: Annotated[float, _number("--temperature", "By which scores are divided before they are compared.")] = 2.0,
     densify_after: Annotated[int | None, _number("--densify-after", "Multiply the factors out after this epoch, then train dense.")] = None,
     images_per_epoch: Annotated[int | None, _number("--images-per-epoch", "Generated images of an epoch.")] = None,
-    precision: Annotated[Precision | None, typer.Option("--precision", help=PRECISION_HELP)] = None,
+    precision: Annotated[Literal["no", "fp16", "bf16"] | None, typer.Option("--precision", help=PRECISION_HELP)] = None,
     workers: Annotated[int | None, _number("--workers", "Processes that read images, for each that trains.", 0)] = None,
     save_every: Annotated[int | None, _number("--save-every", SAVE_EVERY_HELP)] = None,
     log_every: Annotated[int, _number("--log-every", "Updates between two rows of the log.", 1)] = 10,
@@ -112,37 +97,7 @@ def finetune(
     """Train a converted model, with or without a teacher; one command for a CPU, a GPU, and accelerate launch -m flysurgery.cli."""
     from flysurgery.finetune import Settings, check_installed, held_out_data, judging_data, leave_processes, train, training_data
 
-    settings = Settings(
-        epochs=epochs,
-        minutes=minutes,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        learning_rate=lr,
-        factor_rate=None if factor_rate is None else factor_rate.value,
-        optimizer=optimizer,
-        weight_decay=weight_decay,
-        warm_up=warm_up,
-        clip=clip,
-        smoothing=smoothing,
-        mixup=mixup,
-        cutmix=cutmix,
-        crop=crop,
-        flip=flip,
-        augment=augment,
-        erase=erase,
-        output_weight=output_weight,
-        blocks_weight=blocks_weight,
-        temperature=temperature,
-        densify_after=densify_after,
-        images_per_epoch=images_per_epoch,
-        precision=None if precision is None else precision.value,
-        workers=workers,
-        save_every=save_every,
-        log_every=log_every,
-        tensorboard=tensorboard,
-        cpu=cpu,
-        seed=seed,
-    )
+    settings = Settings(**{field.name: context.params[field.name] for field in fields(Settings)})  # each is an option of that name
     check_installed(settings)
     if teacher is None and (blocks_weight is not None or output_weight is not None):
         raise OptionError("--output-weight and --blocks-weight go with --teacher MODEL, and none was given")
@@ -173,7 +128,7 @@ def finetune(
     if surgery.plan_of(trained) is None:
         storage.save_dense(trained, out, *described, force=force)
     else:
-        storage.save(trained, out, dtype=None if dtype is None else dtype.value, force=force, report=earlier | {"finetune": facts})
+        storage.save(trained, out, dtype=dtype, force=force, report=earlier | {"finetune": facts})
     _print(outcome, out, folder, as_json=as_json, facts=facts)
 
 

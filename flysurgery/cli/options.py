@@ -1,43 +1,23 @@
-"""Options that several verbs share, and the text forms that they accept."""
+"""The options of the verbs, the text forms that they accept, and which of them go together."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
+from flysurgery.checkpoint import read_device
 from flysurgery.errors import OptionError
 from flysurgery.surgery import check_budget
 
-
-class Family(str, Enum):
-    """The families of architectures."""
-
-    monarch = "monarch"
-    gonon = "gonon"
-    lowrank = "lowrank"
-
-
-class Choice(str, Enum):
-    """A family, or a choice among all of them for each layer."""
-
-    monarch = "monarch"
-    gonon = "gonon"
-    lowrank = "lowrank"
-    auto = "auto"
-
-
-class StorageType(str, Enum):
-    """The dtypes in which weights can be saved."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
+Family = Literal["monarch", "gonon", "lowrank"]
+Choice = Literal["monarch", "gonon", "lowrank", "auto"]
+StorageType = Literal["float16", "bfloat16", "float32"]
+"""The families of architectures, these or a choice among them for each layer, and the dtypes in which weights can be saved."""
 
 
 def _option(name: str, text: str, metavar: str | None = None, minimum: int | None = None) -> Any:
@@ -86,9 +66,6 @@ DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing
 
 # Measuring.
 DATA = "digits|fractals|FOLDER"
-Data = Annotated[
-    str, _option("--data", "scikit-learn's digits, generated fractals, or a folder that holds one folder of images a class.", DATA)
-]
 Evaluate = Annotated[str | None, _option("--evaluate", "Measure the accuracy on this data before and after.", DATA)]
 BatchSize = Annotated[int, _option("--batch-size", "Images a step of the evaluation.", minimum=1)]
 CALIBRATE_HELP = "Fit the factors to what the layers do to these images; folders in it need not be classes."
@@ -183,13 +160,13 @@ def check_allocation(
         OptionError: more than one goal, ``--arch auto`` or a plot without any, ``others``, which name architectures,
             beside them, or options of measuring that lack each other.
     """
-    if measure and arch is not Choice.auto:
-        raise OptionError(f"--measure chooses the architectures, and --arch {arch.value} names one; give --arch auto with it")
+    if measure and arch != "auto":
+        raise OptionError(f"--measure chooses the architectures, and --arch {arch} names one; give --arch auto with it")
     for option, is_given in (("--batch", batch is not None), ("--ms", goal["ms"] is not None)):
         if is_given and not measure:
             raise OptionError(f"{option} is of the model that --measure times; give --arch auto --measure with it")
     if not measure and all(value is None for value in goal.values()):
-        if arch is Choice.auto:
+        if arch == "auto":
             raise OptionError("--arch auto needs what it is to choose by; give --measure, --budget, --max-error or --fidelity")
         if plot is not None:
             raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
@@ -229,15 +206,7 @@ def device_of(text: str | None) -> torch.device:
     Raises:
         OptionError: torch does not know the name, or this machine has no such device.
     """
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(text)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise OptionError(f"device '{text}' cannot be used on this machine: {reason}") from error
-    return device
+    return read_device(("cuda" if torch.cuda.is_available() else "cpu") if text is None else text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.checkpoint import build_base, first_line, is_converted, load, load_dense, load_weights, vouch_for_weights
+from flysurgery.checkpoint import build_base, check_base, first_line, is_converted, load, load_dense, load_weights, vouch_for_weights
 from flysurgery.cli.options import model_arguments
 from flysurgery.errors import CheckpointError, ModelError, OptionError
 
@@ -162,21 +161,8 @@ def _refuse_options(path: Path, options: Mapping[str, object]) -> None:
 
 
 def _constructor(name: str, base: str, base_args: dict[str, Any], weights: Path | None) -> Constructor:
-    if ":" not in base:
-        _check_timm_name(base)
+    check_base(base)
     return Constructor(name, base, base_args, weights)
-
-
-def _check_timm_name(name: str) -> None:
-    architecture, _, tag = name.partition(".")
-    known = timm.list_models()
-    if architecture not in known:
-        near = [other for other in known if other.startswith(architecture)] or difflib.get_close_matches(architecture, known, cutoff=0.5)
-        hint = f"the nearest names are {', '.join(near[:3])}" if near else "timm.list_models() lists the names"
-        raise ModelError(f"timm has no model '{architecture}'; {hint}")
-    tags = timm.list_models(f"{architecture}.*", include_tags=True)
-    if tag and name not in tags:
-        raise ModelError(f"timm has no weights '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}")
 
 
 def _build_pretrained(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flysurgery.checkpoint import build_base, save
 from flysurgery.cli import main
@@ -29,17 +32,19 @@ class Outcome:
         assert self.code == code, self
         assert self.out == "", self.out
         assert self.err.startswith("flysurgery: ") and self.err.count("\n") == 1, self.err
-        for word in words:
-            assert word in self.err, self.err
+        assert all(word in self.err for word in words), self.err
 
 
 Run = Callable[..., Outcome]
+Document = Callable[..., dict[str, Any]]
 Refused = Callable[..., None]
 
 TINY_BASE = "vit_tiny_patch16_224"
 TINY_ARGUMENTS = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
 TINY = (TINY_BASE, "--model-args", json.dumps(TINY_ARGUMENTS))
 """A ViT of two small blocks, as MODEL and its options."""
+RANDOM = (*TINY, "--no-pretrained")
+VIT_PYTORCH = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 64, "depth": 1, "heads": 2, "mlp_dim": 128, "dim_head": 32}
 
 
 @pytest.fixture
@@ -56,14 +61,16 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return call
 
 
-@pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, converted and saved; to be read only."""
-    folder = tmp_path_factory.mktemp("converted") / "tiny"
-    torch.manual_seed(0)
-    model = build_base(TINY_BASE, TINY_ARGUMENTS).eval()
-    save(model, folder, report=convert(model, base=TINY_BASE, base_args=TINY_ARGUMENTS))
-    return folder
+@pytest.fixture
+def document(run: Run) -> Document:
+    """Call ``main`` with arguments and ``--json``; what a command that ends well prints."""
+
+    def call(*arguments: object) -> dict[str, Any]:
+        outcome = run(*arguments, "--json")
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)
+
+    return call
 
 
 @pytest.fixture
@@ -76,6 +83,31 @@ def refused(run: Run, tmp_path: Path) -> Refused:
         assert snapshot(tmp_path) == before
 
     return check
+
+
+def tiny_model() -> torch.nn.Module:
+    """The model of ``TINY`` with the weights of seed 0."""
+    torch.manual_seed(0)
+    return build_base(TINY_BASE, TINY_ARGUMENTS).eval()
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, converted and saved; to be read only."""
+    folder = tmp_path_factory.mktemp("converted") / "tiny"
+    model = tiny_model()
+    save(model, folder, report=convert(model, base=TINY_BASE, base_args=TINY_ARGUMENTS))
+    return folder
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder of twelve images without classes."""
+    (tmp_path / "images").mkdir()
+    pixels = np.random.default_rng(0)
+    for index in range(12):
+        Image.fromarray(pixels.integers(0, 255, (8, 8, 3), np.uint8)).resize((40, 40)).save(tmp_path / "images" / f"{index:02}.png")
+    return tmp_path / "images"
 
 
 def snapshot(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The entry point: every end of a command is an exit code and at most one line."""
+"""The entry point and the text forms of options: every end of a command is an exit code and at most one line."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 import flysurgery
 from flysurgery.cli import app
-from flysurgery.errors import PatternError, SelectionError
-from tests.cli.conftest import Run
+from flysurgery.cli.options import device_of, model_arguments, names
+from flysurgery.errors import OptionError, PatternError, SelectionError
+from tests.cli.conftest import RANDOM, Run, snapshot
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
-VERBS = ("inspect", "convert", "evaluate", "densify", "doctor", "autotune", "bench")
-
-
-def test_help_names_every_verb(run: Run) -> None:
-    outcome = run("--help")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert all(verb in outcome.out for verb in VERBS)
-
-
-@pytest.mark.parametrize(("verb", "word"), [((), "convert"), (("bench",), "multiply")])
-def test_no_verb_prints_the_help(run: Run, verb: tuple[str, ...], word: str) -> None:
-    outcome = run(*verb)
-    assert (outcome.code, outcome.err) == (0, "")
-    assert word in outcome.out
-
-
-def test_version(run: Run) -> None:
-    assert run("--version").out.strip() == flysurgery.__version__
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "words"),
     [
-        (("transmogrify",), "transmogrify"),
-        (("convert",), "MODEL"),
-        (("convert", "x", "--no-such-option"), "--no-such-option"),
-        (("convert", "x", "--nblocks", "many"), "--nblocks"),
-        (("convert", "x", "--arch", "toeplitz"), "toeplitz"),
+        (("--help",), ("inspect", "convert", "evaluate", "finetune", "densify", "doctor", "autotune", "bench")),
+        ((), ("convert",)),
+        (("bench",), ("multiply", "layer", "model", "projection")),
+        (("--version",), (flysurgery.__version__,)),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], word: str) -> None:
-    run(*arguments).check_refused(word, code=2)
+def test_help_and_version(run: Run, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    outcome = run(*arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert all(word in outcome.out for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("transmogrify",), ("transmogrify",)),
+        (("convert",), ("MODEL",)),
+        (("convert", "x", "--no-such-option"), ("--no-such-option",)),
+        (("convert", "x", "--nblocks", "many"), ("--nblocks", "many")),
+        (("convert", "x", "--arch", "toeplitz"), ("--arch", "toeplitz")),
+        (("bench", "multiply", "--rounds", "1"), ("--rounds", "1")),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    run(*arguments).check_refused(*words, code=2)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,13 @@ def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[st
     [
         (PatternError("sizes\ndiffer"), 1, "sizes differ"),
         (SelectionError("nothing matched"), 2, "nothing matched"),
+        (PatternError("x" * 5000), 1, "x" * 396 + " ..."),
         (OSError(28, "No space left on device", "model.safetensors"), 1, "No space left on device: model.safetensors"),
-        (PermissionError(13, "Permission denied", "out"), 1, "Permission denied: out"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore"),
+            1,
+            "this does not fit into the memory of the GPU; take fewer images or rows, or a smaller model",
+        ),
     ],
 )
 def test_errors_become_one_line_and_their_exit_code(
@@ -72,12 +77,13 @@ def test_errors_become_one_line_and_their_exit_code(
     assert outcome.err == f"flysurgery: {text}\n"
 
 
-def test_an_error_that_nobody_meant_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), RuntimeError("a bug")])
+def test_an_error_that_nobody_meant_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(**_: object) -> None:
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr(app, "app", fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error), match="a bug"):
         run("doctor")
 
 
@@ -90,7 +96,7 @@ def test_interruption_is_quiet_and_exit_code_130(run: Run, monkeypatch: pytest.M
     assert (outcome.code, outcome.out, outcome.err.strip()) == (130, "", "")
 
 
-def test_a_reader_that_goes_away_is_no_noise() -> None:
+def test_a_process_of_its_own_whose_reader_goes_away_is_no_noise() -> None:
     read, write = os.pipe()
     os.close(read)
     try:
@@ -100,9 +106,13 @@ def test_a_reader_that_goes_away_is_no_noise() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_long_message_is_cut(run: Run) -> None:
-    error = run("inspect", "x" * 5000).err
-    assert len(error) <= len("flysurgery: \n") + 400 and error.endswith(" ...\n")
+def test_a_process_of_its_own_that_is_refused(tmp_path: Path) -> None:
+    """The whole way once: the installed command, its streams, its exit code."""
+    command = [SCRIPT, "convert", *RANDOM, "--include", "no_such_layer"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("flysurgery: ") and done.stderr.count("\n") == 1, done.stderr
+    assert snapshot(tmp_path) == {}
 
 
 SLOW = """
@@ -131,3 +141,24 @@ def test_an_interruption_during_the_import_ends_it_in_silence() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == -signal.SIGINT
         assert process.stderr.read() == ""
+
+
+def test_model_arguments_mix_json_and_pairs_and_the_last_one_wins() -> None:
+    texts = ['{"depth": 2, "act": "gelu"}', "depth=3", "img_size=[32, 32]", "qkv_bias=true", "act=silu=x"]
+    assert model_arguments(texts) == {"depth": 3, "act": "silu=x", "img_size": [32, 32], "qkv_bias": True}
+    assert model_arguments(None) == {}
+    for text in ("depth", "{depth: 2}", '{"depth": 2', "1x=2", "=3", "[1]"):
+        with pytest.raises(OptionError) as caught:
+            model_arguments([text])
+        assert text in str(caught.value)
+
+
+def test_names_and_devices() -> None:
+    assert names("ffn, qkv,", "--roles") == ("ffn", "qkv")
+    with pytest.raises(OptionError, match="--roles"):
+        names(" , ", "--roles")
+    assert device_of("cpu") == torch.device("cpu") and device_of(None).type in ("cpu", "cuda")
+    for text in ("abacus", "cuda:99"):
+        with pytest.raises(OptionError, match=f"'{text}'") as caught:
+            device_of(text)
+        assert "\n" not in str(caught.value)

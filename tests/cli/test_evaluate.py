@@ -1,4 +1,4 @@
-"""Accuracy on the command line: of a folder, and of a model before and after its conversion."""
+"""Accuracy and fidelity on the command line: of a folder, of a model before and after its conversion, and of one model to another."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
+import pytest
 from PIL import Image
 
-from flysurgery.checkpoint import build_base, load
-from flysurgery.evaluation import evaluate, load_data
-from tests.cli.conftest import TINY, TINY_ARGUMENTS, TINY_BASE, Refused, Run
+from flysurgery.checkpoint import load
+from flysurgery.evaluation import compare, evaluate, load_data
+from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, TINY_BASE, Document, Refused, Run, tiny_model
 
 KEYS = ("top1", "top5", "samples")
+DENSE = ("--against", *RANDOM)
+"""The dense model of the folder ``converted``: its weights are those of seed 0."""
 
 
-def test_evaluate_prints_what_the_library_measures(run: Run, converted: Path) -> None:
+def test_evaluate_prints_what_the_library_measures(run: Run, document: Document, converted: Path) -> None:
     model = load(converted)
     expected = asdict(evaluate(model, load_data("digits", model)))
-    document = json.loads(run("evaluate", converted, "--data", "digits", "--json").out)
-    assert {key: document[key] for key in KEYS} == {key: expected[key] for key in KEYS}
+    found = document("evaluate", converted, "--data", "digits")
+    assert {key: found[key] for key in KEYS} == {key: expected[key] for key in KEYS}
     table = run("evaluate", converted, "--data", "digits", "--batch-size", "100").out.splitlines()
     assert table[0].split() == ["model", "top-1", "top-5", "samples", "seconds"]
     assert table[1].split()[1:4] == [f"{expected['top1']:.2%}", f"{expected['top5']:.2%}", str(expected["samples"])]
 
 
 def test_convert_measures_before_and_after(run: Run) -> None:
-    torch.manual_seed(5)
-    dense = build_base(TINY_BASE, TINY_ARGUMENTS).eval()
+    dense = tiny_model()
     before = evaluate(dense, load_data("digits", dense))
-    command = ("convert", *TINY, "--no-pretrained", "--seed", "5", "--evaluate", "digits")
-    document = json.loads(run(*command, "--out", "a", "--json").out)
-    after = load("a")
-    expected = {"before": before, "after": evaluate(after, load_data("digits", after))}
-    for when, accuracy in expected.items():
-        assert {key: document["accuracy"][when][key] for key in KEYS} == {key: getattr(accuracy, key) for key in KEYS}
-    assert json.loads(Path("a/report.json").read_text())["accuracy"] == document["accuracy"]
-    top1 = f"top-1 {before.top1:.2%} before, {expected['after'].top1:.2%} after"
+    lines = run("convert", *RANDOM, "--evaluate", "digits", "--out", "a").out.splitlines()
+    after = evaluate(load("a"), load_data("digits", dense))
+    stored = json.loads(Path("a/report.json").read_text())["accuracy"]
+    for when, accuracy in (("before", before), ("after", after)):
+        assert {key: stored[when][key] for key in KEYS} == {key: getattr(accuracy, key) for key in KEYS}
+    top1 = f"top-1 {before.top1:.2%} before, {after.top1:.2%} after"
     assert f"- Accuracy on digits, 599 samples: {top1}; top-5" in Path("a/README.md").read_text()
-    lines = run(*command, "--out", "b").out.splitlines()
     row = next(line for line in lines if line.startswith("top-1 accuracy, 599 samples"))
-    change = 100 * (expected["after"].top1 - before.top1)
-    assert row.split()[4:] == [f"{before.top1:.2%}", f"{expected['after'].top1:.2%}", f"{change:+.2f}", "points"]
+    change = 100 * (after.top1 - before.top1)
+    assert row.split()[4:] == [f"{before.top1:.2%}", f"{after.top1:.2%}", f"{change:+.2f}", "points"]
 
 
 def test_data_with_other_classes_than_the_model_are_refused_before_the_conversion(refused: Refused, tmp_path: Path) -> None:
@@ -50,5 +48,36 @@ def test_data_with_other_classes_than_the_model_are_refused_before_the_conversio
         (tmp_path / "animals" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "animals" / name / "1.png")
     words = ("animals", "2 classes", "10")
-    refused("convert", *TINY, "--no-pretrained", "--evaluate", "animals", "--out", "o", words=words)
-    refused("evaluate", *TINY, "--no-pretrained", "--data", "animals", words=words)
+    refused("convert", *RANDOM, "--evaluate", "animals", "--out", "o", words=words)
+    refused("evaluate", *RANDOM, "--data", "animals", words=words)
+
+
+def test_against_prints_what_the_library_measures(run: Run, document: Document, converted: Path, images: Path) -> None:
+    expected = compare(load(converted), tiny_model(), images)
+    found = document("evaluate", converted, *DENSE, "--data", images)
+    assert (found["model"], found["against"], found["data"]) == (str(converted), TINY_BASE, str(images))
+    assert found["samples"] == 12 and found["output_cosine"] == pytest.approx(expected.output_cosine, abs=1e-6)
+    assert dict(found["blocks"]) == pytest.approx(dict(expected.blocks), abs=1e-5)
+    (images / "00.png").write_text("broken")
+    outcome = run("evaluate", converted, *DENSE, "--data", images)
+    assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 00.png\n"
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert lines[0] == ["fidelity", "value"] and lines[1][:2] == ["output", "cosine"] and ["samples", "11"] in lines
+    assert lines[-1][:4] == ["error", "after", "each", "block:"] and len(lines[-1]) == 4 + len(expected.blocks)
+
+
+def test_a_model_against_itself_and_fewer_samples(document: Document, converted: Path, images: Path) -> None:
+    found = document("evaluate", converted, "--against", converted, "--data", images, "--samples", 4, "--batch-size", 3)
+    assert found["samples"] == 4 and found["relative_error"] == 0 and found["agreement"] == 1
+
+
+def test_bad_input_is_one_sentence(refused: Refused, converted: Path, images: Path) -> None:
+    evaluate = ("evaluate", converted)
+    refused(*evaluate, "--data", images, "--samples", 4, words=("--samples goes with --against",), code=2)
+    refused(*evaluate, *DENSE, "--data", images, "--optimize", words=("--optimize", "--against"), code=2)
+    refused(*evaluate, *DENSE, "--data", images, "--samples", 13, words=("13 were asked for and there are 12",))
+    refused(*evaluate, *DENSE, "--data", "nowhere", words=("there is no data set 'nowhere'",))
+    refused(*evaluate, "--against", "vit_tinny", "--data", images, words=("has no model 'vit_tinny'",))
+    against = ("--against", TINY[0], "--no-pretrained", "--data", images, "--model-args")
+    refused(*evaluate, *against, json.dumps({**TINY_ARGUMENTS, "img_size": 64}), words=("3x32x32", "3x64x64"))
+    refused(*evaluate, *against, json.dumps({**TINY_ARGUMENTS, "num_classes": 3}), words=("10 classes", "3;"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import torch
 from PIL import Image
 
 from flysurgery.checkpoint import build_base, load, save_dense
-from tests.cli.conftest import Run
+from tests.cli.conftest import Document, Run
 
 BASE, ARGUMENTS = "vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "num_classes": 10}
 CLASSES, TRAIN, VAL = 10, 12, 4
@@ -43,12 +41,7 @@ def stand_in(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_from_weights_to_an_evaluated_folder(run: Run) -> None:
-    def document(*command: object) -> dict[str, Any]:
-        outcome = run(*command, "--json")
-        assert outcome.code == 0, outcome.err
-        return json.loads(outcome.out)
-
+def test_from_weights_to_an_evaluated_folder(document: Document) -> None:
     fit = ("--calibrate", "imagenet/train", "--samples", 40, "--sequential", "--reconstruct", "--minutes", 1)
     converted = document("convert", "dense", "--arch", "monarch", *fit, "--evaluate", "imagenet/val", "--out", "fitted")
     assert converted["accuracy"]["data"] == "imagenet/val"

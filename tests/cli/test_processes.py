@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flysurgery.checkpoint import load
 from flysurgery.cli.processes import device_of_process
 from flysurgery.errors import OptionError
-from tests.cli.conftest import TINY
+from tests.cli.conftest import RANDOM
 from tests.support.processes import launch
 
 PROGRAM = """
@@ -29,23 +27,13 @@ def fails(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         raise DataError("this process has bad luck")
     return measure(*arguments)
-reconstruction._affordable = lambda *_: 12
+reconstruction._affordable = lambda *_: 4
 if how != "well":
     reconstruction.measure_fidelity = fails
 sys.exit(main(sys.argv[2:]))
 """
 
-FIT = ("convert", *TINY, "--no-pretrained", "--calibrate", "images", "--reconstruct", "--minutes", 60, "--device", "cpu", "--out", "o")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "images").mkdir()
-    pixels = np.random.default_rng(0)
-    for index in range(20):
-        Image.fromarray(pixels.integers(0, 255, (8, 8, 3), np.uint8)).resize((40, 40)).save(tmp_path / "images" / f"{index:02}.png")
-    (tmp_path / "images" / "broken.png").write_text("no image")
-    return tmp_path
+FIT = ("convert", *RANDOM, "--device", "cpu", "--out", "o", "--calibrate", "images", "--minutes", 60, "--reconstruct")
 
 
 def told(stderr: str) -> list[str]:
@@ -57,42 +45,30 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_two_processes_make_one_folder_and_one_report(folder: Path) -> None:
-    done = launch(folder, PROGRAM, "well", *FIT, "--json")
+def test_two_processes_make_one_folder_and_one_report(images: Path, tmp_path: Path) -> None:
+    (images / "broken.png").write_text("no image")
+    done = launch(tmp_path, PROGRAM, "well", *FIT, "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)["reconstruction"]
-    assert found["updates"] == 12 and found["batch"] == 16
-    assert found["after"]["relative_error"] <= found["before"]["relative_error"]
+    assert found["updates"] == 4 and found["after"]["relative_error"] <= found["before"]["relative_error"]
     assert told(done.stderr) == ["flysurgery: 1 images in images cannot be read and are left out: broken.png"]
-    assert left(folder) == ["images", "o", "program.py"]
-    load(folder / "o")
+    assert left(tmp_path) == ["images", "o", "program.py"]
+    load(tmp_path / "o")
 
 
-def test_an_error_of_one_ends_both_in_one_sentence_and_nothing_is_written(folder: Path) -> None:
-    (folder / "images" / "broken.png").unlink()
-    done = launch(folder, PROGRAM, "unlucky", *FIT)
+@pytest.mark.usefixtures("images")
+@pytest.mark.parametrize("how", ["unlucky", "killed", "alone"])
+def test_where_one_fails_both_end_and_nothing_is_written(how: str, tmp_path: Path) -> None:
+    """By an error, by a kill, and where both are refused, as without work to share."""
+    done = launch(tmp_path, PROGRAM, how, *(FIT[:-3] if how == "alone" else FIT))
     assert done.returncode == 1 and done.stdout == ""
-    assert told(done.stderr) == ["flysurgery: this process has bad luck"]
-    assert left(folder) == ["images", "program.py"]
-
-
-def test_a_kill_of_one_ends_both_and_nothing_is_written(folder: Path) -> None:
-    (folder / "images" / "broken.png").unlink()
-    done = launch(folder, PROGRAM, "killed", *FIT)
-    assert done.returncode == 1 and done.stdout == ""
-    # The launcher ends the other process too, before it says why it cannot go on, or after.
-    assert len(told(done.stderr)) <= 1 and all("another process of this run has ended" in line for line in told(done.stderr))
-    assert left(folder) == ["images", "program.py"]
-
-
-def test_an_error_of_both_is_told_once(folder: Path) -> None:
-    without = [option for option in FIT if option not in ("--reconstruct", "--minutes", 60)]
-    done = launch(folder, PROGRAM, "well", *without)
-    assert done.returncode == 1 and left(folder) == ["images", "program.py"]
-    assert told(done.stderr) == [
-        "flysurgery: several processes share the work of --reconstruct only, without --measure, --fidelity and --dry-run; "
-        "start convert in one process"
-    ]
+    assert left(tmp_path) == ["images", "program.py"]
+    said = told(done.stderr)
+    if how == "killed":  # the launcher ends the other process too, before it says why it cannot go on, or after
+        assert len(said) <= 1 and all("another process of this run has ended" in line for line in said)
+    else:
+        sentence = "this process has bad luck" if how == "unlucky" else "several processes share the work of --reconstruct only"
+        assert len(said) == 1 and said[0].startswith(f"flysurgery: {sentence}")
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
