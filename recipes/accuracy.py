@@ -203,7 +203,7 @@ def digits(options: argparse.Namespace, device: torch.device) -> Subject:
     dense, base, base_args = load_dense(DEMO)
     dense = dense.eval().to(device)
     epochs = options.epochs or (1 if options.quick else 6)
-    settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, cpu=device.type == "cpu")
+    settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, seed=options.seed, cpu=device.type == "cpu")
 
     def fine_tune(model: nn.Module) -> None:
         train(model, training_data("digits", model, settings), settings, teacher=dense)
@@ -222,17 +222,17 @@ def fractals(options: argparse.Namespace, device: torch.device) -> Subject:
     images = int(options.finetune_share * trained)
 
     def fine_tune(model: nn.Module) -> None:
-        _learn(model, options, seed=2, images=images, teacher=dense)
+        _learn(model, options, seed=options.seed + 2, images=images, teacher=dense)
 
     calibration = load_calibration("fractals", dense, samples=64 if options.quick else 512).inputs.to(device)
     return Subject("fractals", dense, base, base_args, calibration, load_data("fractals", dense), fine_tune, options.finetune_share)
 
 
 def _train_dense(options: argparse.Namespace, device: torch.device) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     args = TINY_VIT if options.quick else VIT
     model = build_base(recipe.VIT_S, args).to(device)
-    found = _learn(model, options, seed=0, images=TINY_IMAGES if options.quick else None)
+    found = _learn(model, options, seed=options.seed, images=TINY_IMAGES if options.quick else None)
     options.folder.mkdir(parents=True, exist_ok=True)
     save_dense(found.model, options.folder / "dense", recipe.VIT_S, args, force=True)
     (options.folder / "images.json").write_text(f"{found.images}\n", encoding="utf-8")

@@ -24,16 +24,17 @@ mean.
 
 What they share:
 
-- `--quick` takes fewer cases and samples and answers within two minutes. It works on a CPU too, whatever the table below says: what
-  launches kernels then has a row with the status `needs CUDA` and no time, and `factors.py energy` has times without joules. Only
+- `--quick` takes fewer cases and samples and answers within two minutes. It works on a CPU too, whatever the table below says. There
+  kernels have a row with the status `needs CUDA` and no time, and `factors.py energy` has times without joules. Only
   `sanitize_kernels.py`, which times nothing, always needs a CUDA device.
-- `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows that a file has
-  stay, whatever `--quick`, `--seconds` and `--candidates` they were measured with: for others name another file, or say `--fresh`.
+- `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
+  device, versions and commit stay, whatever `--quick`, `--seconds` and `--candidates` they were measured with: for others name another
+  file, or say `--fresh`.
 - `--plot FILE` draws the rows. `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the
   measurement.
-- Each candidate is compared with float64 before it is timed. One that is wrong has a row that says so.
-- Dense is timed twice in the same shuffled run. Where there is no dense candidate, the one that ratios refer to is timed twice. Where the
-  two differ by more than 3 % (10 % on a CPU), all rows of that run say noisy.
+- Each candidate is compared with float64 before it is timed. A wrong one has a row that says so.
+- Dense is timed twice in the same shuffled run. Without a dense candidate, the one that ratios refer to is timed twice. If the two differ
+  by more than 3 % (10 % on a CPU), all rows of that run say noisy.
 - The column `launch` says whether a time is that of a CUDA graph over inputs larger than the L2 cache, or of calls from Python.
 - `bytes_moved` and `flops` are what the computation must spend. `bound_ms` or `bound_us` is what the run's own copy and matrix product
   allow for that, and `share_of_bound` is its part of the time.

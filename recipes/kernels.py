@@ -95,13 +95,8 @@ def main() -> None:
     parser.add_argument("--modes", help="out of fp32, tf32 (CUDA), fp16, bf16, or all; by default those of the table's rows")
     parser.add_argument("--seconds", type=recipe.duration, help="time for the samples of one candidate; 0.03 to 0.5 by default")
     parser.add_argument("--rows", type=recipe.count, help="rows of x where all cases have as many; those of 128 images by default")
-    parser.add_argument(
-        "--only",
-        type=recipe.expression,
-        default=EVERY,
-        metavar="REGEX",
-        help="the cases in whose columns, such as 'fp16, 384, gelu', it is found",
-    )
+    only_help = "the cases in whose columns, such as 'fp16, 384, gelu', it is found"
+    parser.add_argument("--only", type=recipe.expression, default="", metavar="REGEX", help=only_help)
     options = parser.parse_args()
     comparison = TABLES[options.table]
     if options.rows is not None and comparison.tokens is None:

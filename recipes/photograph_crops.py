@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from timm.data.constants import IMAGENET_DEFAULT_MEAN as MEAN
+from timm.data.constants import IMAGENET_DEFAULT_STD as STD
 from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from flysurgery.calibration import Pictures, Samples
 from flysurgery.calibration.samples import HELD_OUT_EVERY
 from flysurgery.errors import DataError
 from flysurgery.evaluation.calibration import picture_of
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, which the model is given its inputs by."""
 
 SIDE = 224
 LEAST_AREA = 0.25
@@ -26,7 +26,6 @@ LEAST_AREA = 0.25
 JUDGE_EVERY = 4
 ASIDE_EVERY = 12
 """Of the photographs to fit to, one in so many is shown by held-out samples alone, which are several crops of each."""
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,12 @@ def photographs_in(folder: Path, most: int | None = None) -> Photographs:
 def _pictures(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder; make one with recipes/photographs.py")
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in IMG_EXTENSIONS)
 
 
 def _spread(files: Sequence[Path], most: int | None) -> tuple[Path, ...]:
-    if most is None or len(files) <= most:
-        return tuple(files)
-    return tuple(files[index * len(files) // most] for index in range(most))
+    count = min(len(files), most or len(files))
+    return tuple(files[index * len(files) // count] for index in range(count))
 
 
 def order(count: int, photographs: int, seed: int) -> list[int]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import struct
 import subprocess
 import sys
-import tarfile
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -61,39 +60,24 @@ SAME = 6.0
 SAME_AS_JUDGED = 14.0
 """The same for what is fitted against what judges, where a doubt keeps it out."""
 
-LEFT_OUT = (
-    *(
-        "*screenshot*",
-        "*charmap*",
-        "*-logo.*",
-        "*/logo.*",
-        "*Logo.*",
-        "*/alphamat/*",
-        "*/data/cards.png",
-        "*/data/detect_blob.png",
-        "*/data/digits.png",
-    ),
-    *("*/data/left[0-9]*", "*/data/right[0-9]*", "*/data/ellipses.jpg", "*/data/gradient.png", "*/data/pca_test1.jpg", "*/data/pic1.png"),
-    *(
-        "*/doc/HTML/*",
-        "*/icons/*",
-        "*_mask.*",
-        "*polygonstanfordoutput*",
-        "*/chessboard*",
-        "*/symbolic-*",
-        "*/clock_motion.*",
-        "*/bitsextraction*",
-        "*/data/horse.png",
-    ),
-    *("*/paintings-*", "*/louis-braille-*", "*/leftright-*", "*/chronos-*", "*/digital_electricity-*", "*/gravity-*", "*/hangman-*"),
-)
-"""Diagrams, lettering, masks, series of one scene, and pieces of puzzles. Patterns of paths."""
+LEFT_OUT = """
+    *screenshot* *charmap* *-logo.* */logo.* *Logo.* */alphamat/* */data/cards.png */data/detect_blob.png */data/digits.png
+    */data/left[0-9]* */data/right[0-9]* */data/ellipses.jpg */data/gradient.png */data/pca_test1.jpg */data/pic1.png
+    */doc/HTML/* */icons/* *_mask.* *polygonstanfordoutput* */chessboard* */symbolic-* */clock_motion.* */bitsextraction*
+    */data/horse.png */paintings-* */louis-braille-* */leftright-* */chronos-* */digital_electricity-* */gravity-* */hangman-*
+    */data/ela_original.jpg */data/leuvenB.jpg */html/0[123].jpg */html/11.jpg */html/originalVSdistorted.jpg
+    */html/reconstructed_fastVSbest.jpg */html/superpixels_* */html/aero_* */motorcycle_right.png
+"""
+"""Patterns of paths: diagrams, lettering, masks, series of one scene, and pieces of puzzles; in the last two lines pictures that show what
+a judging one shows, in parts or beside something else, so that no comparison as a whole finds it.
+"""
 
-COPIES = (
-    *("*/data/ela_original.jpg", "*/data/leuvenB.jpg", "*/html/0[123].jpg", "*/html/11.jpg", "*/html/originalVSdistorted.jpg"),
-    *("*/html/reconstructed_fastVSbest.jpg", "*/html/superpixels_*", "*/html/aero_*", "*/motorcycle_right.png"),
-)
-"""Pictures that show what a judging one shows, in parts or beside something else, so that no comparison as a whole finds it."""
+PACKAGES = """
+    mate-backgrounds plasma-workspace-wallpapers gnome-backgrounds ukui-wallpapers sway-backgrounds opencv-doc gcompris-qt-data jigzo-data
+    scikit-image
+"""
+WHEELS = {"scikit-image": "skimage/data/"}
+"""The packages that are Python's and not Debian's, with the folder of their pictures."""
 
 LICENCE_FILES = ("copyright", "LICENSE.txt")
 """Names of the files that tell under which terms a package is."""
@@ -103,95 +87,51 @@ class PackageError(FlysurgeryError):
     """A package cannot be had or read."""
 
 
-@dataclass(frozen=True)
-class Package:
-    """One package. ``folders`` are the parts of paths, one of which a file must have to count; all count without any."""
-
-    name: str
-    ending: str = ".deb"
-    folders: tuple[str, ...] = ()
-
-    @property
-    def is_wheel(self) -> bool:
-        """Whether it is one of Python's, and not one of Debian's."""
-        return self.ending == ".whl"
-
-    def file_in(self, folder: Path) -> Path | None:
-        """The package's file in a folder, the last one by name where there are several."""
-        stem = self.name.replace("-", "_") if self.is_wheel else self.name
-        joint = "-" if self.is_wheel else "_"
-        return max(folder.glob(f"{stem}{joint}*{self.ending}"), default=None)
-
-
-PACKAGES = (
-    Package("mate-backgrounds"),
-    Package("plasma-workspace-wallpapers"),
-    Package("gnome-backgrounds"),
-    Package("ukui-wallpapers"),
-    Package("sway-backgrounds"),
-    Package("opencv-doc"),
-    Package("gcompris-qt-data"),
-    Package("jigzo-data"),
-    Package("scikit-image", ".whl", ("skimage/data/",)),
-)
-
-
-def fetch(package: Package, folder: Path) -> Path:
-    """The package's file in ``folder``, where it is put if it is not there.
+def fetch(package: str, folder: Path) -> Path:
+    """The package's file in ``folder``, where it is put if it is not there; the last one by name where there are several.
 
     Raises:
         PackageError: it cannot be fetched.
     """
-    found = package.file_in(folder)
+    command, pattern = ["apt-get", "download", package], f"{package}_*.deb"
+    if package in WHEELS:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", package]
+        pattern = f"{package.replace('-', '_')}-*.whl"
+    found = max(folder.glob(pattern), default=None)
     if found is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["apt-get", "download", package.name]
-    if package.is_wheel:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", package.name]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise PackageError(f"{command[0]} cannot be run ({error.strerror}); put {package.name} into {folder} by hand") from error
-    found = package.file_in(folder)
+        raise PackageError(f"{command[0]} cannot be run ({error.strerror}); put {package} into {folder} by hand") from error
+    found = max(folder.glob(pattern), default=None)
     if done.returncode or found is None:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), "no file came")
-        raise PackageError(f"{package.name} cannot be fetched: {reason}")
+        raise PackageError(f"{package} cannot be fetched: {reason}")
     return found
 
 
-def files_of(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
-    """The path and content of each file of a package; links are left out. Nothing is unpacked to the disk.
+def files_of(package: str, file: Path) -> Iterator[tuple[str, bytes]]:
+    """The path and content of each file of a package that may count; links are left out.
 
     Raises:
         PackageError: the file is no such package, or dpkg-deb is missing.
     """
-    try:
-        yield from _of_wheel(package, file) if package.is_wheel else _of_deb(package, file)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise PackageError(f"{file} cannot be read as {package.ending}: {error}") from error
-
-
-def _counts(package: Package, path: str) -> bool:
-    return not package.folders or any(folder in path for folder in package.folders) or Path(path).name in LICENCE_FILES
-
-
-def _of_wheel(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
-    with zipfile.ZipFile(file) as wheel:
-        for entry in wheel.infolist():
-            if not entry.is_dir() and _counts(package, entry.filename):
-                yield entry.filename, wheel.read(entry)
-
-
-def _of_deb(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(file)], stdout=subprocess.PIPE) as unpacking:
-        assert unpacking.stdout is not None
-        with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
-            for entry in archive:
-                path = entry.name.removeprefix("./").removeprefix("usr/share/")
-                content = archive.extractfile(entry) if entry.isfile() and _counts(package, path) else None
-                if content is not None:
-                    yield path, content.read()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            if package in WHEELS:
+                shutil.unpack_archive(file, folder, "zip")
+            else:
+                subprocess.run(["dpkg-deb", "--extract", file, folder], check=True, capture_output=True)
+        except (OSError, shutil.ReadError, subprocess.CalledProcessError) as error:
+            raise PackageError(f"{file} cannot be read as {file.suffix}: {error}") from error
+        for entry in folder.rglob("*"):
+            path = entry.relative_to(folder).as_posix().removeprefix("usr/share/")
+            counts = WHEELS.get(package, "") in path or entry.name in LICENCE_FILES
+            if counts and entry.is_file() and not entry.is_symlink():
+                yield path, entry.read_bytes()
 
 
 def licences_in(path: str, content: bytes) -> list[str]:
@@ -217,7 +157,7 @@ def pictures_in(package: str, path: str, content: bytes) -> Iterator[Picture]:
     """The usable pictures of one file of a package."""
     ending = PurePosixPath(path).suffix.lower()
     if ending in ENDINGS and not _is_left_out(path):
-        image = _opened(content, SHORT_SIDE)
+        image = _opened(content)
         if image is not None and image.mode not in ("P", "1") and min(image.size) >= 1:
             yield from _usable(package, path, image, LEAST_SIDE)
     elif ending in CARVED_ENDINGS:
@@ -228,7 +168,7 @@ def pictures_in(package: str, path: str, content: bytes) -> Iterator[Picture]:
 
 
 def _is_left_out(path: str) -> bool:
-    return any(fnmatchcase(f"/{path}", pattern) for pattern in (*LEFT_OUT, *COPIES))
+    return any(fnmatchcase(f"/{path}", pattern) for pattern in LEFT_OUT.split())
 
 
 def _usable(package: str, path: str, image: Image.Image, least: int) -> Iterator[Picture]:
@@ -246,13 +186,13 @@ def _usable(package: str, path: str, image: Image.Image, least: int) -> Iterator
     yield Picture(f"{name.rpartition('.')[0]}.jpg", package, stored.getvalue(), key_of(opaque))
 
 
-def _opened(content: bytes, short_side: int) -> Image.Image | None:
+def _opened(content: bytes) -> Image.Image | None:
     """The picture, of a JPEG a smaller one that is large enough; None for what is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # wallpapers are large, and packages are no attack
             image = Image.open(io.BytesIO(content))
-            scale = short_side / min(image.size)
+            scale = SHORT_SIDE / min(image.size)
             if scale < 1:
                 image.draft("RGB", (int(image.width * scale), int(image.height * scale)))
             image.load()
@@ -304,7 +244,7 @@ def carved(content: bytes, *, only_first: bool = False) -> Iterator[tuple[int, I
             size = len(content) - start if only_first else struct.unpack(">I", content[start - 4 : start])[0]
             if not 200 < size <= len(content) - start:
                 continue
-            image = _opened(content[start : start + size], SHORT_SIDE)
+            image = _opened(content[start : start + size])
             if image is not None:
                 yield start, image
                 if only_first:
@@ -312,13 +252,9 @@ def carved(content: bytes, *, only_first: bool = False) -> Iterator[tuple[int, I
                 place = content.find(magic, start + size)
 
 
-def near(key: np.ndarray, others: Sequence[Picture], most: float) -> Picture | None:
-    """The first of ``others`` that differs by less than ``most``."""
-    if not others:
-        return None
-    gaps = np.abs(np.stack([other.key for other in others]) - key).mean((1, 2, 3))
-    index = int(gaps.argmin())
-    return others[index] if gaps[index] < most else None
+def is_near(picture: Picture, others: Sequence[Picture], most: float) -> bool:
+    """Whether one of ``others`` differs by less than ``most``."""
+    return any(float(np.abs(other.key - picture.key).mean()) < most for other in others)
 
 
 def split(pictures: Sequence[Picture], judging: Sequence[str]) -> tuple[list[Picture], list[Picture]]:
@@ -326,17 +262,17 @@ def split(pictures: Sequence[Picture], judging: Sequence[str]) -> tuple[list[Pic
     judges = [picture for picture in pictures if picture.name in judging]
     fit: list[Picture] = []
     for picture in pictures:
-        if picture.name not in judging and near(picture.key, judges, SAME_AS_JUDGED) is None and near(picture.key, fit, SAME) is None:
+        if picture.name not in judging and not is_near(picture, judges, SAME_AS_JUDGED) and not is_near(picture, fit, SAME):
             fit.append(picture)
     return fit, judges
 
 
-def read_package(package: Package, file: Path) -> tuple[list[Picture], list[str]]:
+def read_package(package: str, file: Path) -> tuple[list[Picture], list[str]]:
     """The usable pictures of a package, by name, and its licences."""
     pictures: list[Picture] = []
     licences: list[str] = []
     for path, content in files_of(package, file):
-        pictures += pictures_in(package.name, path, content)
+        pictures += pictures_in(package, path, content)
         licences += licences_in(path, content)
     return sorted(pictures, key=lambda each: each.name), list(dict.fromkeys(licences))
 
@@ -363,12 +299,12 @@ def main() -> None:
     pictures: list[Picture] = []
     licences: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as aside:
-        for package in PACKAGES:
-            if options.quick and package.name not in QUICK:
+        for package in PACKAGES.split():
+            if options.quick and package not in QUICK:
                 continue
-            found, licences[package.name] = read_package(package, fetch(package, options.packages or Path(aside)))
+            found, licences[package] = read_package(package, fetch(package, options.packages or Path(aside)))
             pictures += found
-            print(f"{package.name}: {len(found)} usable pictures", flush=True)
+            print(f"{package}: {len(found)} usable pictures", flush=True)
     pictures.sort(key=lambda each: each.name)
     fit, judge = split(pictures, judging)
     write(options.folder / "fit", fit)

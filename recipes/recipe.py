@@ -76,21 +76,22 @@ def as_it_stands(description: str | None) -> dict[str, Any]:
     return {"description": description, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def arguments(description: str | None, *, modes: str | None = None, seconds: float | None = None) -> argparse.ArgumentParser:
-    """A parser with the options that every measuring recipe has; ``--modes`` and ``--seconds`` where there is a default."""
+def arguments(description: str | None, *, seconds: float | None = None, plot: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that every measuring recipe has."""
     parser = parser_of(description)
-    add_options(parser, modes=modes, seconds=seconds)
+    add_options(parser, seconds=seconds, plot=plot)
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, *, modes: str | None = None, seconds: float | None = None) -> None:
+def add_options(parser: argparse.ArgumentParser, *, modes: str | None = None, seconds: float | None = None, plot: bool = True) -> None:
     """The options that every measuring recipe has; ``--modes`` and ``--seconds`` where there is a default."""
     parser.add_argument("--quick", action="store_true", help="fewer cases and samples, on a CPU of one image: an answer within two minutes")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--threads", type=count, help="CPU threads")
     parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
     parser.add_argument("--fresh", action="store_true", help="measure all again, and replace the rows in the file")
-    parser.add_argument("--plot", type=Path, help="draw the rows into this file, or into one for each mode, named after it")
+    if plot:
+        parser.add_argument("--plot", type=Path, help="draw the rows into this file, or into one for each mode, named after it")
     parser.add_argument("--seed", type=int, default=0)
     if modes is not None:
         parser.add_argument("--modes", default=modes, help=f"out of fp32, tf32 (CUDA), fp16, bf16, or all; {modes} by default")
@@ -146,7 +147,7 @@ def make(
     printed and gets no rows. ``order`` gives the jobs that are to do one after the other, and may prepare them.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    with BenchRun(device, kind, options.out, fresh=options.fresh, plot=options.plot) as run:
+    with BenchRun(device, kind, options.out, fresh=options.fresh, plot=getattr(options, "plot", None)) as run:
         todo = [job for job in jobs if not run.has(job[0])]
         for done, (head, rows_of) in enumerate(order(todo)):
             name = ", ".join(map(str, head.values()))

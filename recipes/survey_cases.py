@@ -52,7 +52,6 @@ def timm_cases() -> list[Case]:
 
 # Narrow and shallow, since the variants differ in their structure and not in their sizes.
 SIZES = {"image_size": 64, "patch_size": 8, "num_classes": 50, "dim": 128, "depth": 2, "heads": 4, "mlp_dim": 256, "dim_head": 32}
-WITHOUT_HEAD_SIZE = {name: value for name, value in SIZES.items() if name != "dim_head"}
 VIDEO = {"image_patch_size": 8, "frames": 4, "frame_patch_size": 2}
 
 

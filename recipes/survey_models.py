@@ -22,11 +22,11 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from flysurgery.cli.bench_run import BenchRun
 from flysurgery.errors import FlysurgeryError, ModelError, OptionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
-from flysurgery.walker import Target, example_input, walk
+from flysurgery.walker import example_input, walk
 
 QUICK_CASES = "^deit_tiny_|^vit:ViT$"
 PACKAGES = {"timm": "timm", "vit_pytorch": "vit-pytorch"}
@@ -90,21 +90,26 @@ def _survey(case: Case, row: Row, tolerance: float) -> None:
     skeleton = _skeleton(case)
     example = example_input(skeleton) if case.example is None else case.example()
     targets = walk(skeleton, example)
-    row.exported = True
-    _count_targets(targets, row)
+    row.exported, row.linears = True, len(targets)
+    for role, count in Counter(target.role for target in targets).items():
+        setattr(row, role, count)
+    row.obstacles = _counted(obstacle.code for target in targets for obstacle in target.obstacles)
     roles = [role for role in ROLES if any(target.role == role for target in targets)]
     if not roles:
         row.note = "no linear layer belongs to attention or a feed-forward block"
         return
     made = plan(skeleton, roles=roles, example=example, targets=targets)
     row.replaced = len(made.replaced)
-    kept = Counter(layer.reason.code for layer in made.layers if layer.reason is not None and layer.role in roles)
-    row.kept = _counted(kept)
+    row.kept = _counted(layer.reason.code for layer in made.layers if layer.reason is not None and layer.role in roles)
     torch.manual_seed(0)
     model = _wrapped(case, build_base(case.base, case.arguments)).eval()
     del skeleton
     _make_exact(made, model)
     _compare(made, model, example, row, tolerance)
+
+
+def _counted(codes: Iterable[str]) -> str:
+    return "; ".join(f"{code} {count}" for code, count in sorted(Counter(codes).items()))
 
 
 def _skeleton(case: Case) -> nn.Module:
@@ -117,17 +122,6 @@ def _skeleton(case: Case) -> nn.Module:
 
 def _wrapped(case: Case, model: nn.Module) -> nn.Module:
     return model if case.wrap is None else case.wrap(model)
-
-
-def _count_targets(targets: tuple[Target, ...], row: Row) -> None:
-    row.linears = len(targets)
-    for role, count in Counter(target.role for target in targets).items():
-        setattr(row, role, count)
-    row.obstacles = _counted(Counter(obstacle.code for target in targets for obstacle in target.obstacles))
-
-
-def _counted(counter: Counter[str]) -> str:
-    return "; ".join(f"{code} {count}" for code, count in sorted(counter.items()))
 
 
 @torch.no_grad()
@@ -191,35 +185,22 @@ def _work(case: Case, tolerance: float, pipe: Connection) -> None:
     pipe.send(row)
 
 
-def run(cases: list[Case], done: Callable[[Row], object], *, jobs: int, timeout: float, tolerance: float) -> None:
-    """Survey the cases side by side, and hand each row on as soon as it is there."""
+def in_process(case: Case, timeout: float, tolerance: float) -> Row:
+    """Survey a model in a process of its own; one that crashes or gives no answer has a row that says so."""
     fork = multiprocessing.get_context("fork")  # the libraries are imported once
-    waiting = list(reversed(cases))
-    running: dict[Connection, tuple[Case, BaseProcess, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            case = waiting.pop()
-            receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=_work, args=(case, tolerance, sender), daemon=True)
-            process.start()
-            sender.close()
-            running[receiver] = (case, process, time.perf_counter())
-        ready = wait(list(running), timeout=1)
-        for pipe, (case, process, started) in list(running.items()):
-            row = None
-            if pipe in ready:
-                try:
-                    row = pipe.recv()
-                except EOFError:
-                    row = Row(case.family, case.name, note="CRASH: the process ended without an answer")
-            elif time.perf_counter() - started > timeout:
-                process.kill()
-                row = Row(case.family, case.name, seconds=timeout, note=f"CRASH: no answer within {timeout:.0f} s")
-            if row is not None:
-                process.join()
-                del running[pipe]
-                done(row)
-                print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_work, args=(case, tolerance, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(timeout):
+            return receiver.recv()
+        return Row(case.family, case.name, seconds=timeout, note=f"CRASH: no answer within {timeout:.0f} s")
+    except EOFError:
+        return Row(case.family, case.name, note="CRASH: the process ended without an answer")
+    finally:
+        process.kill()
+        process.join()
 
 
 def main() -> None:
@@ -241,14 +222,12 @@ def main() -> None:
     if not chosen:
         raise OptionError(f"--only {only.pattern} matches no model of {arguments.library}")
     torch.set_num_threads(1)  # as in the processes to come
-    with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept:
-        run(
-            [case for case in chosen if not kept.has({"model": case.name, "library": library})],
-            lambda row: kept.add([replace(row, library=library)], row.model),
-            jobs=arguments.jobs,
-            timeout=arguments.timeout,
-            tolerance=arguments.tolerance,
-        )
+    with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept, ThreadPoolExecutor(arguments.jobs) as pool:
+        waiting = [case for case in chosen if not kept.has({"model": case.name, "library": library})]
+        for done in as_completed([pool.submit(in_process, case, arguments.timeout, arguments.tolerance) for case in waiting]):
+            row = replace(done.result(), library=library)
+            kept.add([row], row.model)
+            print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
 
 
 if __name__ == "__main__":
