@@ -14,7 +14,7 @@ from torch import nn
 
 from flysurgery.errors import PatternError, PlanError
 from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
-from flysurgery.surgery.serial import as_json, from_json, later, shown
+from flysurgery.surgery.serial import LATER, as_json, from_json, shown
 from flysurgery.surgery.tables import blocks_of_text, change, kept_table, replaced_table, total
 from flysurgery.walker import Role, Switch
 
@@ -69,7 +69,7 @@ class LayerPlan:
     reason: Reason | None = None
     aliases: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
-    conv: bool = later(False)
+    conv: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not all(0 < size <= MAX_FEATURES for size in (self.out_features, self.in_features)):

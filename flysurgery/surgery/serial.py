@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -18,13 +18,8 @@ JSON_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole nu
 MAX_COUNT = (1 << 63) - 1
 """Largest accepted number, that of a signed 64-bit integer."""
 
-LATER = "later"
-"""Marks fields that earlier versions did not write: they may be missing, and are left out where they have their default."""
-
-
-def later(default: Any) -> Any:
-    """A dataclass field that earlier versions did not write."""
-    return field(default=default, metadata={LATER: True})
+LATER = {"later": True}
+"""The metadata of fields that earlier versions did not write: they may be missing, and are left out where they have their default."""
 
 
 def as_json(value: Any) -> Any:
@@ -32,8 +27,8 @@ def as_json(value: Any) -> Any:
     if isinstance(value, Architecture):
         return value.to_json()
     if is_dataclass(value):
-        entries = {each.name: (each, getattr(value, each.name)) for each in fields(value)}
-        return {name: as_json(inner) for name, (each, inner) in entries.items() if LATER not in each.metadata or inner != each.default}
+        written = [each for each in fields(value) if each.metadata != LATER or getattr(value, each.name) != each.default]
+        return {each.name: as_json(getattr(value, each.name)) for each in written}
     if isinstance(value, Mapping):
         return {name: as_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -59,7 +54,7 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     for each in fields(kind):  # pyright: ignore[reportArgumentType]
         if each.name in data:
             values[each.name] = _value(hints[each.name], data[each.name], where, each.name)
-        elif LATER not in each.metadata or each.default is MISSING:
+        elif each.metadata != LATER:
             raise PlanError(f"{where} has no entry '{each.name}'")
     unknown = next((key for key in data if key not in hints), None)
     if unknown is not None:

@@ -223,16 +223,17 @@ def test_a_gpu_finds_the_trade_off_of_the_cpu(vit: nn.Module, vit_plan: Plan, ma
     assert [point.error for point in found.curve] == pytest.approx([point.error for point in expected.curve], rel=1e-2, abs=1e-6)
 
 
-@pytest.mark.parametrize("goal", [FidelityGoal(0.9), FidelityGoal(0.9, sequential=True, permute=True)])
+@pytest.mark.parametrize("goal", [FidelityGoal(0.9), FidelityGoal(0.96, sequential=True, permute=True)])
 def test_the_cheapest_plan_tried_that_reaches_the_fidelity_is_taken(
-    vit: nn.Module, vit_plan: Plan, many: Tensor, goal: FidelityGoal, monkeypatch: pytest.MonkeyPatch
+    vit: nn.Module, many: Tensor, goal: FidelityGoal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flysurgery.surgery.allocation.STEPS", 3)
+    monkeypatch.setattr("flysurgery.surgery.allocation.STEPS", 2)
+    only = plan(vit, include=r"blocks\.1")
     with unchanged(vit):
-        made, tradeoff = allocate(vit_plan, vit, fidelity=goal, calibrate=many)
+        made, tradeoff = allocate(only, vit, fidelity=goal, calibrate=many)
     assert tradeoff.search is not None and tradeoff.unit == "weights"
     trials = dict(tradeoff.search.trials)
-    assert 2 <= len(trials) <= 4
+    assert 2 <= len(trials) <= 3
     reached = [share for share, cosine in trials.items() if cosine >= goal.target]
     assert tradeoff.chosen.share == min(reached) > min(trials)
     report = apply(made, copy.deepcopy(vit), calibrate=many, sequential=goal.sequential, permute=goal.permute)
