@@ -206,8 +206,10 @@ def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> It
     limit = shared_limit_of(index)
     prepare = partial(prepared, rows=rows, shared_limit=limit, arch=device_arch(index))
     # the processes must not inherit this one's CUDA device; a fork server imports PyTorch once for all
-    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    context.set_forkserver_preload([__name__])
+    has_server = "forkserver" in get_all_start_methods()
+    context = get_context("forkserver" if has_server else "spawn")
+    if has_server:
+        context.set_forkserver_preload([__name__])
     pool = ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), mp_context=context)
     try:
         for (pattern, mode), found in zip(cases, pool.map(prepare, cases), strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Ceilings, measure_ceilings, work_of_step
 from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
-from flysurgery.bench.timing import in_mode
+from flysurgery.bench.timing import TIMED_MODES, in_mode
 from flysurgery.bench.units import PROTOCOLS, Unit, converted_timm, layer_sizes, model_name, units, vit_sizes
 from flysurgery.bench.variants import (
     COMPILED,
@@ -167,8 +167,8 @@ def _rows(
     device: torch.device,
     paper: Mapping[tuple[str, str], float],
 ) -> list[LayerRow]:
+    module = unit.make().to(device, TIMED_MODES[head["mode"]])
     with in_mode(head["mode"]) as dtype, torch.no_grad():  # inference mode would not do for the compiler's and the sparse layouts' tensors
-        module = unit.make().to(device, dtype)
         generator = torch.Generator(device=device).manual_seed(settings.seed)
         x = torch.randn(settings.batch, *unit.shape, generator=generator, device=device, dtype=dtype)
         if launch in COMPILED:
