@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings, work_of_factor
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure
+from flysurgery.bench.measuring import Measured, Protocol, checked_rows, measure, rows_of
 from flysurgery.bench.timing import in_mode
 from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
@@ -39,7 +39,7 @@ FIRST, LAST = "first", "last"
 PRODUCT_ONLY = "bmm product only"
 """The batched product of bmm on blocks that are ready, without the copies before and after it."""
 
-ORDER = ("dense", "dense" + AGAIN, "bmm", "bmm" + AGAIN, "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
+ORDER = ("dense", "bmm", "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
 
 CHECKED_ROWS = 128
 
@@ -92,7 +92,7 @@ def bench_factor(pattern: Pattern, rows: int, mode: str, device: torch.device, c
         factor = factor.to(dtype)
         for layout in (FIRST, LAST):
             measured = _one_layout(x, factor, pattern, layout, mode, ceilings, protocol)
-            found += [FactorRow(**head, layout=layout, candidate=name, measured=measured[name]) for name in ORDER if name in measured]
+            found += rows_of(FactorRow, head | {"layout": layout}, measured, ORDER)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return found
@@ -206,8 +206,10 @@ def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> It
     limit = shared_limit_of(index)
     prepare = partial(prepared, rows=rows, shared_limit=limit, arch=device_arch(index))
     # the processes must not inherit this one's CUDA device; a fork server imports PyTorch once for all
-    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    context.set_forkserver_preload([__name__])
+    has_server = "forkserver" in get_all_start_methods()
+    context = get_context("forkserver" if has_server else "spawn")
+    if has_server:
+        context.set_forkserver_preload([__name__])
     pool = ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), mp_context=context)
     try:
         for (pattern, mode), found in zip(cases, pool.map(prepare, cases), strict=True):

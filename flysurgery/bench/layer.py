@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import Ceilings, measure_ceilings, work_of_step
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
-from flysurgery.bench.timing import in_mode
+from flysurgery.bench.measuring import Measured, Protocol, checked_rows, measure, one_line, rows_of
+from flysurgery.bench.timing import TIMED_MODES, in_mode
 from flysurgery.bench.units import PROTOCOLS, Unit, converted_timm, layer_sizes, model_name, units, vit_sizes
 from flysurgery.bench.variants import (
     COMPILED,
@@ -167,8 +167,8 @@ def _rows(
     device: torch.device,
     paper: Mapping[tuple[str, str], float],
 ) -> list[LayerRow]:
+    module = unit.make().to(device, TIMED_MODES[head["mode"]])
     with in_mode(head["mode"]) as dtype, torch.no_grad():  # inference mode would not do for the compiler's and the sparse layouts' tensors
-        module = unit.make().to(device, dtype)
         generator = torch.Generator(device=device).manual_seed(settings.seed)
         x = torch.randn(settings.batch, *unit.shape, generator=generator, device=device, dtype=dtype)
         if launch in COMPILED:
@@ -189,12 +189,8 @@ def _rows(
             protocol=settings.protocol(launch),
         )
         backend = chosen_backends(module, x, allow_tf32=head["mode"] == "tf32", rows=settings.batch * unit.rows)
-    order = [name for each in settings.candidates for name in (each, each + AGAIN) if name in measured]
-    backends = {"layer": backend}
-    return [
-        LayerRow(**head, candidate=name, backend=backends.get(name), paper_ratio=paper.get((unit.name, name)), measured=measured[name])
-        for name in order
-    ]
+    ratios = {name: ratio for (part, name), ratio in paper.items() if part == unit.name}
+    return rows_of(LayerRow, head, measured, settings.candidates, backend={"layer": backend}, paper_ratio=ratios)
 
 
 def _candidates(
@@ -228,7 +224,7 @@ def bench_training(settings: LayerSettings, device: torch.device, *, done: Done 
         head = settings.head("today", STEP, STEP_MODE, launch, device)
         if launch in ("eager", "compile") and not done(head):
             found = _measure_steps(settings, device, launch)
-            yield [LayerRow(**head, candidate=name, backend=None, paper_ratio=None, measured=each) for name, each in found.items()]
+            yield rows_of(LayerRow, head, found, ("dense", "layer"), backend={}, paper_ratio={})
 
 
 def _measure_steps(settings: LayerSettings, device: torch.device, launch: str) -> dict[str, Measured]:
@@ -243,8 +239,7 @@ def _measure_steps(settings: LayerSettings, device: torch.device, launch: str) -
     wrong = {name: status for name, step in steps.items() if (status := _what_is_wrong(step, images)) is not None}
     right = {name: step for name, step in steps.items() if name not in wrong}
     ceilings = measure_ceilings(STEP_MODE, device, quick=settings.quick)
-    found = measure(right, images, None, refused=wrong, works=works, ceilings=ceilings, protocol=settings.protocol("eager"))
-    return {name: found[name] for name in ("dense", "dense" + AGAIN, "layer") if name in found}
+    return measure(right, images, None, refused=wrong, works=works, ceilings=ceilings, protocol=settings.protocol("eager"))
 
 
 def _what_is_wrong(step: Callable[[Tensor], Tensor], images: Tensor) -> str | None:
@@ -325,9 +320,8 @@ def bench_ffn_share(
             own_truths, own_works = definitions({name: part}, inputs[name], rows)
             truths, works = truths | own_truths, works | own_works
         found = measure(parts, inputs, truths, rows=rows, works=works, ceilings=ceilings, protocol=protocol)
-    head, papers = share_head(model, model_args, batch, mode, device), {LINEARS: paper}
-    order = [name for name in (COMPLETE, COMPLETE + AGAIN, LINEARS) if name in found]
-    return [ShareRow(**head, candidate=name, paper_ratio=papers.get(name), measured=found[name]) for name in order]
+    head = share_head(model, model_args, batch, mode, device)
+    return rows_of(ShareRow, head, found, (COMPLETE, LINEARS), paper_ratio={LINEARS: paper})
 
 
 def linears_of_ffns(width: int, depth: int) -> nn.Sequential:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Ceilings, Work
 from flysurgery.bench.timing import Run, Timing, time_interleaved
+
+Row = TypeVar("Row")
 
 WORST_ERROR = 16.0
 """A result is wrong, and gets no time, where its rms error exceeds that of the baseline by more than this factor."""
@@ -171,6 +173,18 @@ def check(
 
 def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:
     return each if isinstance(each, Tensor) else each[name]
+
+
+def rows_of(
+    kind: Callable[..., Row], head: Mapping[str, Any], found: Mapping[str, Measured], order: Iterable[str], **columns: Mapping[str, Any]
+) -> list[Row]:
+    """Make a row of the class ``kind`` for each measured candidate in ``order``, and for its twin.
+
+    ``head`` holds the columns that all rows share, ``columns`` further ones by candidate, None where a candidate is missing.
+    """
+    names = [name for each in order for name in (each, each + AGAIN) if name in found]
+    own = {name: {column: values.get(name) for column, values in columns.items()} for name in names}
+    return [kind(**head, **own[name], candidate=name, measured=found[name]) for name in names]
 
 
 def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | None:

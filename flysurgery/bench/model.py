@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.ceilings import measure_ceilings
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
+from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line, rows_of
 from flysurgery.bench.rows import Record
 from flysurgery.bench.timing import in_mode
 from flysurgery.bench.units import reset
@@ -237,12 +237,9 @@ def _measured(
 
 
 def _rows(head: Mapping[str, Any], found: Mapping[str, Measured], backends: Mapping[str, str | None]) -> list[ModelRow]:
-    """Make the rows: dense and its twin first, then what the plan gives, then the others as they come."""
-    first = [name for name in (DENSE, DENSE + AGAIN, PLANNED) if name in found]
-    return [
-        ModelRow(**head, candidate=name, backend=backends.get(name), planned=name == PLANNED, measured=found[name])
-        for name in dict.fromkeys((*first, *found))
-    ]
+    """Make the rows: dense first, then what the plan gives, then the others as they come."""
+    order = [name for name in dict.fromkeys((DENSE, PLANNED, *found)) if not name.endswith(AGAIN)]
+    return rows_of(ModelRow, head, found, order, backend=backends, planned={name: name == PLANNED for name in found})
 
 
 def _converted(layer: LayerPlan, architectures: list[Architecture | None]) -> ButterflyLinear | SplitLinear:

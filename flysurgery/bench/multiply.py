@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.bench.ceilings import Work, measure_ceilings
-from flysurgery.bench.measuring import AGAIN, DEFAULT_PROTOCOL, Measured, Protocol, checked_rows, launch_on, measure
+from flysurgery.bench.measuring import DEFAULT_PROTOCOL, Measured, Protocol, checked_rows, launch_on, measure, rows_of
 from flysurgery.bench.timing import in_mode
 from flysurgery.bench.units import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
@@ -133,8 +133,7 @@ def _multiply_rows(
                 protocol=protocol,
             )
     backends = {"layer": explain(problem).choice} | {name: name for name in BACKENDS}
-    order = [name for name in (BASELINE, BASELINE + AGAIN, "layer", *BACKENDS) if name in found]
-    return [MultiplyRow(**head, candidate=name, backend=backends.get(name), measured=found[name]) for name in order]
+    return rows_of(MultiplyRow, head, found, (BASELINE, "layer", *BACKENDS), backend=backends)
 
 
 def _works(architecture: Architecture, x: Tensor) -> tuple[Work, Work]:

@@ -72,7 +72,7 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
             wanted, given = run(teacher, batch), run(student, batch)
             if wanted.shape != given.shape:
                 raise DataError(f"the models give outputs of shapes {tuple(given.shape)} and {tuple(wanted.shape)}; they must be the same")
-            sums.add(given, wanted, mine.values, theirs.values, used, prefix)
+            sums.add(given, wanted, mine.values, theirs.values, prefix)
     if not sums.samples:
         raise DataError("the data to measure the fidelity with hold no samples")
     classes = getattr(teacher, "num_classes", None)
@@ -107,55 +107,62 @@ def first_tensor(output: object) -> Tensor:
     raise DataError(f"a comparison needs a model that gives a tensor, and this one gives {type(output).__name__}")
 
 
+class _CutError:
+    """Sums of the error at one cut, and of the spread of the teacher's rows there."""
+
+    def __init__(self) -> None:
+        self._error = self._size = 0.0
+        self._total, self._rows = torch.zeros((), dtype=torch.float64), 0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        rows = y.flatten(0, -2)
+        self._error += float((x - y).square().sum())
+        self._size += float(rows.square().sum(dtype=torch.float64))
+        self._total = self._total + rows.sum(0, dtype=torch.float64)
+        self._rows += len(rows)
+
+    def relative(self) -> float:
+        spread = self._size - float(self._total.square().sum()) / max(1, self._rows)
+        # if all rows are equal, their spread is zero, so the error is relative to their size
+        against = spread if spread > 1e-9 * self._size else self._size
+        return (self._error / against) ** 0.5 if against else float(self._error > 0)
+
+
 class _Sums:
+    """Sums over all samples; nothing else of a batch is kept."""
+
     def __init__(self, places: int) -> None:
         self.samples = 0
         self.is_flat = False
         self._output = self._tokens = self._error = self._reference = self._same = 0.0
         self._token_rows = 0
-        self._squares = [0.0] * places
-        self._moments: list[tuple[float, Tensor, int] | None] = [None] * places  # sum of squares, sum over rows, rows
+        self._cuts = [_CutError() for _ in range(places)]
 
-    def add(
-        self, given: Tensor, wanted: Tensor, mine: dict[int, Tensor], theirs: dict[int, Tensor], cuts: Sequence[Cut], prefix: int
-    ) -> None:
+    def add(self, given: Tensor, wanted: Tensor, mine: dict[int, Tensor], theirs: dict[int, Tensor], prefix: int) -> None:
         self.samples += len(given)
         self._output += float(_cosine(given.flatten(1), wanted.flatten(1)).sum())
         self.is_flat = given.ndim == 2
         if self.is_flat:
             self._same += float((given.argmax(1) == wanted.argmax(1)).sum())
-        tokens = None
-        for number in range(len(cuts)):
+        x, y = given, wanted
+        for number, cut in enumerate(self._cuts):
             x, y = mine[number].float(), theirs[number].float()
-            self._squares[number] += float((x - y).square().sum())
-            rows = y.flatten(0, -2)
-            square, total, count = self._moments[number] or (0.0, torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device), 0)
-            sums = float(rows.square().sum(dtype=torch.float64)), rows.sum(0, dtype=torch.float64)
-            self._moments[number] = square + sums[0], total + sums[1], count + len(rows)
-            tokens = x, y
-        x, y = (given, wanted) if tokens is None else tokens
+            cut.add(x, y)
         self._error += float((x - y).square().sum())
         self._reference += float(y.square().sum())
-        if tokens is not None:
-            x, y = (each[:, prefix:] if each.ndim == 3 else each for each in tokens)
+        if self._cuts:
+            x, y = (each[:, prefix:] if each.ndim == 3 else each for each in (x, y))
             self._tokens += float(_cosine(x, y).sum())
             self._token_rows += x[..., 0].numel()
 
     def result(self, blocks: Sequence[str], *, scores: bool) -> Fidelity:
-        errors = []
-        for square, moments in zip(self._squares, self._moments, strict=True):
-            whole, total, count = moments or (0.0, torch.zeros(1), 1)
-            spread = whole - float(total.square().sum()) / count
-            # If all rows are equal, their spread is zero, so the error is relative to their size.
-            against = spread if spread > 1e-9 * whole else whole
-            errors.append((square / against) ** 0.5 if against else float(square > 0))
         return Fidelity(
             samples=self.samples,
             output_cosine=self._output / self.samples,
             token_cosine=self._tokens / self._token_rows if self._token_rows else None,
             relative_error=(self._error / self._reference) ** 0.5 if self._reference else 0.0,
             agreement=self._same / self.samples if scores else None,
-            blocks=tuple(zip(blocks, errors, strict=False)),
+            blocks=tuple((name, cut.relative()) for name, cut in zip(blocks, self._cuts, strict=False)),  # the last cut may be the tokens'
         )
 
 
