@@ -16,7 +16,7 @@ from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedFo
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, name_of, shadow, survey
+from flysurgery.walker import Survey, name_of, survey
 
 
 class Patches(NamedTuple):
@@ -67,7 +67,7 @@ def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = Non
     Raises:
         WalkError: as ``flysurgery.walker.survey``.
     """
-    seen = survey(_with_linears(model), example)
+    seen = survey(model, example, prepare=_put_linears)
     matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
     found, outs = Findings(seen, watch(seen, (METHOD, *CALLERS)), around), dict[str, AttentionOut]()
     for role, group, match, kept in (
@@ -162,9 +162,8 @@ def _is_tiling(module: nn.Conv2d) -> bool:
     return plain and module.kernel_size == module.stride and max(module.kernel_size) > 1
 
 
-def _with_linears(model: nn.Module) -> nn.Module:
-    """A stand-in of the model whose converted layers are linears without weights of their own, so that roles can be found."""
-    double = shadow(model)
+def _put_linears(double: nn.Module) -> None:
+    """Put linears without weights of their own in place of converted layers, so that roles can be found."""
     for name, module in list(double.named_modules()):
         if not isinstance(module, ButterflyLinear | SplitLinear) or not name:
             continue
@@ -172,7 +171,6 @@ def _with_linears(model: nn.Module) -> nn.Module:
         holder = double.get_submodule(parent)
         if not isinstance(holder, SplitLinear):
             holder._modules[leaf] = _linear_like(module)
-    return double
 
 
 def _linear_like(module: ButterflyLinear | SplitLinear) -> nn.Linear:

@@ -141,7 +141,7 @@ class Matcher:
     def __init__(self, seen: Survey) -> None:
         self.seen = seen
         self.calls = {call.node: call for call in seen.calls}
-        self.roles = {call.node: judged.role for call, judged in zip(seen.calls, seen.judgements, strict=True)}
+        self.roles = seen.roles
 
     def of_role(self, role: str) -> list[Call]:
         """The linears of a role, in the order of execution."""

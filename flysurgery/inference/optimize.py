@@ -16,7 +16,7 @@ from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
 from flysurgery.inference.standin import Fused, put, restore, view
 from flysurgery.surgery import Reason, grouped, is_optimized, text_table
-from flysurgery.walker import example_input
+from flysurgery.walker import Example, example_input
 
 _HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
 MEASURED_IMAGES = 64
@@ -82,7 +82,7 @@ class OptimizeReport:
         return "\n\n".join([head, text_table(_HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
 
 
-def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> OptimizeReport:
+def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport:
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
@@ -109,7 +109,7 @@ def optimize(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) 
 
     Args:
         model: in eval mode; modules in training mode or with hooks stay as they are.
-        example: the input, or a tuple of all positional inputs, with the number of samples to be fast for. None: timm's and
+        example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for. None: timm's and
             vit-pytorch's models need none, and 64 images are measured on CUDA.
 
     Raises:

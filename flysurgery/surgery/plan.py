@@ -180,7 +180,7 @@ class ExampleInput:
 
     shape: tuple[int, ...]
     dtype: str
-    values: tuple[int, ...] = later(())
+    values: tuple[int, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         if min(self.shape, default=1) < 1 or prod(self.shape) > MAX_EXAMPLE_ENTRIES:

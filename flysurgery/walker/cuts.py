@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,7 +36,7 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
     live, it is a cut. Blocks follow from the roles of the linears between the cuts, not from names. A model whose values all live on,
     such as one with long skip connections, has few cuts or none.
     """
-    roles = {call.node: judgement.role for call, judgement in zip(seen.calls, seen.judgements, strict=True)}
+    roles = seen.roles
     found: dict[Node, Cut] = {}
     kinds: dict[Node, Literal["start", "block", "tokens"]] = {}
     met: set[str] = set()
@@ -64,7 +65,7 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
     return tuple(replace(found[node], kind=kinds.get(node, "other")) for node in reversed(unique.values()))
 
 
-def _walk(seen: Survey, roles: dict[Node, str]) -> list[tuple[Node, Cut | None]]:
+def _walk(seen: Survey, roles: Mapping[Node, str]) -> list[tuple[Node, Cut | None]]:
     """The linears, with None, and the cuts, in the order of execution."""
     nodes = list(seen.trace.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}

@@ -108,19 +108,16 @@ def _owner(trace: Trace, owners: Owners, node: Node, weight: Node) -> tuple[str,
     innermost = owners.innermost(node)
     parameter = trace.parameters.get(weight)
     holders = owners.holders(parameter) if parameter is not None else []
-    if innermost is not None and (innermost in holders or (parameter is None and isinstance(owners.modules[innermost], nn.Linear))):
-        return _kind(owners.modules[innermost]), innermost, True
-    if holders:
-        return _kind(owners.modules[holders[0]]), holders[0], False
-    raw = parameter or _parameter_behind(trace, weight)
-    if raw is None:
-        return None
-    holders = owners.holders(raw)
-    return (_kind(owners.modules[holders[0]]), holders[0], False) if holders else ("raw", raw, False)
-
-
-def _kind(module: nn.Module) -> str:
-    return "linear" if isinstance(module, nn.Linear) else "conv"
+    inside = innermost in holders or (parameter is None and isinstance(owners.modules.get(innermost or ""), nn.Linear))
+    if innermost is None or not inside:
+        inside, raw = False, _parameter_behind(trace, weight)
+        if raw is None:
+            return None
+        holders = owners.holders(raw)
+        if not holders:
+            return "raw", raw, False
+        innermost = holders[0]
+    return "linear" if isinstance(owners.modules[innermost], nn.Linear) else "conv", innermost, inside
 
 
 def _parameter_behind(trace: Trace, weight: Node) -> str | None:

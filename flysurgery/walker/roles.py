@@ -120,7 +120,7 @@ def _leads_to(start: Node, ends: set[Node]) -> bool:
     return bool(reached & ends)
 
 
-def judge(trace: Trace, calls: list[Call], dataflow: Dataflow) -> list[Judgement]:
-    """A judgement for each call, in the order of ``calls``."""
+def judge(trace: Trace, calls: list[Call], dataflow: Dataflow) -> dict[Node, Judgement]:
+    """A judgement for each call, by its node."""
     judge = _Judge(trace, calls, dataflow)
-    return [judge.judge(call) for call in calls]
+    return {call.node: judge.judge(call) for call in calls}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
@@ -16,7 +18,7 @@ from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners
 from flysurgery.walker.roles import Judgement, judge
 from flysurgery.walker.switches import set_switches
-from flysurgery.walker.target import Switch
+from flysurgery.walker.target import Role, Switch
 from flysurgery.walker.trace import Trace, device_of, shadow, shadow_on_cpu, trace
 
 
@@ -25,7 +27,7 @@ class Survey:
     """A traced model: its graph, who owns what in it, its multiplications by a weight, and the role of each.
 
     ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on the
-    model's device. ``switches`` has the linears' names as keys. ``judgements`` are in the order of ``calls``.
+    model's device. ``switches`` has the linears' names as keys, ``judgements`` the nodes of ``calls``.
     """
 
     double: nn.Module
@@ -33,13 +35,20 @@ class Survey:
     trace: Trace
     owners: Owners
     calls: list[Call]
-    judgements: list[Judgement]
+    judgements: dict[Node, Judgement]
     dataflow: Dataflow
     switches: dict[str, Switch]
 
+    @property
+    def roles(self) -> dict[Node, Role]:
+        """The role of each of ``calls``, by its node."""
+        return {node: judgement.role for node, judgement in self.judgements.items()}
 
-def survey(model: nn.Module, example: Example | None = None) -> Survey:
+
+def survey(model: nn.Module, example: Example | None = None, *, prepare: Callable[[nn.Module], None] | None = None) -> Survey:
     """Trace ``model`` in eval mode on fake tensors, and find its linear maps and their roles. The model stays as it is.
+
+    ``prepare`` may change modules of the stand-in before it is traced.
 
     Raises:
         WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
@@ -50,15 +59,17 @@ def survey(model: nn.Module, example: Example | None = None) -> Survey:
     if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
         raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
     try:
-        return _survey(shadow(model), inputs)
+        return _survey(shadow(model), inputs, prepare)
     except WalkError:
         if device_of(model).type != "meta":
             raise
     # Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta.
-    return _survey(shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")))
+    return _survey(shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")), prepare)
 
 
-def _survey(double: nn.Module, inputs: tuple[Any, ...]) -> Survey:
+def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Module], None] | None) -> Survey:
+    if prepare is not None:
+        prepare(double)
     switches = set_switches(double, inputs)
     traced, owners = trace(double, inputs), Owners(double)
     calls = find_calls(traced, owners)

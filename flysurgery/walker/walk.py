@@ -10,7 +10,6 @@ from flysurgery.walker.example import Example
 from flysurgery.walker.layout import Prover
 from flysurgery.walker.linears import Call, element_wise_pairs, read_elsewhere
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
-from flysurgery.walker.roles import Judgement
 from flysurgery.walker.survey import Survey, survey
 from flysurgery.walker.target import ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
 
@@ -44,13 +43,14 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     read = read_elsewhere(seen.trace, owners, calls)
     prover = Prover(dataflow)
     pairs = element_wise_pairs(calls)
-    grouped: dict[str, list[tuple[Call, Judgement]]] = {}
-    for call, judgement in zip(calls, seen.judgements, strict=True):
-        grouped.setdefault(call.fqn, []).append((call, judgement))
+    grouped: dict[str, list[Call]] = {}
+    for call in calls:
+        grouped.setdefault(call.fqn, []).append(call)
 
     targets = []
     for fqn, group in grouped.items():
-        call, judgement = min(group, key=lambda pair: ROLES.index(pair[1].role))
+        call = min(group, key=lambda call: ROLES.index(seen.judgements[call.node].role))
+        judgement = seen.judgements[call.node]
         found = []
         if judgement.code is not None:
             found.append(obstacle(judgement.code))
@@ -63,9 +63,9 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
                 out_features=call.out_features,
                 bias=_has_bias(model, call),
                 calls=len(group),
-                rows=sum(member.rows for member, _ in group),
+                rows=sum(member.rows for member in group),
                 obstacles=tuple(found),
-                split=_common_split(prover, calls, dataflow, [member for member, _ in group]) if judgement.role == "qkv" else None,
+                split=_common_split(prover, calls, dataflow, group) if judgement.role == "qkv" else None,
                 aliases=() if call.kind == "raw" else owners.further_names(fqn),
                 switches=(seen.switches[fqn],) if fqn in seen.switches and fqn not in read else (),
                 pair=pairs.get(fqn),

@@ -195,18 +195,21 @@ def test_the_patch_embedding_by_itself_gives_patches_alone(given: list[Given]) -
     assert_equal(model._pos_embed(patches), tokens)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("name", ["patch_embed", "patch_embed.proj", "pos_drop"])
-def test_hooks_on_what_was_fused_see_the_own_results(given: list[Given], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "behind"), [("patch_embed", False), ("patch_embed.proj", False), ("pos_drop", False), ("patch_drop", True), ("", True)]
+)
+def test_hooks_on_what_was_fused_see_the_own_results(given: list[Given], name: str, behind: bool) -> None:
     model = vit()
     x, seen = images(model), list[Tensor]()
-    hooked = model.get_submodule(name)
-    handle = hooked.register_forward_hook(lambda module, args, result: seen.append(result))
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, result: seen.append(result))
     before = model(x)
     handle.remove()
     flysurgery.optimize(model)
+    given.clear()
     handle = model.get_submodule(name).register_forward_hook(lambda module, args, result: seen.append(result))
     assert_equal(model(x), before)
     assert_equal(seen[1], seen[0])
+    assert (ALL in given) is behind
     handle.remove()
     given.clear()
     assert_equal(model(x), before)
