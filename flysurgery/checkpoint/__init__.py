@@ -8,6 +8,7 @@ from flysurgery.checkpoint.dense import check_dense_folder as check_dense_folder
 from flysurgery.checkpoint.dense import load_dense as load_dense
 from flysurgery.checkpoint.dense import load_weights as load_weights
 from flysurgery.checkpoint.dense import save_dense as save_dense
+from flysurgery.checkpoint.files import parse_json as parse_json
 from flysurgery.checkpoint.folder import check_space as check_space
 from flysurgery.checkpoint.load import is_converted as is_converted
 from flysurgery.checkpoint.load import load as load

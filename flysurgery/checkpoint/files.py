@@ -21,6 +21,9 @@ from flysurgery.errors import CheckpointError
 MAX_JSON_BYTES = 4 << 20
 """Most bytes of JSON that are read of a file; parsed they may take 20 times as many. A ViT of 7 billion parameters has less than 1 MB."""
 
+MAX_LEVELS = 32
+"""Most lists and objects within each other in JSON that is read, so that recursive functions may go through it."""
+
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Opening a pipe waits for its other end without ``O_NONBLOCK``. The last two names are Unix' and Windows' own."""
 
@@ -74,11 +77,19 @@ def read_json(file: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON from anywhere. Raises ValueError, also where it is nested without end or holds NaN."""
+    """Parse JSON from anywhere. Raises ValueError, also where it holds NaN or has more than ``MAX_LEVELS`` levels."""
+    too_deep = f"JSON nested too deeply, in more than {MAX_LEVELS} levels"
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
+        raise ValueError(too_deep) from error
+    level = [found]
+    for _ in range(MAX_LEVELS + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        level = [each for parent in level for each in (parent.values() if isinstance(parent, dict) else parent)]
+    if level:
+        raise ValueError(too_deep)
+    return found
 
 
 def _refuse_constant(name: str) -> None:

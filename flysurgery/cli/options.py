@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from flysurgery.checkpoint import read_device
+from flysurgery.checkpoint import parse_json, read_device
 from flysurgery.errors import OptionError
 from flysurgery.surgery import check_budget
 
@@ -90,10 +89,6 @@ Optimize = Annotated[bool, _option("--optimize", OPTIMIZE_HELP)]
 Json = Annotated[bool, _option("--json", "Print one JSON document on stdout, and nothing else.")]
 
 
-DEEPEST = 16
-"""Levels of lists and objects in the arguments of a model."""
-
-
 def model_arguments(texts: list[str] | None) -> dict[str, Any]:
     """Read ``--model-args``: JSON objects and ``key=value`` pairs, the last one wins; values are JSON where they parse as such.
 
@@ -104,24 +99,18 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
     for text in texts or []:
         key, equals, value = text.partition("=")
         if text.lstrip().startswith("{"):
-            arguments.update(_json_object(text))
+            try:
+                arguments.update(parse_json(text))
+            except ValueError as error:
+                raise OptionError(f"--model-args is no valid JSON ({error}): '{text}'") from error
         elif equals and key.isidentifier():
-            arguments[key] = _json_value(value)
+            try:
+                arguments[key] = parse_json(value)
+            except ValueError:
+                arguments[key] = value
         else:
             raise OptionError(f"--model-args takes a JSON object or key=value, got '{text}'")
-    if not _is_shallow(arguments):
-        raise OptionError(f"--model-args takes values of at most {DEEPEST} levels, lists in lists and the like; give flatter ones")
     return arguments
-
-
-def _is_shallow(value: object) -> bool:
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [each for parent in level for each in (parent.values() if isinstance(parent, dict) else parent)]
-        level = [each for each in level if isinstance(each, dict | list)]
-        if not level:
-            return True
-    return False
 
 
 def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
@@ -207,17 +196,3 @@ def device_of(text: str | None) -> torch.device:
         OptionError: torch does not know the name, or this machine has no such device.
     """
     return read_device(("cuda" if torch.cuda.is_available() else "cpu") if text is None else text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise OptionError(f"--model-args is no valid JSON ({error}): '{text}'") from error
-
-
-def _json_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return text

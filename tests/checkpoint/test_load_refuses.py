@@ -176,6 +176,10 @@ def argument(name: str, value: object) -> Any:
     return lambda plan: plan["base_args"].update({name: value})
 
 
+def nested(levels: int) -> Any:
+    return 1 if levels == 0 else [nested(levels - 1)]
+
+
 def layer(**entries: Any) -> Any:
     return lambda plan: next(layer for layer in plan["layers"] if layer["fqn"] == "blocks.0.mlp.fc1").update(entries)
 
@@ -197,6 +201,7 @@ def huge_factor(plan: dict[str, Any]) -> None:
         (argument("embed_dim", 10**30), ["embed_dim must be a number of at most"]),
         (argument("depth", "two"), ["vit_tiny_patch16_224", "cannot be built"]),
         (argument("depth", 3), ["missing: blocks.2"]),
+        (argument("depth", nested(600)), ["cannot be read as JSON", "nested too deeply"]),
         (layer(in_features=10**12), ["blocks.0.mlp.fc1", "sizes must lie between"]),
         (layer(fqn="blocks.7.mlp.fc1"), ["blocks.7.mlp.fc1", "no module of that name"]),
         (layer(fqn="norm"), ["norm", "expected an nn.Linear"]),

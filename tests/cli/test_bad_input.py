@@ -39,7 +39,7 @@ def no_projection(monkeypatch: pytest.MonkeyPatch) -> None:
         (("os:system", "--no-pretrained"), 1, ("vit_pytorch:CLASS", "os:system")),
         ((*RANDOM, "--model-args", "deppth=3"), 1, ("deppth",)),
         ((*RANDOM, "--model-args", "depth"), 2, ("key=value", "'depth'")),
-        ((*RANDOM, "--model-args", '{"depth": ' + 700 * "[" + 700 * "]" + "}"), 2, ("16 levels",)),
+        ((*RANDOM, "--model-args", '{"depth": ' + 700 * "[" + 700 * "]" + "}"), 2, ("--model-args", "more than 32 levels")),
         ((*RANDOM, "--model-args", '{"depth": ' + 99999 * "[" + 99999 * "]" + "}"), 2, ("--model-args",)),
         ((*RANDOM, "--include", "no_such_layer"), 2, ("no_such_layer", "blocks.0")),
         ((*RANDOM, "--include", "(["), 2, ("regular expression", "([")),
