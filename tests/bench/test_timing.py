@@ -82,7 +82,7 @@ def test_all_are_those_that_the_gpu_computes_in(
 
 
 @pytest.mark.parametrize("mode", TIMED_MODES)
-def test_tf32_is_on_in_its_own_mode_alone_and_set_back(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_on_in_its_own_mode_alone_and_set_back(mode: str) -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     try:
