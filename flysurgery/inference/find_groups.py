@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
@@ -16,7 +16,7 @@ from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedFo
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
-from flysurgery.walker import Survey, name_of, survey
+from flysurgery.walker import Example, Survey, name_of, survey
 
 
 class Patches(NamedTuple):
@@ -61,7 +61,7 @@ class Findings:
         return all(node in nodes or is_idle(node) or not node.users for node in self.inside(fqn))
 
 
-def find_groups(model: nn.Module, example: Tensor | tuple[Any, ...] | None = None) -> Findings:
+def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
     """Trace the model, with its converted layers as linears, and match the groups.
 
     Raises:

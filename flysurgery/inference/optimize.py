@@ -109,8 +109,8 @@ def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport
 
     Args:
         model: in eval mode; modules in training mode or with hooks stay as they are.
-        example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for. None: timm's and
-            vit-pytorch's models need none, and 64 images are measured on CUDA.
+        example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for.
+            None: models of timm, vit-pytorch and transformers that take images need none, and 64 images are measured on CUDA.
 
     Raises:
         InferenceError: the model is optimized already, has parameters of several devices, or is compiled.
