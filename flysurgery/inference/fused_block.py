@@ -51,29 +51,20 @@ class Form:
 
 def form_of(block: Block, calls: Mapping[str, Calls]) -> Form:
     """The form of the block's only call; ``UnfitError`` where a fused block cannot replace it."""
-    norms, readers, attentions = list[str](), list[str](), list[Attended]()  # readers: the first modules of the parts
-    once = [block.fqn]
-    for part in block.parts:
-        if isinstance(part, Attended):
-            attentions.append(part)
-            norms += [] if part.norm is None else [part.norm]
-            readers.append(part.norm or part.attention)
-            once += [part.attention, *([] if part.projection is None else [part.projection.norm.fqn])]
-        elif isinstance(part, Lone):
-            norms.append(part.fqn)
-            readers.append(part.fqn)
-        else:
-            readers.append(part.norm.fqn)
-    if any(len(calls[fqn]) != 1 for fqn in (*once, *readers)):
+    attentions = [part for part in block.parts if isinstance(part, Attended)]
+    alone = [part.fqn for part in block.parts if isinstance(part, Lone)] + [part.norm for part in attentions if part.norm is not None]
+    once = [block.fqn, *(part.reader for part in block.parts), *(part.attention for part in attentions)]
+    once += [part.projection.norm.fqn for part in attentions if part.projection is not None]
+    if any(len(calls[fqn]) != 1 for fqn in once):
         raise UnfitError("calls", "it is called more than once in one forward")
-    own = calls[block.fqn]
+    own, reader = calls[block.fqn], calls[block.parts[0].reader]
     arguments = _behind_first(own)
-    if own.first_input is None or calls[readers[0]].first_input is not own.first_input or not isinstance(own.first_result, Tensor):
+    if own.first_input is None or reader.first_input is not own.first_input or not isinstance(own.first_result, Tensor):
         raise UnfitError("call-form", "its first argument is not its input")
     foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor)) and not _is_number(each)), None)
     if foreign is not None:
         raise UnfitError("call-form", f"it is called with a {type(foreign).__name__}")
-    if not all(calls[fqn].one_of_one_tensor and isinstance(calls[fqn].first_result, Tensor) for fqn in norms):
+    if not all(calls[fqn].one_of_one_tensor and isinstance(calls[fqn].first_result, Tensor) for fqn in alone):
         raise UnfitError("call-form", "one of its modules is not called with one tensor alone, for another one")
     handed = {}
     for part in attentions:

@@ -82,6 +82,11 @@ class FeedForwardGroup:
     nodes: frozenset[Node]
     tail: Tail
 
+    @property
+    def reader(self) -> str:
+        """The module that reads the part's input."""
+        return self.norm.fqn
+
 
 @dataclass(frozen=True)
 class AttentionOut:
@@ -105,12 +110,22 @@ class Attended:
     projection: ProjectionGroup | None
     out: AttentionOut
 
+    @property
+    def reader(self) -> str:
+        """The module that reads the part's input."""
+        return self.norm or self.attention
+
 
 @dataclass(frozen=True)
 class Lone:
     """A module without children that is called with x alone, such as a last norm."""
 
     fqn: str
+
+    @property
+    def reader(self) -> str:
+        """The module that reads the part's input."""
+        return self.fqn
 
 
 BlockPart = Attended | FeedForwardGroup | Lone
