@@ -1,7 +1,5 @@
 """Replace the linear layers of a pretrained Vision Transformer by products of two Kronecker-sparse factors."""
 
-from importlib.util import find_spec as _find_spec
-
 # Importing the checkpoint room also registers timm's entry point, by which timm opens converted folders.
 from flysurgery.checkpoint import load as load
 from flysurgery.checkpoint import save as save
@@ -17,10 +15,9 @@ from flysurgery.surgery import apply as apply
 from flysurgery.surgery import convert as convert
 from flysurgery.surgery import densify as densify
 from flysurgery.surgery import plan as plan
+from flysurgery.transformers_hook import register as _register_with_transformers
 
-if _find_spec("transformers") is not None:
-    # By it transformers opens converted folders.
-    from flysurgery import transformers_reader as _transformers_reader  # noqa: F401
+_register_with_transformers()
 
 __version__ = "0.1.0"
 

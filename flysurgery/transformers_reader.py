@@ -34,7 +34,8 @@ class FlysurgeryReader(HfQuantizer):
         config: Any = self.quantization_config
         try:
             base, base_args = find_base(model, None, None)
-            install(replace(Plan.from_json(config.plan), base=base, base_args=base_args), model)
+            plan = _renamed(Plan.from_json(config.plan), model)
+            install(replace(plan, base=base, base_args=base_args), model)
         except PlanError as error:
             raise ValueError(f"the plan in quantization_config does not fit a {type(model).__name__}: {error}") from error
         return model
@@ -55,3 +56,23 @@ class FlysurgeryReader(HfQuantizer):
     @property
     def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
         return True
+
+
+def _renamed(plan: Plan, model: Any) -> Plan:
+    """The plan under the names of ``model``, which may be the trunk of the model that was saved, or the trunk with a head.
+
+    Layers that the trunk does not have, such as the head, are left out.
+    """
+    prefix, modules = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
+    planned = [layer.fqn for layer in plan.replaced]
+    if all(name in modules for name in planned):
+        return plan
+    if all(name.removeprefix(prefix) in modules for name in planned):
+        rename = lambda name: name.removeprefix(prefix)  # noqa: E731
+    elif all(prefix + name in modules for name in planned):
+        rename = lambda name: prefix + name  # noqa: E731
+    else:
+        return plan
+    layers = [replace(layer, fqn=rename(layer.fqn), aliases=tuple(map(rename, layer.aliases))) for layer in plan.layers]
+    switches = [replace(switch, module_fqn=rename(switch.module_fqn)) for switch in plan.switches]
+    return replace(plan, layers=tuple(layer for layer in layers if layer.fqn in modules), switches=tuple(switches))

@@ -48,6 +48,14 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
             buffer.copy_(value)
 
 
+def main_output(output: object) -> object:
+    """The scores, or else the tokens, in what a model of transformers returns; what other models return, as it is."""
+    if isinstance(output, Mapping):
+        found = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
+        return next((each for each in found if isinstance(each, Tensor)), output)
+    return output
+
+
 def inputs_of(model: nn.Module, layers: Mapping[str, int], samples: Samples) -> dict[str, Inputs]:
     """Run ``collect`` on the samples to fit with and on the held-out ones; gives the inputs of each layer by name."""
     fit, held_out = collect(model, layers, samples.fit()), collect(model, layers, samples.held_out())
@@ -133,7 +141,7 @@ def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Ten
     with _removed(handles), unchanged_state(model), torch.enable_grad():
         for batch in batches:
             x = _as_input(batch, model).detach().requires_grad_()
-            output = _run(model, x)
+            output = main_output(_run(model, x))
             if not isinstance(output, Tensor):
                 raise DataError(f"sensitivities need a model that gives one tensor, and this one gives {type(output).__name__}")
             probe = torch.randint(0, 2, output.shape, generator=generator).mul(2).sub(1).to(output)

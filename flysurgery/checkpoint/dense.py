@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, build_base, first_line
+from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base, first_line
 from flysurgery.checkpoint.config import data_config, describe_data, read_config
 from flysurgery.checkpoint.files import open_regular, open_tensors
 from flysurgery.checkpoint.folder import check_target, new_folder, write_json
 from flysurgery.checkpoint.header import SCHEMA_KEY
 from flysurgery.checkpoint.tensors import difference, shapes_of
+from flysurgery.checkpoint.transformers_folder import write_by_transformers
 from flysurgery.errors import CheckpointError, ModelError
 
 WRAPPERS = ("state_dict", "model")
@@ -89,6 +90,8 @@ def check_dense_folder(folder: str | Path, *, force: bool) -> Path:
 def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mapping[str, Any], *, force: bool) -> None:
     """Write ``model.safetensors`` and ``config.json``; timm opens the folder as ``local-dir:DIR``, flysurgery as a MODEL.
 
+    A model of transformers is written as ``save_pretrained`` does.
+
     The folder appears complete or not at all. Tensors that the model uses twice are written twice, as timm reads them.
 
     Raises:
@@ -98,6 +101,9 @@ def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mappi
     architecture = base if ":" in base else base.partition(".")[0]  # a tag names published weights, which these are not
     config = {"architecture": architecture, "model_args": dict(base_args), "pretrained_cfg": data_config(model, base_args)}
     with new_folder(target, force=force) as fresh:
+        if base.startswith(TRANSFORMERS):
+            write_by_transformers(model, fresh)
+            return
         weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, fresh / FILES[0], metadata={"format": "pt"})
         write_json(fresh / FILES[1], config)

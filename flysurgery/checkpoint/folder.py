@@ -22,8 +22,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-FILES = ("model.safetensors", "config.json", "report.json", "README.md")
-"""What a checkpoint's folder consists of."""
+FILES = ("model.safetensors", "config.json", "report.json", "README.md", "preprocessor_config.json")
+"""What a checkpoint's folder consists of; the last only for models of transformers."""
 
 
 def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, force: bool) -> Path:

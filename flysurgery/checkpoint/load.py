@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import first_line, transformers_class
 from flysurgery.checkpoint.config import check_config, check_description, describe, is_converted_config, read_config, wants_optimize
-from flysurgery.checkpoint.files import TensorFile, open_tensors
+from flysurgery.checkpoint.files import TensorFile, open_tensors, read_json
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
@@ -27,7 +27,7 @@ from flysurgery.checkpoint.tensors import (
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.checkpoint.transformers_folder import base_of, is_of_transformers
+from flysurgery.checkpoint.transformers_folder import PROCESSOR, base_of, describe_images, is_of_transformers
 from flysurgery.errors import CheckpointError, ModelError, PlanError
 from flysurgery.inference import optimize as make_faster
 from flysurgery.surgery import Plan, transformers_arguments
@@ -123,7 +123,9 @@ def read_model(
     config = read_config(folder)
     with open_tensors(folder / WEIGHTS) as file:
         if is_of_transformers(config) and SCHEMA_KEY not in file.metadata:
-            return _read_by_transformers(config, file, place, wanted)
+            model = _read_by_transformers(config, file, place, wanted)
+            _describe_images(model, folder)
+            return model
         header = Header.from_metadata(file.metadata, str(file.path))
         plan = header.plan
         check_config(config, plan, folder)
@@ -143,7 +145,15 @@ def read_model(
             raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
         _fill(model, file, header.aliases, place, wanted)
     describe(model, config)
+    if is_of_transformers(config):
+        _describe_images(model, folder)
     return model
+
+
+def _describe_images(model: nn.Module, folder: Path) -> None:
+    """Note how the model's images are normalized, where the folder says so."""
+    with suppress(FileNotFoundError):
+        describe_images(model, read_json(folder / PROCESSOR))
 
 
 def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -33,6 +33,7 @@ from flysurgery.checkpoint.tensors import (
     single_float_dtype,
     unstored_buffers,
 )
+from flysurgery.checkpoint.transformers_folder import PROCESSOR, processor_of
 from flysurgery.errors import CheckpointError, ModelError, PlanError
 from flysurgery.surgery import LayerPlan, Plan, plan_of
 
@@ -88,6 +89,8 @@ def save(
     with new_folder(target, force=force) as fresh:
         write_json(fresh / "config.json", config)
         write_json(fresh / "report.json", facts)
+        if processor_of(model):
+            write_json(fresh / PROCESSOR, processor_of(model))
         (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(floats), config), encoding="utf-8")
         _write_weights(fresh / "model.safetensors", tensors, aliases, plan)
 

@@ -10,8 +10,12 @@ from typing import Any
 from torch import nn
 
 from flysurgery.checkpoint.base import TRANSFORMERS
+from flysurgery.checkpoint.folder import write_json
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import QUANT_METHOD, Plan, quantization_entry, transformers_arguments
+
+PROCESSOR = "preprocessor_config.json"
+"""The file with the settings of an image processor of transformers."""
 
 
 def is_of_transformers(config: Mapping[str, Any]) -> bool:
@@ -71,3 +75,37 @@ def describe_labels(model: nn.Module, config: Mapping[str, Any]) -> None:
     if isinstance(labels, dict) and len(labels) == len(own.id2label or {}):
         own.id2label = {int(number): str(label) for number, label in labels.items() if str(number).isdecimal()}
         own.label2id = {label: number for number, label in own.id2label.items()}
+
+
+def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
+    """Note on a model how its images are normalized, by the settings of an image processor; without settings nothing changes.
+
+    Raises:
+        CheckpointError: a mean or standard deviation that is no list of numbers.
+    """
+    found = {name: processor[f"image_{name}"] for name in ("mean", "std") if processor.get(f"image_{name}") is not None}
+    if not all(isinstance(values, list) and all(type(value) in (int, float) for value in values) for values in found.values()):
+        raise CheckpointError(f"{PROCESSOR}: image_mean and image_std must be lists of numbers")
+    if found:
+        own: Any = model
+        own.pretrained_cfg, own.image_processor = found, dict(processor)
+
+
+def processor_of(model: nn.Module) -> Mapping[str, Any]:
+    """The settings that ``describe_images`` noted; empty where there are none."""
+    return getattr(model, "image_processor", {})
+
+
+def write_by_transformers(model: Any, folder: Path) -> None:
+    """Write a dense model as ``save_pretrained`` does, with the settings of its image processor."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if processor_of(model):
+        write_json(folder / PROCESSOR, processor_of(model))

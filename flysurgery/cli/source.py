@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +14,24 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.checkpoint import build_base, check_base, first_line, is_converted, load, load_dense, load_weights, vouch_for_weights
+from flysurgery.checkpoint import (
+    PROCESSOR,
+    TRANSFORMERS,
+    build_base,
+    check_base,
+    describe_images,
+    first_line,
+    is_converted,
+    load,
+    load_dense,
+    load_weights,
+    read_json,
+    transformers_class,
+    vouch_for_weights,
+)
 from flysurgery.cli.options import model_arguments
 from flysurgery.errors import CheckpointError, ModelError, OptionError
+from flysurgery.surgery import transformers_arguments
 
 CONNECT_SECONDS = 10.0
 
@@ -111,7 +128,91 @@ class ConvertedFolder(_Folder):
         return load(self.folder, device=device, optimize=False)
 
 
-Source = Constructor | DenseFolder | ConvertedFolder
+@dataclass(frozen=True)
+class TransformersModel:
+    """A model of transformers, by a name on the hub or a folder, that its ``from_pretrained`` opens."""
+
+    name: str
+    where: Path
+
+    def check_weights(self, *, pretrained: bool) -> None:
+        """See that the configuration can be had, before anything else is done.
+
+        Raises:
+            ModelError: there is no such model, or no connection to the hub; the message names what to do.
+        """
+        _ = self._base
+
+    def skeleton(self) -> Skeleton:
+        """The model on the meta device."""
+        base, arguments = self._base
+        try:
+            model = build_base(base, arguments, device="meta")
+        except ModelError:
+            model = build_base(base, arguments)
+        describe_images(model, self._processor)
+        return Skeleton(model, base, arguments)
+
+    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
+        """The model with its weights, or with random ones, in eval mode, on ``device``.
+
+        Raises:
+            ModelError: the weights cannot be had, or do not fit the model.
+        """
+        torch.manual_seed(seed)
+        base, arguments = self._base
+        if not pretrained:
+            model = build_base(base, arguments)
+        else:
+            found = transformers_class(base.partition(":")[2])
+            try:
+                model, problems = found.from_pretrained(str(self.where), output_loading_info=True)
+            except Exception as error:  # the hub's, safetensors' and transformers' own errors have no common kind
+                raise ModelError(f"the weights of {self.where} could not be loaded: {first_line(error)}") from error
+            missing = sorted(map(str, problems["missing_keys"]))
+            if missing:
+                raise ModelError(f"{self.where} does not hold all weights of {found.__name__}: it lacks {', '.join(missing[:3])}")
+        describe_images(model, self._processor)
+        return model.to(device).eval()
+
+    @cached_property
+    def _base(self) -> tuple[str, dict[str, Any]]:
+        """The class that the configuration names, and the configuration's entries."""
+        from transformers import AutoConfig
+
+        if not self.where.is_dir():
+            if self.where.is_absolute() or len(self.where.parts) > 2:
+                raise ModelError(f"there is no folder {self.where}")
+            _check_connection(str(self.where), str(self.where), ("config.json",))
+        try:
+            config = AutoConfig.from_pretrained(str(self.where))
+        except Exception as error:
+            raise ModelError(
+                f"transformers finds no model '{self.where}' ({first_line(error)}); give a name on the hub, a folder, "
+                "or transformers:CLASS with --no-pretrained"
+            ) from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError(f"{self.where} is quantized or converted already, and only dense models can be converted")
+        named = config.architectures or []
+        if len(named) != 1:
+            raise ModelError(f"the configuration of {self.where} must name one class in 'architectures', got {named}")
+        transformers_class(named[0])
+        return f"transformers:{named[0]}", transformers_arguments(config.to_dict())
+
+    @cached_property
+    def _processor(self) -> Mapping[str, Any]:
+        """The settings of the model's image processor; empty where it has none."""
+        from transformers.utils.hub import cached_file
+
+        try:
+            file = cached_file(str(self.where), PROCESSOR, _raise_exceptions_for_missing_entries=False)
+            return {} if file is None else read_json(Path(file))
+        except (OSError, json.JSONDecodeError):
+            return {}
+
+
+Dense = Constructor | DenseFolder | TransformersModel
+Source = Dense | ConvertedFolder
 
 
 def find(text: str, *, base: str | None = None, model_args: list[str] | None = None, checkpoint: Path | None = None) -> Source:
@@ -127,7 +228,8 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
         raise CheckpointError(f"--checkpoint names no file: {checkpoint}")
     if path.is_dir():
         _refuse_options(path, {"--model-args": arguments, "--checkpoint": checkpoint, "--base": base})
-        return (ConvertedFolder if is_converted(path) else DenseFolder)(path.resolve().name, path)
+        kind = ConvertedFolder if is_converted(path) else TransformersModel if _names_transformers(path) else DenseFolder
+        return kind(path.resolve().name, path)
     if path.is_file():
         if base is None:
             raise OptionError(f"{text} holds weights only; say which model they belong to, as in --base vit_small_patch16_224")
@@ -135,14 +237,16 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
         return _constructor(path.stem, base, arguments, path)
     if base is not None:
         raise OptionError(f"--base goes with a file of weights as MODEL, and there is no file {text}")
+    named = text.removeprefix(TRANSFORMERS)
+    if named != text and not re.fullmatch(r"[A-Z]\w*", named):
+        _refuse_options(path, {"--model-args": arguments, "--checkpoint": checkpoint})
+        return TransformersModel(Path(named).name, Path(named))
     if path.parent != Path() or path.suffix in WEIGHT_SUFFIXES:
         raise ModelError(f"there is no file or folder {text}")
     return _constructor(text.replace(":", "."), text, arguments, checkpoint)
 
 
-def find_dense(
-    text: str, *, base: str | None = None, model_args: list[str] | None = None, checkpoint: Path | None = None
-) -> Constructor | DenseFolder:
+def find_dense(text: str, *, base: str | None = None, model_args: list[str] | None = None, checkpoint: Path | None = None) -> Dense:
     """``find`` for what can be converted.
 
     Raises:
@@ -152,6 +256,15 @@ def find_dense(
     if isinstance(source, ConvertedFolder):
         raise ModelError(f"{text} is converted already; make it dense first: flysurgery densify {text} --out DIR")
     return source
+
+
+def _names_transformers(folder: Path) -> bool:
+    """Whether a folder holds a dense model as ``save_pretrained`` of transformers writes it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and isinstance(config.get("model_type"), str) and isinstance(config.get("architectures"), list)
 
 
 def _refuse_options(path: Path, options: Mapping[str, object]) -> None:
@@ -191,14 +304,18 @@ def check_available(name: str) -> None:
         ModelError: as in ``build_pretrained``.
     """
     if ":" in name:
-        raise ModelError(_instead(f"vit-pytorch publishes no weights for {name}"))
+        raise ModelError(_instead(f"no weights are published for the class {name}"))
     config = timm.get_pretrained_cfg(name)
     if config is None or not config.has_weights:
         raise ModelError(_instead(f"timm publishes no weights for {name}"))
+    if config.hf_hub_id:
+        _check_connection(name, config.hf_hub_id, HUB_FILES)
+
+
+def _check_connection(name: str, hub_id: str, files: Sequence[str]) -> None:
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
-    hub_id = config.hf_hub_id
-    if not hub_id or any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in HUB_FILES):
+    if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in files):
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)

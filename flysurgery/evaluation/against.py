@@ -13,7 +13,7 @@ from flysurgery.evaluation.calibration import load_unseen
 from flysurgery.evaluation.data import preparation
 from flysurgery.fidelity import Fidelity, Stream, measure_fidelity
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.surgery import is_optimized, plan_of
+from flysurgery.surgery import classes_of, is_optimized, plan_of
 from flysurgery.walker import Cut, example_input, find_cuts, run_fake, shadow, survey
 
 
@@ -64,7 +64,8 @@ def check_comparable(model: nn.Module, teacher: nn.Module) -> None:
         raise DataError(f"the model takes images of {sizes[0]} and the one it is held against of {sizes[1]}; they must be the same")
     if (mine.mean, mine.std) != (theirs.mean, theirs.std):
         raise DataError("the two models normalize their images by another mean or standard deviation; they must be the same")
-    classes, widths = ([getattr(each, name, None) for each in (model, teacher)] for name in ("num_classes", "num_features"))
+    classes = [classes_of(each) for each in (model, teacher)]
+    widths = [getattr(each, "num_features", None) for each in (model, teacher)]
     if None not in classes and classes[0] != classes[1]:
         raise DataError(
             f"the model tells {classes[0]} classes apart and the one it is held against {classes[1]}; give both the same head, "

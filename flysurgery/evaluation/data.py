@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from flysurgery.errors import DataError, WalkError
 from flysurgery.evaluation.fractals import Fractals
+from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
 Part = Literal["train", "held-out"]
@@ -131,8 +132,8 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
         data = ImageData(str(name), dataset, len(dataset), dataset.classes if isinstance(dataset, Fractals) else 10)
     else:
         data = _folder(Path(name), wanted)
-    classes = getattr(model, "num_classes", None)
-    if isinstance(classes, int) and classes != data.num_classes:
+    classes = classes_of(model)
+    if classes is not None and classes != data.num_classes:
         raise DataError(f"{name} has {data.num_classes} classes and the model tells {classes} apart; they must be the same")
     return data
 
@@ -145,7 +146,7 @@ def made(name: str, part: Part, model: nn.Module, wanted: Preparation) -> Tensor
     """
     if name == "digits":
         return digits(part, wanted.size, mean=wanted.mean, std=wanted.std)
-    classes = getattr(model, "num_classes", None)
+    classes = classes_of(model)
     if not isinstance(classes, int):
         raise DataError("fractals have as many classes as the model, and this one does not say how many it has")
     device = next(model.parameters()).device

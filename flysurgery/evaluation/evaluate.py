@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from flysurgery.calibration import main_output
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation.data import ImageData, sentence_of
 
@@ -64,7 +65,7 @@ def evaluate(model: nn.Module, data: ImageData, *, batch_size: int = 64, device:
         # not inference_mode: training later uses what FSDP2 gathers here
         with torch.no_grad():
             for images, classes in DataLoader(data.dataset, batch_size, num_workers=data.workers):
-                scores = _scores(model(images.to(parameter.device, parameter.dtype)), len(classes), data)
+                scores = _scores(main_output(model(images.to(parameter.device, parameter.dtype))), len(classes), data)
                 right = scores.topk(min(TOP, data.num_classes), dim=1).indices == classes.to(scores.device)[:, None]
                 first += int(right[:, 0].sum())
                 among += int(right.sum())

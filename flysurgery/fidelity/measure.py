@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from flysurgery.calibration import unchanged_state
+from flysurgery.calibration import main_output, unchanged_state
 from flysurgery.errors import DataError
 from flysurgery.fidelity.stream import Stream
 from flysurgery.walker import Cut
@@ -101,7 +101,7 @@ def first_tensor(output: object) -> Tensor:
     Raises:
         DataError: there is none.
     """
-    for leaf in pytree.tree_leaves(output):
+    for leaf in pytree.tree_leaves(main_output(output)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf
     raise DataError(f"a comparison needs a model that gives a tensor, and this one gives {type(output).__name__}")

@@ -28,6 +28,7 @@ from flysurgery.finetune.pictures import (
     unlabelled_pictures,
 )
 from flysurgery.finetune.settings import Settings
+from flysurgery.surgery import classes_of
 
 _logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def training_data(
         DataError: the data are not there, do not fit the model, or are fewer than one batch.
     """
     wanted = preparation(model)
-    classes = getattr(model, "num_classes", None)
+    classes = classes_of(model)
     if str(name) == "fractals":
         return _fractals(wanted, classes, settings)
     is_folder = Path(name).is_dir() and str(name) != "digits"
@@ -125,7 +126,7 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     Raises:
         DataError: they are not there, or do not fit the model.
     """
-    headless = getattr(model, "num_classes", None) == 0
+    headless = classes_of(model) == 0
     folder = Path(name)
     if str(name) == "digits" and headless:
         wanted = preparation(model)
@@ -175,7 +176,7 @@ def _held_out_split(name: str, root: Path | None, model: nn.Module) -> ImageData
     wanted = preparation(model)
     dataset = open_dataset(name, root, "validation", wanted.channels, training=False)
     dataset.transform = wanted.transform()
-    classes = dataset_classes(dataset) or getattr(model, "num_classes", 0)
+    classes = dataset_classes(dataset) or classes_of(model) or 0
     return ImageData(f"{name} validation", dataset, len(dataset), classes)
 
 

@@ -16,11 +16,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flysurgery.calibration import ASPECT, SIDES, Pictures, unchanged_state
+from flysurgery.calibration import ASPECT, SIDES, Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Preparation, digits
 from flysurgery.evaluation.calibration import picture_of
 from flysurgery.evaluation.data import first_line, image_files, read_image
+from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
 _logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def class_folders(folder: Path) -> int:
 def is_labelled(folder: Path, model: nn.Module) -> bool:
     """Say whether the model is a classifier and the folder, or its ``train``, holds one folder for each of its classes."""
     found = class_folders(folder)
-    return found > 0 and found == _classes_of(model)
+    return found > 0 and found == _classes_told(model)
 
 
 def held_out_part(folder: Path) -> Path | None:
@@ -175,16 +176,16 @@ def _training_part(folder: Path) -> Path:
     return next((folder / each for each in TRAIN if (folder / each).is_dir()), folder)
 
 
-def _classes_of(model: nn.Module) -> int | None:
+def _classes_told(model: nn.Module) -> int | None:
     """Give the classes that the model names, or else how many scores it gives."""
-    classes = getattr(model, "num_classes", None)
-    if isinstance(classes, int):
+    classes = classes_of(model)
+    if classes is not None:
         return classes
     parameter, example = next(model.parameters()), example_input(model)
     if not isinstance(example, Tensor):
         return None
     with torch.no_grad(), unchanged_state(model):
-        output = model(torch.zeros(example.shape, device=parameter.device, dtype=parameter.dtype))
+        output = main_output(model(torch.zeros(example.shape, device=parameter.device, dtype=parameter.dtype)))
     return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
 
 

@@ -23,7 +23,7 @@ from flysurgery.fidelity import Copied, Muon, relative_error
 from flysurgery.fidelity import parameter_groups as groups_of_muon
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import MUON, Settings
-from flysurgery.finetune.teacher import Teacher
+from flysurgery.finetune.teacher import Teacher, as_tensor
 from flysurgery.layers import ButterflyLinear
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Stepper:
         if teacher is not None:  # before the student, whose blocks are compared with the teacher's as they come
             with self._accelerator.autocast():
                 wanted = teacher(images)
-        output = self.model(images)
+        output = as_tensor(self.model(images))
         zero = output.new_zeros((), dtype=torch.float32)
         of_classes = self._class_loss(output.float(), target) if self._labelled else zero
         if teacher is None or wanted is None:

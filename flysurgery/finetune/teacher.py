@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import unchanged_state
+from flysurgery.calibration import main_output, unchanged_state
 from flysurgery.errors import TrainingError, WalkError
 from flysurgery.evaluation import preparation
 from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
+from flysurgery.surgery import classes_of
 from flysurgery.walker import Cut, example_input, find_cuts, survey
 
 SCORES_WEIGHT = 0.5
@@ -36,7 +37,7 @@ class Teacher:
             raise TrainingError(
                 "the teacher's blocks are not those of the model by their names; give --blocks-weight 0 to imitate its outputs"
             )
-        self.has_scores = getattr(student, "num_classes", None) != 0
+        self.has_scores = classes_of(student) != 0
         self.cuts = _compared(model, student, cuts)
         self.weight = 1.0 if settings.blocks_weight is None else settings.blocks_weight
         given = settings.output_weight
@@ -51,7 +52,7 @@ class Teacher:
     def __call__(self, images: Tensor) -> Tensor:
         """Run the teacher, and keep its tensors at the cuts for ``pull``."""
         with torch.no_grad():
-            return self.model(images)
+            return as_tensor(self.model(images))
 
     def pull(self, student: nn.Module) -> Pull | None:
         """Make what pulls the student's blocks towards those of the teacher's last call; None where they are not compared."""
@@ -64,13 +65,25 @@ class Teacher:
             module.training = mode
 
 
+def as_tensor(output: object) -> Tensor:
+    """Give the scores or tokens that a model returned.
+
+    Raises:
+        TrainingError: there is no tensor to compare or to learn from.
+    """
+    found = main_output(output)
+    if not isinstance(found, Tensor):
+        raise TrainingError(f"training needs a model that returns one tensor, and this one returns {type(output).__name__}")
+    return found
+
+
 def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
     """Check that the teacher tells the same classes apart in the same images.
 
     Raises:
         TrainingError: it does not; the message gives both numbers.
     """
-    classes = tuple(getattr(model, "num_classes", None) for model in (teacher, student))
+    classes = tuple(map(classes_of, (teacher, student)))
     if None not in classes and classes[0] != classes[1]:
         raise TrainingError(f"the teacher tells {classes[0]} classes apart and the model {classes[1]}; they must be the same")
     theirs, mine = preparation(teacher), preparation(student)
@@ -97,7 +110,7 @@ def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
     for cut in used:
         given = shapes[cut.fqn, cut.side]
         if given[1:] != cut.shape[1:]:
-            without = " with --blocks-weight 0 its scores alone are imitated" if getattr(student, "num_classes", None) else ""
+            without = " with --blocks-weight 0 its scores alone are imitated" if classes_of(student) else ""
             raise TrainingError(
                 f"the {cut.side} of {cut.fqn} has the shape {_text(given)} in the model and {_text(cut.shape)} in the teacher; "
                 f"give a teacher of the same widths{';' if without else ''}{without}"
@@ -127,7 +140,7 @@ def _compared(teacher: nn.Module, student: nn.Module, cuts: tuple[Cut, ...]) -> 
     for model in (teacher, student):
         parameter = next(model.parameters())
         with torch.no_grad(), unchanged_state(model), Stream(model, cuts) as stream:
-            output = model(images.to(parameter.device, parameter.dtype))
+            output = main_output(model(images.to(parameter.device, parameter.dtype)))
             found.append((output, [stream.values[number].float().cpu() for number in range(len(cuts))]))
     (wanted, theirs), (given, mine) = found
     if not (isinstance(wanted, Tensor) and isinstance(given, Tensor) and wanted.shape == given.shape):

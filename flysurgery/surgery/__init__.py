@@ -46,6 +46,7 @@ from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import short_count as short_count
 from flysurgery.surgery.tables import text_table as text_table
 from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD
+from flysurgery.surgery.transformers_models import classes_of as classes_of
 from flysurgery.surgery.transformers_models import is_of_transformers as is_of_transformers
 from flysurgery.surgery.transformers_models import quantization_entry as quantization_entry
 from flysurgery.surgery.transformers_models import transformers_arguments as transformers_arguments

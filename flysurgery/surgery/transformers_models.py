@@ -39,3 +39,12 @@ def quantization_entry(plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
     """
     entry = {"quant_method": QUANT_METHOD, "plan": replace(plan, base=None, base_args={}).to_json()}
     return entry | {"optimize": True} if optimize else entry
+
+
+def classes_of(model: nn.Module) -> int | None:
+    """How many classes a model tells apart: 0 for one without a head, None where the model does not say."""
+    if is_of_transformers(model):
+        config: Any = model.config
+        return config.num_labels if "Classification" in type(model).__name__ else 0
+    classes = getattr(model, "num_classes", None)
+    return classes if isinstance(classes, int) else None

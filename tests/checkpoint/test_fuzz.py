@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("case")
 
 
-@settings(max_examples=800, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(draw=st.randoms(use_true_random=False), by_timm=st.sampled_from((False, False, False, True)))
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_folders(draw: random.Random, by_timm: bool, cases: ModuleType, valid: list[Any], place: Path) -> None:

@@ -117,6 +117,25 @@ def test_the_card_names_the_library(folders: Path) -> None:
     assert 'transformers.ViTForImageClassification.from_pretrained("DIR")' in text
 
 
+def test_a_trunk_opens_with_and_without_a_head(folders: Path, tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 32, 32)
+    whole, trunk = flysurgery.load(folders / "ours"), transformers.AutoModel.from_pretrained(folders / "ours", add_pooling_layer=False)
+    assert type(trunk) is transformers.ViTModel
+    assert torch.equal(trunk(x).last_hidden_state, whole.vit(x).last_hidden_state)
+    trunk.save_pretrained(tmp_path)
+    again, problems = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(problems["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert torch.equal(again.vit(x).last_hidden_state, whole.vit(x).last_hidden_state)
+
+
+@pytest.mark.parametrize("first", ["flysurgery, transformers", "transformers.quantizers, flysurgery"])
+def test_the_order_of_imports_does_not_matter(first: str, folders: Path) -> None:
+    opened = f"AutoModelForImageClassification.from_pretrained({str(folders / 'ours')!r})"
+    code = f"import {first}; from transformers import AutoModelForImageClassification; print(flysurgery.surgery.plan_of({opened}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "plan for transformers:ViTForImageClassification" in run.stdout
+
+
 def test_without_this_project_transformers_names_it(folders: Path) -> None:
     code = f"import transformers; transformers.AutoModelForImageClassification.from_pretrained({str(folders / 'ours')!r})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
