@@ -1,4 +1,4 @@
-"""The models of the survey: one of every timm architecture file, and the classes that vit-pytorch's README builds, and its further ones."""
+"""The models of the survey: one of every timm architecture file, vit-pytorch's classes, and transformers' classes for vision tasks."""
 
 from __future__ import annotations
 
@@ -203,3 +203,38 @@ def _case(module: str, name: str, arguments: dict[str, Any], example: Callable[[
     given = {key: value for key, value in arguments.items() if value is not None}
     variant = f" {given['variant']}" if "variant" in given else ""
     return Case(module, f"{module}:{name}{variant}", f"vit_pytorch.{module}:{name}", given, example)
+
+
+TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "OBJECT_DETECTION", "SEGMENTATION", "DEPTH", "IMAGE_TO_IMAGE", "MASKED_IMAGE")
+TASKS += ("BACKBONE", "ZERO_SHOT_IMAGE", "KEYPOINT", "MASK_GENERATION")
+"""What names of transformers' tables of vision models hold."""
+
+SHALLOW = frozenset({"num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "n_layer", "num_decoder_layers"})
+"""Entries of configurations that count layers, of which two are enough to see each kind."""
+
+READ_BY_NUMBER = ("Backbone", "Depth", "Segment", "Dpt", "DPT")
+"""Parts of the names of classes that read hidden states by numbers of the configuration."""
+
+
+def transformers_cases() -> list[Case]:
+    """Every model class of transformers' tables of vision tasks, with the sizes of its default configuration and few layers."""
+    from transformers.models.auto import modeling_auto
+
+    names = [name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES") and any(task in name for task in TASKS)]
+    tables = [getattr(modeling_auto, name) for name in names]
+    found: dict[str, str] = {}
+    for table in tables:
+        for family, names in table.items():
+            for name in [names] if isinstance(names, str) else names:
+                found.setdefault(name, family)
+    return [Case(family, name, f"transformers:{name}", _shallow_arguments(name)) for name, family in sorted(found.items())]
+
+
+def _shallow_arguments(name: str) -> dict[str, Any]:
+    """The entries of the default configuration that make the model shallow; none where its hidden states are read by their numbers."""
+    import transformers
+
+    config = getattr(transformers, name).config_class
+    if config is None or any(part in name for part in READ_BY_NUMBER):
+        return {}
+    return {key: min(2, value) for key, value in config().to_dict().items() if key in SHALLOW and isinstance(value, int)}

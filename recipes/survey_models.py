@@ -1,17 +1,18 @@
-"""Walk, plan and convert one model of every timm architecture file, and every model that vit-pytorch's README builds.
+"""Walk, plan and convert one model of every timm architecture file, vit-pytorch's classes, and transformers' classes for vision tasks.
 
-    python recipes/survey_models.py timm --jobs 2 --out build/survey.csv    # or vit_pytorch
+    python recipes/survey_models.py timm --jobs 2 --out build/survey.csv    # or vit_pytorch, or transformers
 
-Each model is built with random weights (timm's at their default arguments), every linear of attention or a feed-forward block that
-the walk finds is planned as Monarch of four blocks, and the planned weights are set to products of random factors. The model then
-computes in float64 and in float32, is converted, and computes again: ``error_ratio`` is the error of the converted model over that
-of the dense one in the same arithmetic. ``kept`` counts the layers of these roles that stay dense, by reason. A model runs in a process
-of its own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped; those of another
-version or commit are surveyed anew.
+Each model is built with random weights: timm's at their default arguments, transformers' by their default configurations, with few layers
+where that is possible. Every linear of attention or a feed-forward block that the walk finds is planned as Monarch of four blocks, and the
+planned weights are set to products of random factors. The model then computes in float64 and in float32, is converted, and computes again:
+``error_ratio`` is the error of the converted model over that of the dense one in the same arithmetic. ``kept`` counts the layers of these
+roles that stay dense, by reason. Models of more than 400 million parameters are walked and planned only. A model runs in a process of its
+own, and models that the file has already are skipped, so that an interrupted survey goes on where it stopped; those of another version or
+commit are surveyed anew.
 
 Rows: recipes/results/survey.csv
 
-Needs two CPU cores and about ten minutes for each library.
+Needs two CPU cores and ten to twenty minutes for each library.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 import recipe
 import torch
-from survey_cases import Case, timm_cases, vit_pytorch_cases
+from survey_cases import Case, timm_cases, transformers_cases, vit_pytorch_cases
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -43,8 +44,12 @@ from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
 from flysurgery.walker import example_input, walk
 
-QUICK_CASES = "^deit_tiny_|^vit:ViT$"
-PACKAGES = {"timm": "timm", "vit_pytorch": "vit-pytorch"}
+QUICK_CASES = "^deit_tiny_|^vit:ViT$|^DeiTForImageClassification$"
+PACKAGES = {"timm": "timm", "vit_pytorch": "vit-pytorch", "transformers": "transformers"}
+CASES = {"timm": timm_cases, "vit_pytorch": vit_pytorch_cases, "transformers": transformers_cases}
+LARGEST = 400_000_000
+"""Most parameters of a model that is built and converted."""
+
 ROLES = ("qkv", "attn_out", "ffn_in", "ffn_out")
 
 
@@ -101,6 +106,10 @@ def _survey(case: Case, row: Row, tolerance: float) -> None:
     made = plan(skeleton, roles=roles, example=example, targets=targets)
     row.replaced = len(made.replaced)
     row.kept = _counted(layer.reason.code for layer in made.layers if layer.reason is not None and layer.role in roles)
+    size = sum(parameter.numel() for parameter in skeleton.parameters())
+    if size > LARGEST:
+        row.note = f"walked and planned only: it has {size / 1e6:.0f} million parameters"
+        return
     torch.manual_seed(0)
     model = _wrapped(case, build_base(case.base, case.arguments)).eval()
     del skeleton
@@ -205,7 +214,7 @@ def in_process(case: Case, timeout: float, tolerance: float) -> Row:
 
 def main() -> None:
     parser = recipe.parser_of(__doc__)
-    parser.add_argument("library", choices=("timm", "vit_pytorch"))
+    parser.add_argument("library", choices=tuple(CASES))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="one small model of the library alone, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="survey all again, and replace the rows in the file")
@@ -214,7 +223,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=recipe.duration, default=240.0, help="seconds a model")
     parser.add_argument("--tolerance", type=recipe.duration, default=16.0, help="largest error_ratio at which the output counts as kept")
     arguments = parser.parse_args()
-    cases = timm_cases() if arguments.library == "timm" else vit_pytorch_cases()
+    cases = CASES[arguments.library]()
     package = PACKAGES[arguments.library]
     library = f"{package} {version(package)}"
     only = arguments.only or re.compile(QUICK_CASES if arguments.quick else "")
