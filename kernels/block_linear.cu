@@ -15,7 +15,7 @@
 // moments that layer_norm.cu has left for each row, or dense_stream.cu for each of NORM parts of a row: mean and sum of squared deviations. Weight and bias lie in K and shift. The sums are those of the rounded K, so a mean cancels to float32's precision.
 // The activation takes half of its argument: weights and shift are halved.
 //
-// The image (flysurgery/ops/cuda/block_linear.py) is [tile][class][stage][k8][column][8 halves]. Columns are ordered so that a lane holds
+// The image (flysurgery/gpu/block_linear.py) is [tile][class][stage][k8][column][8 halves]. Columns are ordered so that a lane holds
 // whole vectors of 16 bytes of a row of y; where it holds several side by side, rows are turned in shared memory before they are stored.
 //
 // Floor: the bytes of x, residual and y, or the products. Its share of a whole model is in recipes/results/optimized_vits.csv,

@@ -15,7 +15,7 @@
 // pair hi + lo (MODE 3: lo*hi + hi*lo + hi*hi). The products of a batch, 32 inputs, are added to float32 sums with rounding, so the tensor cores'
 // truncation does not add up. Rows of less than 2^-106 lose precision; infinities and NaN in x give NaN or infinite results.
 //
-// Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/ops/cuda/dense.py) is
+// Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/gpu/dense.py) is
 // [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
 //
 // Floor: the bytes of x, residual, y and weights. Its share of a whole model's time is in recipes/results/optimized_vits.csv, as the gain

@@ -13,7 +13,7 @@
 // With MOMENTS it also leaves the mean and the squared deviations of a row's COLUMNS outputs in each tile, from sums about a lane's first output, which
 // cost at most a factor of COLUMNS / 4 of float32's precision; block_linear.cu reads them.
 //
-// A slot: ROWS rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/ops/cuda/dense.py).
+// A slot: ROWS rows of 64 halves, in the order of wgmma_rows.cuh, then a panel of the image of dense_linear.cu (flysurgery/gpu/dense.py).
 //
 // Floor: the products, or the bytes of x, residual and y. ViT-B's attn_out with its residual takes 50 us of an H200, 128 images in float16,
 // where the bytes take 28 at the rate of a large copy, and PyTorch's product alone 48.

@@ -1,5 +1,5 @@
 // Boxes of a matrix by the copy engine, and clusters of blocks that share the loaded data (sm_90a). A kernel takes the map of
-// flysurgery/ops/cuda/tensor_map.py as a __grid_constant__.
+// flysurgery/gpu/tensor_map.py as a __grid_constant__.
 #pragma once
 #include "instructions.cuh"
 

@@ -10,15 +10,15 @@ from recipe import Run
 from tables import NEEDS_CUDA, Table
 
 from flysurgery.bench import TIMED_MODES
+from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.fused_configs import configs, fits
+from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.obstacles import shared_limit_of
+from flysurgery.gpu.product import FUSED
+from flysurgery.gpu.single import SingleFactor
+from flysurgery.gpu.table import tuned_config
+from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.ops import FusedFactors, ks_linear
-from flysurgery.ops.cuda.fused import FusedLinear
-from flysurgery.ops.cuda.fused_configs import configs, fits
-from flysurgery.ops.cuda.kernel import device_arch
-from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.product import FUSED
-from flysurgery.ops.cuda.single import SingleFactor
-from flysurgery.ops.cuda.table import tuned_config
-from flysurgery.ops.cuda.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 
 

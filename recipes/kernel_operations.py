@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from flysurgery import ops
 from flysurgery.bench import TIMED_MODES, Work, in_mode
 from flysurgery.factors import factors_to_dense
+from flysurgery.gpu.factor_grad import FactorGrad, grad_reason, gradient_configs
+from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, Problem, explain, ks_linear
-from flysurgery.ops.cuda.factor_grad import FactorGrad, grad_reason, gradient_configs
-from flysurgery.ops.cuda.kernel import device_arch
-from flysurgery.ops.cuda.obstacles import shared_limit_of
 from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
 from flysurgery.ops.wide import wide_ffn, wide_group
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch

@@ -21,30 +21,30 @@ from functools import partial
 import recipe
 import torch
 
-from flysurgery.ops.cuda.attention import run_attention
-from flysurgery.ops.cuda.dense import run_dense, run_dense_gated
-from flysurgery.ops.cuda.dense_patches import run_patches
-from flysurgery.ops.cuda.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
-from flysurgery.ops.cuda.few_attention import run_few_attention
-from flysurgery.ops.cuda.few_rows import run_few_rows
-from flysurgery.ops.cuda.ffn import run_ffn
-from flysurgery.ops.cuda.fused import FusedLinear
-from flysurgery.ops.cuda.fused_configs import configs
-from flysurgery.ops.cuda.gated import run_gated
-from flysurgery.ops.cuda.gated_linear import run_gated_linear
-from flysurgery.ops.cuda.gather import Packer
-from flysurgery.ops.cuda.grad_wgmma import WgmmaGradConfig
-from flysurgery.ops.cuda.kernel import current_stream, device_arch, in_rows
-from flysurgery.ops.cuda.layer_norm import run_layer_norm
-from flysurgery.ops.cuda.modes import dtype_of
-from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.product import product_of
-from flysurgery.ops.cuda.short_attention import run_short_attention
-from flysurgery.ops.cuda.single import SingleFactor
-from flysurgery.ops.cuda.some_rows import run_some_rows
-from flysurgery.ops.cuda.tiling import Tiling, tiling
-from flysurgery.ops.cuda.transposition import Transposition
-from flysurgery.ops.cuda.wide_ffn import run_wide_ffn
+from flysurgery.gpu.attention import run_attention
+from flysurgery.gpu.dense import run_dense, run_dense_gated
+from flysurgery.gpu.dense_patches import run_patches
+from flysurgery.gpu.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
+from flysurgery.gpu.few_attention import run_few_attention
+from flysurgery.gpu.few_rows import run_few_rows
+from flysurgery.gpu.ffn import run_ffn
+from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.fused_configs import configs
+from flysurgery.gpu.gated import run_gated
+from flysurgery.gpu.gated_linear import run_gated_linear
+from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.grad_wgmma import WgmmaGradConfig
+from flysurgery.gpu.kernel import current_stream, device_arch, in_rows
+from flysurgery.gpu.layer_norm import run_layer_norm
+from flysurgery.gpu.modes import dtype_of
+from flysurgery.gpu.obstacles import shared_limit_of
+from flysurgery.gpu.product import product_of
+from flysurgery.gpu.short_attention import run_short_attention
+from flysurgery.gpu.single import SingleFactor
+from flysurgery.gpu.some_rows import run_some_rows
+from flysurgery.gpu.tiling import Tiling, tiling
+from flysurgery.gpu.transposition import Transposition
+from flysurgery.gpu.wide_ffn import run_wide_ffn
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern
 from flysurgery.patterns.catalog import gonon, monarch

@@ -18,13 +18,13 @@ from flysurgery.bench.measuring import Measured, Protocol, checked_rows, measure
 from flysurgery.bench.timing import in_mode
 from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
+from flysurgery.gpu.configured import factor_configs, factor_product
+from flysurgery.gpu.cubins import find_cubin
+from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.obstacles import shared_limit_of
+from flysurgery.gpu.single_choice import candidates, remember
+from flysurgery.gpu.single_tiling import SingleConfig
 from flysurgery.ops import BACKENDS, Problem
-from flysurgery.ops.cuda.configured import factor_configs, factor_product
-from flysurgery.ops.cuda.cubins import find_cubin
-from flysurgery.ops.cuda.kernel import device_arch
-from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.single_choice import candidates, remember
-from flysurgery.ops.cuda.single_tiling import SingleConfig
 from flysurgery.patterns import Architecture, Pattern
 
 Run = Callable[[Tensor], Tensor]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from flysurgery.errors import OptionError
+from flysurgery.gpu.modes import MODES
 from flysurgery.inference.clock import between_events, no_waiting
-from flysurgery.ops.cuda.modes import MODES
 
 Run = Callable[[Tensor], Any]
 Sample = Callable[[], float]

@@ -13,9 +13,9 @@ from flysurgery.cli import options
 from flysurgery.cli.source import ConvertedFolder, find
 from flysurgery.cli.tables import print_json, print_table, progress
 from flysurgery.errors import BackendError, OptionError
-from flysurgery.ops.cuda.autotune import Tuning
-from flysurgery.ops.cuda.autotune import autotune as tune
-from flysurgery.ops.cuda.table import user_table
+from flysurgery.gpu.autotune import Tuning
+from flysurgery.gpu.autotune import autotune as tune
+from flysurgery.gpu.table import user_table
 from flysurgery.walker import example_input
 
 ARITHMETICS = ("float16", "bfloat16", "tf32", "float32")

@@ -23,7 +23,7 @@ BACKENDS = ("device", "dtype", "backend", "runs", "reason")
 
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, and why not: versions, devices, the kernels' compiler and cache, backends."""
-    from flysurgery.ops.cuda.device import cuda_facts
+    from flysurgery.gpu.device import cuda_facts
 
     python = ("python", f"{platform.python_version()} on {platform.platform()}", None)
     found = [python, *map(_package, PACKAGES), *_torch_facts(), *cuda_facts()]
@@ -51,7 +51,7 @@ def _torch_facts() -> list[tuple[str, str, str | None]]:
 
 def _driver() -> tuple[str, str | None]:
     from flysurgery.errors import BackendError
-    from flysurgery.ops.cuda.bindings import cuda_module
+    from flysurgery.gpu.bindings import cuda_module
 
     try:
         _, number = cuda_module("bindings.driver").cuDriverGetVersion()

@@ -1,9 +1,12 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
+from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
+from flysurgery.gpu.sealed import Seal as Seal
+from flysurgery.gpu.taken import taking as taking
+from flysurgery.gpu.weight_cache import forget_derived as forget_derived
+from flysurgery.gpu.weight_cache import forget_moved as forget_moved
 from flysurgery.ops.attend import Attention as Attention
 from flysurgery.ops.backend import Backend as Backend
-from flysurgery.ops.cuda.replay.remembered_calls import Repeating as Repeating
-from flysurgery.ops.cuda.sealed import Seal as Seal
 from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
 from flysurgery.ops.dispatch import explain as explain
@@ -24,13 +27,10 @@ from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.registry import BACKENDS as BACKENDS
-from flysurgery.ops.taken import taking as taking
 from flysurgery.ops.ways import Operation as Operation
 from flysurgery.ops.ways import Stage as Stage
 from flysurgery.ops.ways import Way as Way
 from flysurgery.ops.ways import reason as reason
 from flysurgery.ops.ways import run as run
 from flysurgery.ops.ways import way as way
-from flysurgery.ops.weight_cache import forget_derived as forget_derived
-from flysurgery.ops.weight_cache import forget_moved as forget_moved
 from flysurgery.ops.wide import MOMENTS as MOMENTS

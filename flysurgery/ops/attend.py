@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops.cuda.attention import attention_obstacle, attention_operator
-from flysurgery.ops.cuda.device import device_obstacle, hopper_obstacle
-from flysurgery.ops.cuda.few_attention import few_attention_obstacle, few_attention_operator
-from flysurgery.ops.cuda.modes import present_mode
-from flysurgery.ops.cuda.obstacles import shared_limit_of
-from flysurgery.ops.cuda.short_attention import short_attention_obstacle, short_attention_operator
+from flysurgery.gpu.attention import attention_obstacle, attention_operator
+from flysurgery.gpu.device import device_obstacle, hopper_obstacle
+from flysurgery.gpu.few_attention import few_attention_obstacle, few_attention_operator
+from flysurgery.gpu.modes import present_mode
+from flysurgery.gpu.obstacles import shared_limit_of
+from flysurgery.gpu.short_attention import short_attention_obstacle, short_attention_operator
 from flysurgery.ops.launches import constant
 from flysurgery.ops.ways import Stage, Stages
 

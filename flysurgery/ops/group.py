@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
-from flysurgery.ops.autocast import autocast_dtype
 from flysurgery.ops.backend import GroupRunner
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.problem import problem_of
 from flysurgery.ops.ways import decided
+from flysurgery.torch_state import autocast_dtype
 
 
 def ks_linear_group(

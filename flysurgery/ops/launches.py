@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops.cuda.dense import dense_advice, dense_gated_operator, dense_linear_operator, dense_obstacle
-from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.few_rows import few_rows_operator, most_rows
-from flysurgery.ops.cuda.ffn import ffn_obstacle, ffn_operator
-from flysurgery.ops.cuda.fused_epilogue import epilogue_obstacle, ks_linear_epilogue_operator
-from flysurgery.ops.cuda.gated import gated_obstacle, gated_operator
-from flysurgery.ops.cuda.gated_linear import gated_linear_obstacle, gated_linear_operator
-from flysurgery.ops.cuda.layer_norm import layer_norm_obstacle, layer_norm_operator
-from flysurgery.ops.cuda.modes import present_mode
-from flysurgery.ops.cuda.norm_linear import norm_linear_obstacle, norm_linear_operator
-from flysurgery.ops.cuda.some_rows import most_some_rows, some_rows_operator
+from flysurgery.gpu.dense import dense_advice, dense_gated_operator, dense_linear_operator, dense_obstacle
+from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.few_rows import few_rows_operator, most_rows
+from flysurgery.gpu.ffn import ffn_obstacle, ffn_operator
+from flysurgery.gpu.fused_epilogue import epilogue_obstacle, ks_linear_epilogue_operator
+from flysurgery.gpu.gated import gated_obstacle, gated_operator
+from flysurgery.gpu.gated_linear import gated_linear_obstacle, gated_linear_operator
+from flysurgery.gpu.layer_norm import layer_norm_obstacle, layer_norm_operator
+from flysurgery.gpu.modes import present_mode
+from flysurgery.gpu.norm_linear import norm_linear_obstacle, norm_linear_operator
+from flysurgery.gpu.some_rows import most_some_rows, some_rows_operator
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
 from flysurgery.patterns import Architecture

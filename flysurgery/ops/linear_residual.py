@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flysurgery.ops.cuda.dense import dense_moments_operator, streamed_for
-from flysurgery.ops.cuda.modes import present_mode
+from flysurgery.gpu.dense import dense_moments_operator, streamed_for
+from flysurgery.gpu.modes import present_mode
 from flysurgery.ops.launches import constant, epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
 from flysurgery.ops.parts import Dense, Linear, present, wrong_size, wrong_vector
 from flysurgery.ops.ways import Stage, Stages, reason

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
-from flysurgery.ops.autocast import autocast_dtype, without_autocast
 from flysurgery.ops.backend import Runner
 from flysurgery.ops.dispatch import choose
 from flysurgery.ops.problem import problem_of
 from flysurgery.ops.ways import decided
 from flysurgery.patterns import Architecture
+from flysurgery.torch_state import autocast_dtype, without_autocast
 
 
 def ks_multiply(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops.cuda.modes import tf32_allowed
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.launches import (
     alike,
@@ -26,6 +25,7 @@ from flysurgery.ops.launches import (
 from flysurgery.ops.parts import Dense, FusedFactors, Linear, Norm, wrong_norm, wrong_size
 from flysurgery.ops.ways import Stage, Stages
 from flysurgery.ops.wide import takes_group, wide_group, wide_group_launches
+from flysurgery.torch_state import tf32_allowed
 
 
 class LayerNorm(NamedTuple):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.ops.cuda.dense_patches import dense_patches_operator, patches_obstacle, rows_of_image
-from flysurgery.ops.cuda.device import device_obstacle
-from flysurgery.ops.cuda.modes import present_mode
+from flysurgery.gpu.dense_patches import dense_patches_operator, patches_obstacle, rows_of_image
+from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.modes import present_mode
 from flysurgery.ops.launches import constant
 from flysurgery.ops.parts import present
 from flysurgery.ops.ways import Stage, Stages

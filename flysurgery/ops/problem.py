@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
 from flysurgery.factors import architecture_of
-from flysurgery.ops.cuda.modes import tf32_allowed
 from flysurgery.patterns import Architecture
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+from flysurgery.torch_state import is_tracing, tf32_allowed
 
 
 @dataclass(frozen=True)
@@ -63,38 +59,3 @@ def problem_of(
         tracing=tracing,
         allow_tf32=x.device.type == "cuda" and tf32_allowed(),
     )
-
-
-def is_tracing(*tensors: Tensor) -> bool:
-    """Whether operations on these tensors are recorded or transformed rather than just run.
-
-    This holds under compilation, export and TorchScript tracing, within ``torch.func`` transforms, forward derivatives and dispatch modes
-    (fake tensors, operation counters), and for subclasses of Tensor. Only operators that PyTorch knows are safe there.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or not _PLAIN.issuperset(map(type, tensors))
-        or bool(torch._C._len_torch_dispatch_stack())
-        or _is_transformed()
-    )
-
-
-def _is_transformed() -> bool:
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def foreign_obstacle() -> str | None:
-    """Why only PyTorch's own operators may be used here; None where registered ones may be used too."""
-    if is_exporting():
-        return "an exported graph holds only PyTorch's own operators"
-    if not torch.compiler.is_compiling() and _is_transformed():
-        return "transforms of torch.func and forward derivatives have rules for PyTorch's own operators alone"
-    return None
-
-
-@torch.compiler.assume_constant_result  # some versions of dynamo evaluate torch.compiler.is_exporting() as true when they trace it
-def is_exporting() -> bool:
-    """Whether a graph is being made for use without this package: ``torch.export``, ONNX, TorchScript."""
-    scripting = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return scripting or torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()

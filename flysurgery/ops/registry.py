@@ -6,10 +6,10 @@ from flysurgery.ops.backend import Backend
 from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.bsr import BsrBackend
 from flysurgery.ops.backends.chunked import ChunkedBackend
+from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.backends.dense import DenseBackend
 from flysurgery.ops.backends.einsum import EinsumBackend
 from flysurgery.ops.backends.sparse import SparseBackend
-from flysurgery.ops.cuda.backend import CudaBackend
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops.autocast import autocast_dtype
-from flysurgery.ops.cuda.modes import tf32_allowed
-from flysurgery.ops.problem import foreign_obstacle, is_tracing
 from flysurgery.ops.registry import BACKENDS
+from flysurgery.torch_state import autocast_dtype, foreign_obstacle, is_tracing, tf32_allowed
 
 Found = TypeVar("Found")
 

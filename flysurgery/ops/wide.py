@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flysurgery.ops.cuda.ffn_middle import fills_rounds
-from flysurgery.ops.cuda.wide_ffn import middle_places, wide_ffn_obstacle, wide_ffn_operator
-from flysurgery.ops.cuda.wide_group import wide_group_obstacle, wide_group_operator
+from flysurgery.gpu.ffn_middle import fills_rounds
+from flysurgery.gpu.wide_ffn import middle_places, wide_ffn_obstacle, wide_ffn_operator
+from flysurgery.gpu.wide_group import wide_group_obstacle, wide_group_operator
 from flysurgery.ops.parts import FusedFactors, Norm
 from flysurgery.patterns import Architecture
 

@@ -9,9 +9,9 @@ import torch
 
 from flysurgery.bench import compiled_ahead
 from flysurgery.bench.factor import prepared
-from flysurgery.ops.cuda import single_choice
-from flysurgery.ops.cuda.cubins import cubin_folder
-from flysurgery.ops.cuda.single_choice import candidates, remember
+from flysurgery.gpu import single_choice
+from flysurgery.gpu.cubins import cubin_folder
+from flysurgery.gpu.single_choice import candidates, remember
 from flysurgery.patterns import Pattern
 
 SMALL, LIMIT = Pattern(2, 16, 24, 3), 99 * 1024

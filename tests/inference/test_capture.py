@@ -10,8 +10,8 @@ from torch import nn
 
 import flysurgery
 from flysurgery.errors import InferenceError
-from flysurgery.ops import weight_cache as derivation
-from flysurgery.ops.weight_cache import forget_derived
+from flysurgery.gpu import weight_cache as derivation
+from flysurgery.gpu.weight_cache import forget_derived
 from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 import flysurgery
 from flysurgery.errors import InferenceError
+from flysurgery.gpu.weight_cache import derived
 from flysurgery.inference.fused_modules import LayerNormStep, LinearResidualStep
 from flysurgery.inference.standin import Passed, StandIn
-from flysurgery.ops.weight_cache import derived
 from tests.inference.models import BLOCK, SWIN, images, ready, small
 from tests.support.tolerance import assert_equal
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from flysurgery.errors import BackendError, PatternError
+from flysurgery.gpu.weight_cache import _entries
 from flysurgery.layers import ButterflyLinear
-from flysurgery.ops.weight_cache import _entries
 from flysurgery.patterns import Architecture, named
 from tests.support.problems import ARCHITECTURES, make_input
 from tests.support.tolerance import BF16, FP16, FP32, FP64, Arithmetic, assert_bounded, assert_equal

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu import ffn as whole
 from flysurgery.ops import (
     Dense,
     FeedForward,
@@ -24,7 +25,6 @@ from flysurgery.ops import (
     way,
     ways,
 )
-from flysurgery.ops.cuda import ffn as whole
 from flysurgery.patterns import Architecture, monarch
 from tests.support.tolerance import assert_equal
 

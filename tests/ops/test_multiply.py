@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear, ks_multiply
-from flysurgery.ops.problem import foreign_obstacle, problem_of
+from flysurgery.ops.problem import problem_of
 from flysurgery.patterns import Architecture
+from flysurgery.torch_state import foreign_obstacle
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import BF16, FP32, FP64, assert_bounded, assert_equal
 

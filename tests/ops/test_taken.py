@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.ops.taken import present_taken, taking
-from flysurgery.ops.weight_cache import forget_derived
+from flysurgery.gpu.taken import present_taken, taking
+from flysurgery.gpu.weight_cache import forget_derived
 
 
 def move(weight: Tensor) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flysurgery.bench import FactorRow, Stamp, layouts
+from flysurgery.bench import FactorRow, Stamp, factor
 from flysurgery.bench.rows import columns_of, read_table
 from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
 
@@ -133,11 +133,11 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
 
 
 def test_a_wrong_product_has_no_time_and_without_dense_there_is_no_ratio(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = layouts.product_only
-    monkeypatch.setattr("flysurgery.bench.factor.product_only", lambda factor, layout: right(1.1 * factor, layout))
-    monkeypatch.setattr("flysurgery.bench.layouts.MOST_DENSE_ENTRIES", 1)
+    right = factor.product_only
+    monkeypatch.setattr("flysurgery.bench.factor.product_only", lambda weights, layout: right(1.1 * weights, layout))
+    monkeypatch.setattr("flysurgery.bench.factor.MOST_DENSE_ENTRIES", 1)
     rows = run_recipe("factors.py patterns", *ONE_PATTERN)
-    wrong = [row for row in rows if row["candidate"] == layouts.PRODUCT_ONLY]
+    wrong = [row for row in rows if row["candidate"] == factor.PRODUCT_ONLY]
     assert {(row["status"], row["median_ms"]) for row in wrong} == {("wrong: relative error 0.1", "")}
     timed = {row["candidate"]: row for row in rows if row["median_ms"]}
     assert "dense" not in timed and {row["ratio_to_dense"] for row in timed.values()} == {""}

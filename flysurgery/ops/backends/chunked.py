@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, to_blocks
+from flysurgery.gpu.weight_cache import derived
 from flysurgery.ops.backend import Backend
 from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
-from flysurgery.ops.problem import Problem, is_exporting, is_tracing
-from flysurgery.ops.weight_cache import derived
+from flysurgery.ops.problem import Problem
 from flysurgery.patterns import Pattern
+from flysurgery.torch_state import is_exporting, is_tracing
 
 FEW_ROWS, FEW_ROWS_OF_HALVES = 512, 1024
 """Below this the intermediates of bmm stay in the cache as well, and it has fewer steps.

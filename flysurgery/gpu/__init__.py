@@ -1,0 +1,1 @@
+"""The host side of the kernels: how they are compiled, configured, given their weights, launched, replayed and tuned."""

@@ -1,0 +1,173 @@
+"""Autotuning: time the candidates of the kernels that a computation meets, once, and remember the fastest."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.gpu.configured import SINGLE, factor_configs, factor_product
+from flysurgery.gpu.cubins import SERIALIZED_WARNING
+from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.factor_grad import FactorGrad, gradient_configs
+from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
+from flysurgery.gpu.gradients import forget_chains
+from flysurgery.gpu.kernel import device_arch, may_begin_early
+from flysurgery.gpu.modes import dtype_of
+from flysurgery.gpu.norm_linear import NORM_LINEAR, forget_norm_linears
+from flysurgery.gpu.obstacles import shared_limit_of
+from flysurgery.gpu.product import FUSED
+from flysurgery.gpu.replay.recording import forget_recordings
+from flysurgery.gpu.run_product import forget_products
+from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
+from flysurgery.gpu.train_forward import forget_trained
+from flysurgery.gpu.tuning_record import recording
+
+_MAX_CANDIDATES = 12
+_REPLAYS = 9
+_MAX_CALLS = 32
+FUSED_KINDS: dict[str, dict[str, bool]] = {
+    FUSED: {},
+    NORM_LINEAR: {"norm": True},
+    GATED_LINEAR: {"gated": True},
+    NORM_GATED_LINEAR: {"norm": True, "gated": True},
+}
+"""What the fused kernel computes under each name, besides the product."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What autotuning found for one case: the fastest entry, the time of the default, and candidates that failed."""
+
+    entry: TunedEntry
+    default_us: float | None
+    tried: int
+    failures: tuple[str, ...]
+
+
+def autotune(
+    compute: Callable[[], object],
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Tuning]:
+    """Run ``compute`` once, and time every candidate of each kernel that it launches through the CUDA backend.
+
+    ``autotune(lambda: model(x))``; a training step tunes the backward pass as well. The fastest configurations go into
+    the user's table and are used from the next call on, for these numbers of rows, and for other numbers where nothing nearer was tuned.
+    Takes about a second for each candidate the first time, mostly for compilation. Results do not change.
+
+    Each candidate runs in a CUDA graph on rotating inputs that together exceed the L2 cache. One that does not compile or
+    launch is left out; an error on the device itself, after which nothing else could run, is raised.
+
+    Raises:
+        BackendError: there is no CUDA device that the kernels run on, a graph is being captured, or no candidate runs.
+    """
+    obstacle = device_obstacle()
+    if obstacle is not None:
+        raise BackendError(f"nothing can be autotuned here: {obstacle}")
+    if torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling():
+        raise BackendError("nothing can be autotuned while a graph is captured or compiled; autotune before")
+    with recording() as met:
+        compute()
+    cases = {case: kernels.device_index for kernels, rows in met if rows for case in kernels.cases(rows)}
+    found = []
+    for done, (case, device_index) in enumerate(cases.items()):
+        if progress is not None:
+            progress(done, len(cases), f"{case.kernel} {case.architecture} {case.mode}")
+        with torch.cuda.device(device_index), torch.inference_mode():
+            found.append(_tune(case, device_index))
+    save_entries(tuning.entry for tuning in found)
+    forget_products()
+    forget_norm_linears()
+    forget_gated_linears()
+    forget_chains()
+    forget_trained()
+    forget_recordings()
+    return found
+
+
+def _tune(case: TunedCase, device_index: int) -> Tuning:
+    times: list[tuple[float, Any]] = []
+    failures = []
+    configs = _configs(case, device_index)[:_MAX_CANDIDATES]
+    for config in configs:
+        try:
+            with warnings.catch_warnings():
+                # Products that wait for each other are slower with other numbers of rows, even where they are not with these.
+                warnings.filterwarnings("error", SERIALIZED_WARNING, RuntimeWarning)
+                times.append((_median_us(case, config, device_index), config))
+        except (BackendError, RuntimeWarning, torch.OutOfMemoryError) as error:
+            failures.append(f"{config}: {error}")
+    if not times:
+        raise BackendError(f"no configuration of {case.kernel} for {case.architecture} runs: {'; '.join(failures)}")
+    median_us, fastest = min(times, key=lambda pair: pair[0])
+    default_us = next((time for time, config in times if config == configs[0]), None)
+    return Tuning(TunedEntry(case, asdict(fastest), median_us), default_us, len(configs), tuple(failures))
+
+
+def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
+    if case.kernel in FUSED_KINDS:
+        return FusedLinear.candidates(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel], device_index=device_index)
+    pattern, limit = case.architecture.patterns[0], shared_limit_of(device_index)
+    if case.kernel == SINGLE:
+        return factor_configs(pattern, case.mode, case.rows, limit)
+    return gradient_configs(pattern, case.mode, limit, wgmma=device_arch(device_index) == "sm_90a")
+
+
+def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """One candidate with random weights, as a function of x and, for gradients, dy."""
+    limit = shared_limit_of(device_index)
+    if case.kernel in FUSED_KINDS:
+        kind = FUSED_KINDS[case.kernel]
+        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, **kind, device_index=device_index)
+        linears = [_random_factors(case, device_index) for _ in range(case.linears)]
+        image = fused.pack([(left, right) for left, right in linears])
+        activation = "silu" if fused.tile.gated else "none"
+        early = may_begin_early(device_index)
+        return lambda x, dy: fused.run(x, image, activation=activation, early=early)
+    if case.kernel == SINGLE:
+        single = factor_product(case.architecture.patterns[0], case.mode, config, limit)
+        image = single.pack(_random_factors(case, device_index)[0])
+        return lambda x, dy: single.run(x, image)
+    gradient = FactorGrad(case.architecture.patterns[0], case.mode, config, shared_limit=limit)
+    return lambda x, dy: gradient.run(x, dy)
+
+
+def _random_factors(case: TunedCase, device_index: int) -> list[Tensor]:
+    shapes = [pattern.factor_shape for pattern in case.architecture]
+    return [_random(shape, case, device_index) / shape[2] ** 0.5 for shape in shapes]
+
+
+def _random(shape: tuple[int, ...], case: TunedCase, device_index: int) -> Tensor:
+    return torch.randn(shape, device=torch.device("cuda", device_index), dtype=dtype_of(case.mode))
+
+
+def _median_us(case: TunedCase, config: Any, device_index: int) -> float:
+    """Median time of a call, in microseconds, inputs and outputs cold where they are larger than the L2 cache."""
+    run = _bind(case, config, device_index)
+    x = _random((case.rows, case.architecture.in_features), case, device_index)
+    dy = _random((case.rows, case.linears * case.architecture.out_features), case, device_index)
+    run(x, dy)
+    bytes_moved = x.nbytes + dy.nbytes
+    calls = max(4, min(_MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device_index).L2_cache_size // bytes_moved)))
+    inputs = [(x, dy), *((x.clone(), dy.clone()) for _ in range(calls - 1))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [run(*pair) for pair in inputs]
+    graph.replay()
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(outputs))
+    return statistics.median(times)

@@ -1,0 +1,316 @@
+"""A product with one factor and its epilogue in one launch; inputs and outputs lie in any given order (sm_90a, halves)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.factors import ks_einsum
+from flysurgery.gpu.device import hopper_obstacle
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.gpu.layer_norm import row_moments
+from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.gpu.replay.recording import fresh, rely_on
+from flysurgery.gpu.tensor_map import swizzled_boxes
+from flysurgery.gpu.weight_cache import derived
+from flysurgery.patterns import Pattern
+
+NormParts = tuple[Tensor | None, Tensor | None, float]
+"""A layer norm's weight and bias, shapes: (in_features,), and epsilon."""
+ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
+_PIECE, _STAGE, _UNIT = 8, 64, 64
+_SLOT_BYTES = _UNIT * 2 * _STAGE
+_WIDTHS = (256, 192, 144, 128, 96, 72, 64, 48, 40, 32, 24, 16)
+_FEWEST_SLOTS, _MAX_SLOTS = 3, 6
+_MAX_REGISTERS = 255
+_LEAST_AHEAD = 512
+"""Columns that the rows of all slots are multiplied by. The copy engine was slower for x with 288 and fewer, faster with 512 and more."""
+
+
+@dataclass(frozen=True)
+class BlockTiling:
+    """Sizes of ``kernels/block_linear.cu``.
+
+    Attributes:
+        factor: the pattern that is multiplied by.
+        inputs, outputs: the feature that stands at each place of x and y.
+        classes: residues whose outputs alternate in y; 1 where those of a tile follow each other.
+        columns: outputs of a class in a tile.
+        warpgroups: of a block, 64 rows each.
+        slots: stages of x, of 64 columns each, that a warpgroup has in shared memory.
+    """
+
+    factor: Pattern
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    classes: int
+    columns: int
+    warpgroups: int = 0
+    slots: int = 0
+
+    @property
+    def tiles(self) -> int:
+        return len(self.outputs) // (self.classes * self.columns)
+
+    @property
+    def run(self) -> int:
+        """Tiles of 8 columns of which a lane's columns are adjacent: with those of the other classes whole vectors of 16 bytes."""
+        return next(run for run in (1, 2, 4) if 2 * run * self.classes % 8 == 0)
+
+    @cached_property
+    def pieces(self) -> np.ndarray:  # shape: (tiles, classes, pieces), places of x in eights; -1 for none
+        """The pieces of 8 columns that each class of each tile reads, the same number for all."""
+        block = blocks_of(self.inputs, self.factor.c, self.factor.d).reshape(-1, _PIECE)
+        found = [np.flatnonzero((block == each).any(axis=1)) for each in self._blocks.flat]
+        padded = np.full((len(found), -(-max(map(len, found)) // 8) * 8), -1)
+        for row, places in zip(padded, found, strict=True):
+            row[: len(places)] = places
+        return padded.reshape(self.tiles, self.classes, -1)
+
+    @cached_property
+    def _blocks(self) -> np.ndarray:  # shape: (tiles, classes)
+        """The dense block of the factor, i * d + j, that makes each class of each tile."""
+        blocks = blocks_of(self.outputs, self.factor.b, self.factor.d)
+        return blocks.reshape(self.tiles, self.columns, self.classes)[:, 0]
+
+    @property
+    def steps(self) -> int:
+        """Stages of 64 columns of x that a class reads."""
+        return self.pieces.shape[2] // 8
+
+    @property
+    def last(self) -> int:
+        """Steps of 16 columns of x that the last stage of a class has, where it has most."""
+        return -(-int((self.pieces[..., -8:] >= 0).sum(axis=-1).max()) // 2)
+
+    @cached_property
+    def boxes(self) -> bool:
+        """Whether the copy engine loads x: where a stage's columns lie side by side, and products with all slots take long enough."""
+        stages = self.pieces.reshape(-1, 8)
+        beside = bool((np.diff(stages) == 1).all() and (stages >= 0).all())
+        return beside and self.classes == 1 and self.slots * self.columns >= _LEAST_AHEAD
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        stages = self.classes * self.steps
+        held = 2 * self.run * self.classes
+        turned = 4 * self.warpgroups * 64 * held if held > 8 else 0
+        rest = self.columns * self.classes * 12 + stages * (32 + 8) + turned + self.warpgroups * self.slots * 16
+        return stages * _STAGE * self.columns * 2 + self.warpgroups * self.slots * _SLOT_BYTES + rest
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread, estimated: sums, and others such as vectors that are turned."""
+        held = 2 * self.run * self.classes
+        return self.classes * self.columns // 2 + 50 + 4 * self.classes + (held if held > _PIECE else 0)
+
+    def defines(self, mode: int, activation: int, *, norm: int, residual: bool, scaled: bool = False) -> dict[str, int]:
+        """The macros that the kernel is compiled with; ``norm`` is the number of parts that a row's moments come in, 0 without a norm."""
+        return {
+            "MODE": mode,
+            "TILES": self.tiles,
+            "D": self.classes,
+            "STEPS": self.steps,
+            "LAST": self.last,
+            "COLUMNS": self.columns,
+            "RUN": self.run,
+            "WARPGROUPS": self.warpgroups,
+            "SLOTS": self.slots,
+            "BOXES": int(self.boxes),
+            "ACTIVATION": activation,
+            "NORM": int(norm),
+            "FEATURES": len(self.inputs),
+            "RESIDUAL": int(residual),
+            "SCALED": int(scaled),
+        }
+
+    @property
+    def place(self) -> np.ndarray:  # shape: (columns,)
+        """The output of a tile and class that each of its columns makes, so that a lane holds whole vectors of a row of y."""
+        n = np.arange(self.columns)
+        within = n % (8 * self.run)
+        return n - within + within % 8 // 2 * 2 * self.run + within // 8 * 2 + within % 2
+
+    @cached_property
+    def weight_indices(self) -> np.ndarray:  # shape: (tiles, classes, steps, 8, columns, 8)
+        """Where each element of the image comes from in the flattened factor; -1 for zeros."""
+        _, b, c, d = self.factor.factor_shape
+        outputs = np.array(self.outputs).reshape(self.tiles, self.columns, self.classes)[:, self.place].transpose(0, 2, 1)
+        k = self.pieces[..., None] * _PIECE + np.arange(_PIECE)
+        inputs = np.where(self.pieces[..., None] >= 0, np.array(self.inputs)[k], -1)  # shape: (tiles, classes, pieces, 8)
+        m, q = outputs[:, :, None, :, None], inputs[:, :, :, None, :]
+        i, j = m // (b * d), m % d
+        inside = (q >= 0) & (q // (c * d) == i) & (q % d == j)
+        flat = ((i * b + m // d % b) * c + q // d % c) * d + j
+        return np.where(inside, flat, -1).reshape(self.tiles, self.classes, self.steps, 8, self.columns, 8)
+
+
+def blocks_of(features: Sequence[int] | np.ndarray, size: int, stride: int) -> np.ndarray:
+    """The dense block, i * d + j, that inputs (size c) or outputs (size b) of a factor of stride d belong to."""
+    features = np.asarray(features)
+    return features // (size * stride) * stride + features % stride
+
+
+def outputs_for(factor: Pattern, readers: np.ndarray) -> np.ndarray:  # shapes: (out_features,) each
+    """A factor's outputs in the order of its dense blocks, within each of what reads them."""
+    outputs = np.arange(factor.out_features)
+    return outputs[np.lexsort((outputs, readers, blocks_of(outputs, factor.b, factor.d)))]
+
+
+def block_tiling(
+    factor: Pattern, inputs: Sequence[int] | np.ndarray, outputs: Sequence[int] | np.ndarray, classes: int, shared_limit: int
+) -> BlockTiling | str:
+    """The tiling of a product, or why there is none: the widest tile beside which three warpgroups keep three stages each.
+
+    Two warpgroups where their tile is twice as wide, so that x is read half as often; one where there is no room for more.
+    Outputs of a dense block must stand side by side, or alternate with those of the other ``classes``.
+    """
+    places, results = tuple(map(int, inputs)), tuple(map(int, outputs))
+    if len(places) % _PIECE:
+        return f"rows of {len(places)} features are no whole vectors of 16 bytes"
+    three, two, one = (_widest(BlockTiling(factor, places, results, classes, 0, count), shared_limit) for count in (3, 2, 1))
+    chosen = two if two and three and two.columns >= 2 * three.columns else three or two or one
+    return chosen or f"no tile of {factor} fits in {shared_limit} bytes of shared memory"
+
+
+def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
+    """The widest tile for this many warpgroups, with as many slots as fit."""
+    for columns in _WIDTHS:
+        tile = replace(tile, columns=columns)
+        if tile.factor.b % columns or columns % (8 * tile.run) or tile.registers > min(65536 // (128 * tile.warpgroups), _MAX_REGISTERS):
+            continue
+        for slots in range(_MAX_SLOTS, _FEWEST_SLOTS - 1, -1):
+            if replace(tile, slots=slots).shared_bytes <= shared_limit:
+                return replace(tile, slots=slots)
+    return None
+
+
+def blocks_obstacle(dtype: torch.dtype, activation: str, device_index: int) -> str | None:
+    """Why the kernel has no tiling; None where it has one."""
+    if dtype not in HALF_MODES:
+        return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
+    if activation not in ACTIVATIONS:
+        return f"the kernel of dense blocks has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
+    return hopper_obstacle("the kernel of dense blocks", device_index)
+
+
+def pack_blocks(
+    tile: BlockTiling,
+    factor: Tensor,  # shape: (a, b, c, d)
+    bias: Tensor | None,  # shape: (out_features,)
+    scale: Tensor | None,  # shape: (out_features,)
+    norm: NormParts | None,
+    dtype: torch.dtype,
+    times: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (3, outputs) float32
+    """The weights as the kernel reads them; the summands and factors of its sums; and the sum of each output's weights.
+
+    The norm's weight and bias, and the factor ``times`` of everything, are multiplied into the weights and summands.
+    """
+    factor, (a, _, c, d) = factor.detach().double() * times, factor.shape
+    shift = factor.new_zeros(tile.factor.out_features) if bias is None else bias.detach().double() * times
+    weight, offset, _ = norm or (None, None, 0.0)
+    if offset is not None:
+        shift = shift + ks_einsum(offset.detach().double()[None], factor)[0]
+    if weight is not None:
+        factor = factor * weight.detach().view(a, 1, c, d)
+    scales = torch.ones_like(shift) if scale is None else scale.detach().double()
+    flat = torch.cat([factor.reshape(-1), factor.new_zeros(1)])
+    image = flat[torch.from_numpy(tile.weight_indices).to(flat.device)].to(dtype)  # -1 takes the zero at the end
+    sums = ks_einsum(flat.new_ones(1, a * c * d), factor.to(dtype).double())[0]
+    columns = torch.stack((shift, scales, sums))[:, torch.tensor(tile.outputs, device=flat.device)]
+    return image.view(-1).view(torch.uint8), columns.float()
+
+
+class BlockLinear:
+    """The compiled kernel of one tiling on one device.
+
+    Cost of a call of R rows: ``2 * R * places of the factor that are no zeros`` operations; x is read from device memory once.
+    """
+
+    def __init__(self, tile: BlockTiling, dtype: torch.dtype, activation: str, device_index: int) -> None:
+        self.tile, self.dtype, self.activation, self.device_index = tile, dtype, activation, device_index
+        device = torch.device("cuda", device_index)
+        self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
+        self._kernels: dict[tuple[int, bool, bool], Kernel] = {}
+
+    def multiply(
+        self,
+        x: Tensor,  # shape: (rows, places)
+        factors: Sequence[Tensor],  # which side by side along ``dim`` are the factor, shape (a, b, c, d)
+        biases: Sequence[Tensor] = (),  # which one after the other are the bias, shape (out_features,)
+        scale: Tensor | None = None,  # shape: (out_features,)
+        residual: Tensor | None = None,  # shape: (rows, outputs)
+        *,
+        norm: NormParts | None = None,
+        moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
+        dim: int = 0,
+        backwards: bool = False,
+    ) -> Tensor:  # shape: (rows, outputs)
+        """``residual + activation(scale * (norm(x) @ K.T + bias))`` on the current stream; rows begin at multiples of 16 bytes.
+
+        ``moments`` are those of ``row_moments``, for each part of equal size of a row. A norm without them needs one more launch, which
+        computes them. ``backwards``: from the last rows to the first.
+        """
+        tile, rows = self.tile, x.shape[0]
+        y = fresh((rows, len(tile.outputs)), x.dtype, x.device)
+        if rows == 0:
+            return y
+        weight, offset, eps = norm or (None, None, 0.0)
+        sources = (*factors, *biases, *[part for part in (scale, weight, offset) if part is not None])
+        changed = False
+
+        def make() -> tuple[Tensor, ...]:
+            nonlocal changed
+            changed = True
+            bias = torch.cat([part.detach() for part in biases]) if biases else None
+            factor = torch.cat([part.detach() for part in factors], dim)
+            return pack_blocks(tile, factor, bias, scale, norm, self.dtype, 1.0 if self.activation == "none" else 0.5)
+
+        present = None if norm is None else (weight is None, offset is None)
+        image, columns = derived(("block linear", self, len(biases), scale is None, present), sources, make, inference=True)
+        if norm is not None and moments is None:
+            moments = row_moments(x)
+        parts = 0 if norm is None or moments is None else moments.shape[1]
+        blocks = max(1, min(-(-rows // 64), self._multiprocessors // tile.tiles))
+        rely_on([self._pieces])
+        strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
+        if tile.boxes and rows > 1 and x.stride(0) < x.shape[1]:
+            x = x.contiguous()  # the copy engine takes no rows that overlap
+        self._kernel(parts, residual is not None, scale is not None).launch(
+            (blocks * tile.tiles, 1, 1),
+            (128 * tile.warpgroups, 1, 1),
+            tile.shared_bytes,
+            current_stream(self.device_index),
+            *(
+                swizzled_boxes(x, _UNIT) if tile.boxes else x,
+                image,
+                self._pieces,
+                columns,
+                moments,
+                residual,
+                y,
+                rows,
+                *strides,
+                int(backwards),
+                0 if norm is None else float_bits(eps),
+            ),
+            early=not changed and may_begin_early(self.device_index),  # the weights were packed before the last queued kernel
+        )
+        return y
+
+    def _kernel(self, norm: int, residual: bool, scaled: bool) -> Kernel:
+        key = (norm, residual, scaled)
+        if key not in self._kernels:
+            defines = self.tile.defines(
+                DTYPE_NUMBERS[self.dtype], ACTIVATIONS[self.activation], norm=norm, residual=residual, scaled=scaled
+            )
+            self._kernels[key] = load_kernel("block_linear.cu", defines, name="block_linear", device_index=self.device_index)
+        return self._kernels[key]

@@ -1,0 +1,267 @@
+"""A dense linear with its epilogue, ``residual + activation(scale * (x Wᵀ + bias))``, in one launch; also gated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
+from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, device_arch, load_kernel
+from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.registered import Operator, rows_like
+from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.tensor_map import plain_boxes, swizzled_boxes
+from flysurgery.gpu.weight_cache import derived, derived_for_launch
+
+_NARROW = 64
+_WEIGHT_EXPONENT = 11
+_WEIGHT_SHIFT = 13  # kWeightShift of the kernel
+
+
+def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int, gated: bool = False) -> str | None:
+    """Why the kernel cannot run a dense layer, or a gate and a value with this many outputs together; None where it can."""
+    if activation not in ACTIVATIONS:
+        return f"the dense kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
+    tile = _tiling(in_features, out_features, mode, device_index, gated)
+    return tile if isinstance(tile, str) else None
+
+
+def dense_advice(in_features: int, out_features: int, mode: str, device_index: int, gated: bool = False) -> str | None:
+    """Why PyTorch's product, followed by separate launches for the epilogue, is faster; None where it is not.
+
+    With narrower tiles x is read more often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
+    """
+    tile = _tiling(in_features, out_features, mode, device_index, gated)
+    if mode == "fp32" or isinstance(tile, str) or tile.columns > _NARROW:
+        return None
+    return f"the weights of {in_features} inputs leave the dense kernel tiles of {tile.columns} columns, for which x is read too often"
+
+
+def run_dense(
+    x: Tensor,  # shape: (rows, in_features)
+    weight: Tensor,  # shape: (out_features, *), of in_features elements in each of the outputs
+    bias: Tensor | None,  # shape: (out_features,)
+    activation: str,
+    residual: Tensor | None,  # shape: (rows, out_features)
+    scale: Tensor | None,  # shape: (out_features,)
+    mode: str,
+) -> Tensor:  # shape: (rows, out_features)
+    """``residual + activation(scale * (x @ weight.T + bias))`` in one launch on the current stream; sums and epilogue are float32.
+
+    Weights may be wider than x; they are rounded when they are packed. x and the residual are read once from device memory.
+
+    Raises:
+        BackendError: there is no tiling, as ``dense_obstacle`` tells beforehand, or the kernel does not compile or launch.
+    """
+    device_index = x.device.index
+    x, residual = readable(x), None if residual is None else readable(residual)
+    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
+    if streamed is not None:
+        return _launch_streamed(streamed, x, weight, bias, activation, residual, scale, None)
+    y = fresh((x.shape[0], weight.shape[0]), x.dtype, x.device)
+    if x.shape[0] == 0:
+        return y
+    tile, kernel, sizes = launcher(x.shape[1], weight.shape[0], mode, activation, residual is not None, NO_PATCH, x.shape[0], device_index)
+    sources = tuple([part for part in (weight, bias, scale) if part is not None])
+    token = ("dense linear", tile, bias is None, scale is None)
+    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
+    kernel.launch(*sizes, current_stream(device_index), x, image, columns, residual, y, x.shape[0], *strides, 0, early=early)
+    return y
+
+
+def run_dense_moments(
+    x: Tensor,  # shape: (rows, in_features)
+    weight: Tensor,  # shape: (out_features, in_features)
+    bias: Tensor | None,  # shape: (out_features,)
+    residual: Tensor,  # shape: (rows, out_features)
+    scale: Tensor | None,  # shape: (out_features,)
+    mode: str,
+) -> tuple[Tensor, Tensor]:  # shapes: (rows, out_features), (rows, parts, 2) float32
+    """``residual + scale * (x @ weight.T + bias)``, and the mean and squared deviations of parts of equal size of its rows.
+
+    Raises:
+        BackendError: weights do not stream here, as ``streamed_for`` tells beforehand, or the kernel does not compile or launch.
+    """
+    device_index = x.device.index
+    streamed = streamed_for(x.shape[0], x.shape[1], weight.shape[0], mode, device_index)
+    if streamed is None:
+        raise BackendError(f"moments are left behind where weights stream, which they do not for {x.shape[0]} rows in mode '{mode}'")
+    moments = fresh((x.shape[0], streamed.column_tiles, 2), torch.float32, x.device)
+    return _launch_streamed(streamed, readable(x), weight, bias, "none", readable(residual), scale, moments), moments
+
+
+def run_dense_gated(
+    x: Tensor,  # shape: (rows, in_features)
+    weights: Sequence[Tensor],  # shapes: (out_features, in_features) of gate and value, or (2 * out_features, in_features) of both
+    biases: Sequence[Tensor],  # shapes: (out_features,), or (2 * out_features,) of both, or none
+    gate: int,
+    activation: str,
+    mode: str,
+) -> Tensor:  # shape: (rows, out_features)
+    """``activation(gate) * value`` in one launch on the current stream; sums and epilogue are float32.
+
+    ``gate`` is the index of the gate among the two weights, or among the halves of the one.
+
+    Raises:
+        BackendError: as ``run_dense``.
+    """
+    device_index = x.device.index
+    x = readable(x)
+    rows, in_features = x.shape
+    outputs = sum(weight.shape[0] for weight in weights)
+    y = fresh((rows, outputs // 2), x.dtype, x.device)
+    if rows == 0:
+        return y
+    tile = _tiling(in_features, outputs, mode, device_index, True)
+    if isinstance(tile, str):
+        raise BackendError(tile)
+
+    def make() -> tuple[Tensor, ...]:
+        weight, bias = (_in_turn(tile, parts, gate) if parts else None for parts in (weights, biases))
+        assert weight is not None
+        return pack_dense(tile, weight, bias, None)
+
+    image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make, inference=True)
+    _kernel(tile, activation, False, NO_PATCH, device_index).launch(
+        (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
+        (32 * tile.warps, 1, 1),
+        tile.shared_bytes,
+        current_stream(device_index),
+        *(x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0),
+    )
+    return y
+
+
+def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
+    """Alternates outputs of the gate and of the value, half a block's columns each."""
+    halves = torch.cat([part.detach() for part in parts]).unflatten(0, (2, -1, tile.columns // 2))
+    return torch.stack((halves[gate], halves[1 - gate]), dim=1).flatten(0, 2)
+
+
+@lru_cache(maxsize=1024)
+def launcher(
+    in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: Patch, rows: int, device_index: int
+) -> tuple[DenseTiling, Kernel, Sizes]:
+    """The tiling for this many rows, its kernel, and the launch: blocks, threads and shared memory.
+
+    Raises:
+        BackendError: there is no tiling, or the kernel does not compile.
+    """
+    tile = _tiling(in_features, out_features, mode, device_index, False)
+    if isinstance(tile, str):
+        raise BackendError(tile)
+    sizes = (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
+    return tile, _kernel(tile, activation, residual, patch, device_index), sizes
+
+
+def _launch_streamed(
+    tile: StreamTiling,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    moments: Tensor | None,  # shape: (rows, parts, 2), to be filled
+) -> Tensor:
+    rows, device_index = x.shape[0], x.device.index
+    y = fresh((rows, weight.shape[0]), x.dtype, x.device)
+    sources = tuple([part for part in (weight, bias, scale) if part is not None])
+    token = ("dense linear", tile, bias is None, scale is None)
+    (image, columns), early = derived_for_launch(token, sources, lambda: pack_dense(tile, weight, bias, scale))
+    _streamed_kernel(tile, activation, residual is not None, moments is not None, device_index).launch(
+        (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
+        (32 * tile.warps, 1, 1),
+        tile.shared_bytes,
+        current_stream(device_index),
+        *(
+            swizzled_boxes(x, tile.rows),
+            plain_boxes(y if residual is None else residual, *tile.brought),
+            plain_boxes(y, *tile.fetched),
+            image,
+            columns,
+            moments,
+            rows,
+        ),
+        early=early,
+    )
+    return y
+
+
+def pack_dense(
+    tile: DenseTiling,
+    weight: Tensor,  # shape: (out_features, *)
+    bias: Tensor | None,  # shape: (out_features,)
+    scale: Tensor | None,  # shape: (out_features,)
+) -> tuple[Tensor, Tensor]:  # shapes: (bytes,) uint8, (2, out_features) float32
+    """The weights as the kernel reads them, and the factors and summands of the sums."""
+    wide = weight.detach().flatten(1).float()
+    factor = wide.new_ones(tile.out_features) if scale is None else scale.detach().float()
+    shift = wide.new_zeros(tile.out_features) if bias is None else bias.detach().float() * factor
+    if tile.element_bytes == 4:
+        largest = torch.where(wide.isfinite(), wide.abs(), 0.0).amax(dim=1, keepdim=True)
+        exponent = (_WEIGHT_EXPONENT + 1 - torch.frexp(largest).exponent).clamp(-114, 123)  # brings it to [2^11, 2^12), or near
+        wide = torch.ldexp(wide, exponent)
+        factor = torch.ldexp(factor, _WEIGHT_SHIFT - exponent[:, 0])
+    # 8 * run columns are (lane, tile, 2) in y and (tile, lane, 2) here; 16 floats are (lane, half, 2) in x and (half, lane, 2) here
+    inputs = (tile.batch // 16, 4, 2, 2) if tile.element_bytes == 4 else (tile.batch // 16, 2, 4, 2)
+    split = wide.reshape(tile.out_features // tile.columns, -1, 4, tile.run, 2, tile.in_features // tile.batch, *inputs)
+    half, lane = (8, 7) if tile.element_bytes == 4 else (7, 8)
+    panels = split.permute(0, 5, 6, half, 1, 3, 2, 4, lane, 9)  # tile, batch, step, k8, columns, 8 inputs
+    high = panels.to(torch.bfloat16 if tile.mode == "bf16" else torch.float16)
+    images = [high] if tile.planes == 1 else [high, (panels - high.float()).half()]
+    return torch.stack(images, dim=2).reshape(-1).view(torch.uint8), torch.stack((factor, shift))
+
+
+@lru_cache(maxsize=256)
+def _tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
+    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), device_arch(device_index) == "sm_90a", gated)
+
+
+@lru_cache(maxsize=1024)
+def streamed_for(rows: int, in_features: int, out_features: int, mode: str, device_index: int) -> StreamTiling | None:
+    """The tiling of streaming weights; None where there is none, or too few rows to give every multiprocessor a tile."""
+    tile = _tiling(in_features, out_features, mode, device_index, False)
+    streamed = None if isinstance(tile, str) else stream_tiling(tile, shared_limit_of(device_index))
+    return None if streamed is None or streamed.tiles(rows) < multiprocessors_of(device_index) else streamed
+
+
+@lru_cache(maxsize=256)
+def _streamed_kernel(tile: StreamTiling, activation: str, residual: bool, moments: bool, device_index: int) -> Kernel:
+    defines = tile.defines(activation, residual, moments=moments)
+    return load_kernel("dense_stream.cu", defines, name="dense_stream", device_index=device_index)
+
+
+@lru_cache(maxsize=256)
+def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: Patch, device_index: int) -> Kernel:
+    return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)
+
+
+def _fake_dense_moments(x: Tensor, given: Any) -> tuple[Tensor, Tensor]:
+    streamed = streamed_for(x.shape[0], x.shape[1], given.weight.shape[0], given.mode, x.device.index)
+    parts = 1 if streamed is None else streamed.column_tiles
+    return rows_like(x, given.weight.shape[0]), x.new_empty((x.shape[0], parts, 2), dtype=torch.float32)
+
+
+dense_linear_operator = Operator(
+    "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
+    run_dense,
+    lambda x, given: rows_like(x, given.weight.shape[0]),
+)
+dense_moments_operator = Operator(
+    "dense_moments(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? scale, str mode) -> (Tensor, Tensor)",
+    run_dense_moments,
+    _fake_dense_moments,
+)
+dense_gated_operator = Operator(
+    "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",
+    run_dense_gated,
+    lambda x, given: rows_like(x, sum(weight.shape[0] for weight in given.weights) // 2),
+)

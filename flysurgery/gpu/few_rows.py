@@ -1,0 +1,241 @@
+"""Linears on few rows, with a norm before and an epilogue behind them, in one launch; and their registered operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, product
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.factors import factors_to_dense
+from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
+from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
+from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.registered import Operator, rows_like
+from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.weight_cache import derived_for_launch
+
+_CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes
+_MOST_WARPS = 12
+_CHUNKS_OF_WARP = (2, 4)
+"""The least and the most chunks of a warp: fewer would give too many sums to add, more would not fit in registers."""
+_ROW_TILES, _COLUMNS = (1, 2, 3), (32, 48, 64, 96, 128)
+_REGISTERS_BESIDE, _REGISTERS_OF_NORM = 12, 16
+_REGISTERS, _REGISTERS_OF_THREAD, _MOST_RESIDENT = 65536, 224, 2
+
+
+@dataclass(frozen=True)
+class FewRowsTiling:
+    """Sizes of ``kernels/few_rows.cu``.
+
+    Attributes:
+        norm: whether rows of x are normalized first.
+        row_tiles: of 16 rows, of a block.
+        columns: outputs of a block.
+        split: warps of a block, each with its share of the inputs.
+    """
+
+    in_features: int
+    out_features: int
+    norm: bool
+    row_tiles: int
+    columns: int
+    split: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the sums of each warp, and vectors of the columns and of the norm."""
+        pitch = self.columns + (40 - self.columns % 32) % 32
+        return 4 * (self.split * 16 * self.row_tiles * pitch + 2 * self.columns + 2 * self.in_features * self.norm)
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, estimated: the operands and sums of a warp, and what stands beside them."""
+        chunks, tiles = self.in_features // _CHUNK // self.split, self.columns // 8
+        return tiles * chunks * 4 + self.row_tiles * (chunks * 8 + tiles * 4) + _REGISTERS_BESIDE + _REGISTERS_OF_NORM * self.norm
+
+    @property
+    def resident(self) -> int:
+        """Blocks for which the registers of a multiprocessor suffice, up to ``_MOST_RESIDENT``."""
+        rounded = -(-self.registers // 8) * 8
+        return min(_REGISTERS // (32 * self.split * rounded), _MOST_RESIDENT) if rounded <= _REGISTERS_OF_THREAD else 0
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """The blocks for so many rows."""
+        return (self.out_features // self.columns, -(-rows // (16 * self.row_tiles)), 1)
+
+    def most_rows(self, multiprocessors: int) -> int:
+        """Rows whose blocks all run at once."""
+        return self.resident * multiprocessors // (self.out_features // self.columns) * 16 * self.row_tiles
+
+    def defines(self, dtype: torch.dtype, activation: str, residual: bool) -> dict[str, int]:
+        """The macros that the kernel is compiled with."""
+        return {
+            "IN": self.in_features,
+            "OUT": self.out_features,
+            "MODE": DTYPE_NUMBERS[dtype],
+            "NORM": int(self.norm),
+            "ACTIVATION": ACTIVATIONS.index(activation),
+            "RESIDUAL": int(residual),
+            "ROW_TILES": self.row_tiles,
+            "COLUMNS": self.columns,
+            "SPLIT": self.split,
+            "RESIDENT": self.resident,
+        }
+
+
+def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_limit: int) -> list[FewRowsTiling]:
+    """The tilings that fit a layer, the smallest blocks first; none where its sizes are multiples of no tile."""
+    chunks, rest = divmod(in_features, _CHUNK)
+    least, most = _CHUNKS_OF_WARP
+    splits = [split for split in range(_MOST_WARPS, 0, -1) if chunks % split == 0 and least <= chunks // split <= most and not rest]
+    widths = [columns for columns in _COLUMNS if out_features % columns == 0]
+    shapes = product(_ROW_TILES, widths, splits[:1])
+    tiles = (FewRowsTiling(in_features, out_features, norm, *shape) for shape in shapes)
+    fitting = (tile for tile in tiles if 0 < tile.resident * tile.shared_bytes <= shared_limit)
+    return sorted(fitting, key=lambda tile: tile.row_tiles * tile.columns)
+
+
+@lru_cache(maxsize=1024)
+def most_rows(in_features: int, out_features: int, norm: bool, activation: str, dtype: torch.dtype, device_index: int) -> int:
+    """The most rows for which the kernel takes a layer: all their blocks run at once. 0 where it does not take the layer.
+
+    For more rows, kernels that read each weight once for many rows are faster.
+    """
+    if dtype not in HALF_MODES or activation not in ACTIVATIONS:
+        return 0
+    tiles = few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index))
+    return max((tile.most_rows(multiprocessors_of(device_index)) for tile in tiles), default=0)
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    in_features: int, out_features: int, norm: bool, rows: int, dtype: torch.dtype, activation: str, residual: bool, device_index: int
+) -> tuple[Kernel, Sizes]:
+    """The kernel for this many rows, and its launch: blocks, threads and shared memory."""
+    tile = _tiling(in_features, out_features, norm, rows, device_index)
+    return _kernel(tile, dtype, activation, residual, device_index), (tile.grid(rows), (32 * tile.split, 1, 1), tile.shared_bytes)
+
+
+def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_index: int) -> FewRowsTiling:
+    """The smallest blocks that all run at once.
+
+    Raises:
+        BackendError: there are none.
+    """
+    for tile in few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index)):
+        if rows <= tile.most_rows(multiprocessors_of(device_index)):
+            return tile
+    raise BackendError(f"the kernel for few rows takes no {rows} rows of {in_features} features to {out_features}")
+
+
+def run_few_rows(
+    x: Tensor,  # shape: (rows, in_features)
+    norm_weight: Tensor | None,  # shape: (in_features,)
+    norm_bias: Tensor | None,  # shape: (in_features,)
+    eps: float | None,
+    weights: Sequence[Tensor],  # dense ones, (out_features, *), and factors, (a, b, c, d), of one linear after the other
+    lengths: Sequence[int],  # a linear: how many factors it has, 0 for a dense one
+    biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
+    activation: str,
+    residual: Tensor | None,  # shape: (rows, sum of all out_features)
+    scale: Tensor | None,  # shape: (sum of all out_features,)
+) -> Tensor:  # shape: (rows, sum of all out_features)
+    """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
+
+    Without a norm where ``eps`` is None. Factors are multiplied out in float64 when they are packed, and rounded once; the result
+    takes the memory of a dense layer. For few rows the arithmetic that factors save takes no time. Parameters may be wider than x.
+
+    Raises:
+        BackendError: there are more than ``most_rows``, or the kernel does not compile or launch.
+    """
+    device_index = x.device.index
+    (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
+    y = fresh((rows, sum(sizes)), x.dtype, x.device)
+    if rows == 0:
+        return y
+    parts = (*weights, *biases, norm_weight, norm_bias, scale)
+    sources = tuple([part for part in parts if part is not None])
+    as_it_lies = [*lengths] == [0] and in_place(weights[0], x.dtype)
+
+    def make() -> tuple[Tensor, ...]:
+        vectors = pack_vectors(weights[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
+        return vectors if as_it_lies else (*vectors, pack_weights(weights, lengths).to(x.dtype))
+
+    token = ("few rows", x.dtype, as_it_lies, tuple(lengths), tuple([part is not None for part in parts]))
+    (norm, columns, *packed), early = derived_for_launch(token, sources, make)
+    x, residual = readable(x), None if residual is None else readable(residual)
+    strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
+    kernel, launched = _launcher(in_features, sum(sizes), eps is not None, rows, x.dtype, activation, residual is not None, device_index)
+    kernel.launch(
+        *launched,
+        current_stream(device_index),
+        *(x, packed[0] if packed else weights[0], norm, columns, residual, y, rows, *strides, float_bits(eps or 0.0)),
+        early=early,
+    )
+    return y
+
+
+def in_place(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel reads a dense weight where it lies."""
+    return weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+
+
+def _linears(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    ends = accumulate(max(length, 1) for length in lengths)
+    return [tuple(weights[end - max(length, 1) : end]) for end, length in zip(ends, lengths, strict=True)]
+
+
+def sizes_of(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[int]:
+    """The number of outputs of each linear, from the shape of its first weight."""
+    sizes, place = [], 0
+    for length in lengths:
+        shape = weights[place].shape
+        sizes.append(shape[0] * shape[1] * shape[3] if length else shape[0])
+        place += length or 1
+    return sizes
+
+
+def pack_weights(weights: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:  # shape: (out_features, in_features)
+    """The matrices of all linears, one below the other."""
+    linears = zip(_linears(weights, lengths), lengths, strict=True)
+    return torch.cat(
+        [
+            factors_to_dense([factor.double() for factor in linear]) if length else linear[0].flatten(1).double()
+            for linear, length in linears
+        ]
+    )
+
+
+def pack_vectors(
+    like: Tensor,
+    norm: tuple[Tensor | None, Tensor | None],
+    biases: Sequence[Tensor | None],
+    scale: Tensor | None,
+    inputs: int,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # shapes: (2, in_features), (2, out_features)
+    """The norm's weight and bias; what sums are multiplied by and what is added then. All float32."""
+    ones, zeros = partial(like.new_ones, dtype=torch.float32), partial(like.new_zeros, dtype=torch.float32)
+    gain, offset = (default(inputs) if part is None else part.float() for part, default in zip(norm, (ones, zeros), strict=True))
+    factor = ones(sum(sizes)) if scale is None else scale.float()
+    shift = torch.cat([zeros(size) if bias is None else bias.float() for size, bias in zip(sizes, biases, strict=True)])
+    return torch.stack((gain, offset)), torch.stack((factor, shift * factor))
+
+
+@lru_cache(maxsize=256)
+def _kernel(tile: FewRowsTiling, dtype: torch.dtype, activation: str, residual: bool, device_index: int) -> Kernel:
+    return load_kernel("few_rows.cu", tile.defines(dtype, activation, residual), name="few_rows", device_index=device_index)
+
+
+few_rows_operator = Operator(
+    "few_rows(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] weights, int[] lengths, Tensor?[] biases, "
+    "str activation, Tensor? residual, Tensor? scale) -> Tensor",
+    run_few_rows,
+    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
+)

@@ -1,0 +1,176 @@
+"""The weights of a fused feed-forward block as the kernel reads them: panels in the order of use, with their biases and scales."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.factors import ks_einsum
+from flysurgery.gpu.ffn_tiling import HIDDEN_UNIT, OUT_UNIT, FfnTiling, block_order, tiles_of
+from flysurgery.patterns import Pattern
+
+
+@lru_cache(maxsize=16)
+def panel_indices(tile: FfnTiling) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, np.ndarray]]:
+    """Where the elements of the panels come from.
+
+    Returns for each of the four factors an int32 array of shape ``(panels, elements)`` that indexes the flattened factor,
+    -1 for zeros. Then for the two biases, of the hidden units and of the outputs,
+    arrays of shape ``(panels, columns)``.
+    """
+    second, hidden_bias = _second(tile)
+    last, out_bias = _last(tile)
+    return (_first(tile), second, _third(tile), last), (hidden_bias, out_bias)
+
+
+def input_order(block: int, vector: int) -> np.ndarray:
+    """Which column of a block of x stands at each place k: a lane's neighbours, four a k16 step."""
+    k = np.arange(block)
+    step, place = k // 16, k % 16
+    steps = vector // 4  # that one vector of a lane feeds
+    return step // steps * 4 * vector + place % 8 // 2 * vector + step % steps * 4 + place // 8 * 2 + place % 2
+
+
+def _first(tile: FfnTiling) -> np.ndarray:
+    factor = tile.factors[0]
+    q = input_order(factor.c, tile.vector)
+    panels = []
+    for block in range(factor.a):
+        p = np.array(block_order(factor, block, tile.factors[1].d))
+        panels += np.split(_matrix(factor, block, p[None, :], q[:, None], 0), tile.parts[0])
+    return _cores(panels)
+
+
+def _second(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
+    factor, third = tile.factors[1], tile.factors[2]
+    share = third.c // factor.d
+    inputs = [_inputs(tile.factors[0], factor, steps, cls) for cls, steps in enumerate(tile.middle_steps)]
+    panels, bias = [], []
+    for block in range(third.a):
+        for cls in range(factor.d):
+            for piece in range(tile.pieces):
+                p = block * share + piece * tile.hidden + np.arange(tile.hidden)
+                panels += np.split(_matrix(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[1])
+                bias.append(p * factor.d + cls)
+    return _cores(panels), np.stack(bias)
+
+
+def _third(tile: FfnTiling) -> np.ndarray:
+    second, factor = tile.factors[1:3]
+    panels = []
+    for block in range(factor.a):
+        p = np.array(block_order(factor, block, tile.factors[3].d))
+        for cls in range(second.d):
+            for piece in range(tile.pieces):
+                q = (piece * tile.hidden + np.arange(tile.hidden)) * second.d + cls
+                panels += np.split(_matrix(factor, block, p[None, :], q[:, None], 0), tile.parts[2])
+    return _cores(panels)
+
+
+def _last(tile: FfnTiling) -> tuple[np.ndarray, np.ndarray]:
+    factor = tile.factors[3]
+    inputs = [_inputs(tile.factors[2], factor, steps, cls) for cls, steps in enumerate(tile.last_steps)]
+    n = np.arange(tile.columns)
+    run_tile, column = n // 8 % tile.run, n % 8  # a lane holds two columns of each tile of a run, side by side in memory
+    held = run_tile * 2 + column % 2
+    within = n // (8 * tile.run) * (8 * tile.run) + (held // tile.span * 4 + column // 2) * tile.span + held % tile.span
+    panels, bias = [], []
+    for start in range(0, factor.b, tile.columns):
+        for cls in range(factor.d):
+            p = start + within
+            panels += np.split(_matrix(factor, 0, p[None, :], inputs[cls][:, None], cls), tile.parts[3])
+            bias.append(p * factor.d + cls)
+    return _cores(panels), np.stack(bias)
+
+
+def _inputs(before: Pattern, factor: Pattern, steps: list[tuple[int, int]], cls: int) -> np.ndarray:
+    """The input q of a class at each place k of its steps, -1 where a tile holds another class or nothing."""
+    order = np.concatenate([np.array(block_order(before, block, factor.d)) for block in range(before.a)])
+    width = tiles_of(before) * 8
+    inner = np.where(order >= 0, np.arange(len(order)) // width * before.b + order, -1)
+    inner = np.where(inner % factor.d == cls, np.where(order >= 0, inner // factor.d, -1), -1)
+    padded = np.concatenate([inner, np.full(8, -1)]).reshape(-1, 8)  # tile -1 is empty
+    return padded[np.array(steps).reshape(-1)].reshape(-1)
+
+
+def _matrix(factor: Pattern, i: int, p: np.ndarray, q: np.ndarray, j: int) -> np.ndarray:
+    """Places of factor[i, p, q, j] in the flattened factor, -1 where p or q is."""
+    flat = ((i * factor.b + p) * factor.c + q) * factor.d + j
+    return np.where((p >= 0) & (q >= 0), flat, -1)
+
+
+def _cores(panels: list[np.ndarray]) -> np.ndarray:
+    """Panels of shape (k, columns) in the order [k8][column][8]."""
+    grid = np.stack(panels)
+    grid = grid.reshape(len(panels), -1, 8, grid.shape[2]).swapaxes(2, 3)
+    return np.ascontiguousarray(grid.reshape(len(panels), -1).astype(np.int32))
+
+
+def pack_ffn(
+    tile: FfnTiling,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],  # in the order in which x meets them, shapes (a, b, c, d)
+    biases: tuple[Tensor | None, Tensor | None],  # of the hidden units, of the outputs
+    norm: tuple[Tensor | None, Tensor | None],  # weight and bias, shapes: (in_features,)
+    scale: Tensor | None,  # shape: (out_features,)
+    half: torch.dtype,
+) -> Tensor:  # shape: (bytes,), uint8
+    """Build the image of one block by torch operations only, on the factors' device.
+
+    The norm's weight is multiplied into the first factor and its bias sent through the first two, in float32. Biases of the hidden
+    units are divided by ``HIDDEN_UNIT``, biases of the outputs by ``OUT_UNIT``, and the scale is multiplied by it. The scale stays
+    apart, in float32.
+    """
+    first, second, third, last = (factor.detach().float() for factor in factors)
+    device = first.device
+    weight, shift = (None if part is None else part.detach().float() for part in norm)
+    hidden_bias = torch.zeros(tile.factors[1].out_features, device=device) if biases[0] is None else biases[0].detach().float()
+    if shift is not None:
+        hidden_bias = hidden_bias + ks_einsum(ks_einsum(shift.double()[None], first.double()), second.double())[0].float()
+    if weight is not None:
+        first = first * weight.view(tile.factors[0].a, 1, tile.factors[0].c, 1)
+    out_bias = torch.zeros(tile.factors[3].out_features, device=device) if biases[1] is None else biases[1].detach().float()
+    indices, (hidden_columns, out_columns) = panel_indices(tile)
+    weights = [take(value, index).to(half) for value, index in zip((first, second, third, last), indices, strict=True)]
+    middle = take(hidden_bias / HIDDEN_UNIT, hidden_columns)
+    ends = [take(out_bias / OUT_UNIT, out_columns)]
+    if scale is not None:
+        ends.append(take(scale.detach().float() * OUT_UNIT, out_columns))
+    return _sequence(tile, weights, middle, torch.cat(ends, dim=1))
+
+
+def take(values: Tensor, index: np.ndarray) -> Tensor:
+    """Values at indices into all of them, in the shape of the indices; zero where an index is -1."""
+    flat = torch.cat([values.reshape(-1), values.new_zeros(1)])
+    return flat[torch.from_numpy(index).to(values.device, torch.int64)]  # -1 takes the zero at the end
+
+
+def _sequence(tile: FfnTiling, weights: list[Tensor], middle: Tensor, ends: Tensor) -> Tensor:
+    """Panels of all factors in the order of use, each padded to the stride.
+
+    The second factor's panels of the next piece of hidden units stand before the third factor's of the present one.
+    """
+    first, second, third, last = (value.view(torch.uint8) for value in weights)
+    up = with_floats(tile, second, middle)
+    down = padded(third, tile.stride).view(len(up), -1, tile.stride)
+    panels = [padded(first, tile.stride), in_turns(up, down), with_floats(tile, last, ends).flatten(0, 1)]
+    return torch.cat([value.flatten() for value in panels])
+
+
+def in_turns(up: Tensor, down: Tensor) -> Tensor:  # shapes: (pieces, panels of a piece, stride), the same of other panels
+    """First the first piece's panels of ``up``; then, in turns, the next piece's panels of ``up`` and the present piece's of ``down``."""
+    return torch.cat([up[0], torch.cat([up[1:], down[:-1]], dim=1).flatten(0, 1), down[-1]])
+
+
+def with_floats(tile: FfnTiling, weights: Tensor, floats: Tensor) -> Tensor:  # shape: (products, parts, stride)
+    """Panels of products, each with the product's float32 values behind its weights."""
+    weights = weights.view(len(floats), -1, weights.shape[1])
+    repeated = floats.view(torch.uint8)[:, None].expand(-1, weights.shape[1], -1)
+    return padded(torch.cat([weights, repeated], dim=2), tile.stride)
+
+
+def padded(panels: Tensor, stride: int) -> Tensor:
+    """Panels with zeros behind them up to a stride, on the last dimension."""
+    return torch.nn.functional.pad(panels, (0, stride - panels.shape[-1]))

@@ -1,0 +1,192 @@
+"""The fused two-factor layer: one launch for ``act(x (K1 K2)ᵀ + bias) + residual``, or for an activated gate times a value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.gpu.fused_configs import configs, every_config, fits
+from flysurgery.gpu.image import pack, panel_indices
+from flysurgery.gpu.kernel import Prepared, Rows, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.tiling import FusedConfig, tiling
+from flysurgery.patterns import Architecture
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
+_ALIGNMENT = 16
+
+
+def fused_reason(
+    architecture: Architecture, mode: str, linears: int, shared_limit: int, *, norm: bool = False, gated: bool = False
+) -> str | None:
+    """Why the fused kernel cannot run an architecture, or None where it can.
+
+    Args:
+        mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
+        linears: number of linears of this architecture that read the same x.
+        norm: whether a layer norm stands before them.
+        shared_limit: bytes of shared memory that a block may use on the device.
+        gated: as for ``FusedLinear``.
+    """
+    tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
+    if isinstance(tile, str):
+        return tile
+    if next(every_config(tile, shared_limit, wgmma=False), None) is None:
+        return f"no tile of {linears} x {architecture} in mode {mode} fits in the registers and {shared_limit} bytes of shared memory"
+    return None
+
+
+class FusedLinear:
+    """A compiled fused layer of one architecture, mode and configuration on one device.
+
+    Args:
+        architecture: two patterns; the sizes are compiled in.
+        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
+        linears: how many linears of this architecture read the same x; their outputs lie side by side.
+        config: one of ``candidates``; None takes the first.
+        norm: whether a layer norm of the rows of x, to mean 0 and variance 1, stands before the layer. The sum of each output's
+            weights then lies behind the bias.
+        gated: whether the outputs are a gate and then a value, of equal size. The result is then ``activation(gate) * value``.
+        device_index: CUDA device.
+
+    Raises:
+        BackendError: the kernel cannot run this; ``fused_reason`` tells beforehand.
+
+    Cost of a call of R rows: ``R * flops_per_row`` operations (three times in mode ``fp32``) and
+    ``R * (in_features + linears * out_features)`` elements moved, plus the weights once a block from the L2 cache.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        mode: str,
+        linears: int = 1,
+        *,
+        config: FusedConfig | None = None,
+        norm: bool = False,
+        gated: bool = False,
+        device_index: int,
+    ) -> None:
+        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
+        if isinstance(tile, str):
+            raise BackendError(tile)
+        found = [config] if config else self.candidates(architecture, mode, linears, norm=norm, gated=gated, device_index=device_index)
+        if not found:
+            raise BackendError(f"no configuration of the fused kernel fits {architecture} in mode {mode} on device {device_index}")
+        self.config = found[0]
+        self.tile = tile = tile.of(self.config)
+        self.device = torch.device("cuda", device_index)
+        self._out_features = linears * architecture.out_features // (2 if gated else 1)
+        self._launches: dict[tuple[int, int, str, bool, int | None, float, bool], Prepared] = {}
+
+    @staticmethod
+    def candidates(
+        architecture: Architecture, mode: str, linears: int = 1, *, norm: bool = False, gated: bool = False, device_index: int
+    ) -> list[FusedConfig]:
+        """Configurations to choose from on a device, the most promising first."""
+        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
+        if isinstance(tile, str):
+            return []
+        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+        return configs(tile, limit, wgmma=device_arch(device_index) == "sm_90a")
+
+    @staticmethod
+    def tuned(
+        architecture: Architecture,
+        mode: str,
+        linears: int,
+        fields: dict[str, Any],
+        *,
+        norm: bool = False,
+        gated: bool = False,
+        device_index: int,
+    ) -> FusedConfig | None:
+        """The configuration that a table's entry describes; None where this version of the kernel or this device does not have it."""
+        try:
+            config = FusedConfig(**fields)
+        except TypeError:
+            return None
+        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
+        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+        wgmma = device_arch(device_index) == "sm_90a"
+        return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=wgmma) else None
+
+    @cached_property
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        first, second = panel_indices(self.tile, self.config)
+        return torch.from_numpy(first).long().to(self.device), torch.from_numpy(second).long().to(self.device)
+
+    def pack(self, linears: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The weights' image, uint8, for ``run``; each linear gives its left and its right factor, canonical (a, b, c, d)."""
+        together = self.tile.linears
+        parts = [linears[start : start + together] for start in range(0, len(linears), together)]
+        return torch.cat([pack(self.tile, self.config, part, self._indices) for part in parts])
+
+    def run(
+        self,
+        x: Tensor,  # shape: (*batch, in_features)
+        image: Tensor,
+        bias: Tensor | None = None,  # shape: (linears * out_features,), and as much behind it where scaled or behind a norm
+        residual: Tensor | None = None,  # shape: (*batch, linears * out_features)
+        activation: str = "none",
+        eps: float = 0.0,
+        scaled: bool = False,
+        early: bool = False,
+    ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
+        """Launch on the current stream. Tensors that the kernel cannot read in place are copied first. ``eps`` is the norm's.
+
+        ``early``: image and bias were packed before the last queued kernel, and are read while that kernel still runs.
+
+        The kernel reads vectors of 16 bytes, in rows with one stride.
+        """
+        x, rows, stride = _in_vectors(x)
+        y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
+        if rows == 0:
+            return y
+        bias = None if bias is None else _in_vectors(bias)[0]
+        residual_stride = None
+        if residual is not None:
+            residual, _, residual_stride = _in_vectors(residual)
+        key = (rows, stride, activation, scaled, residual_stride, eps, early)
+        launch = self._launches.get(key) or self._prepare(*key)
+        launch.launch(current_stream(x.device.index), x, image, bias, residual, y)
+        return y
+
+    def prepared(self, x: Rows) -> Prepared:
+        """The launch without an epilogue for x of this layout, at multiples of 16 bytes; it takes x, image, bias, no residual, and y."""
+        key = (x.rows, x.stride * x.dtype.itemsize, "none", False, None, 0.0, False)
+        return self._launches.get(key) or self._prepare(*key)
+
+    def _prepare(
+        self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float, early: bool
+    ) -> Prepared:
+        index, config = self.device.index, self.config
+        epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual_stride is not None)}
+        defines = {**self.tile.defines(config), **epilogue}
+        kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=index)
+        unit = 64 if config.wgmma else 16 * config.row_tiles
+        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        grid = (min(-(-rows // unit), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
+        block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
+        launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps), early=early)
+        self._launches[rows, stride, activation, scaled, residual_stride, eps, early] = launch
+        return launch
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its features are not adjacent, or its rows do not have one stride of a multiple of 16 bytes."""
+    return _in_vectors(tensor)[0]
+
+
+def _in_vectors(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """A readable tensor, its rows, and the bytes from one to the next."""
+    placed, width = rows_and_stride(tensor), tensor.element_size()
+    if placed is None or (tensor.data_ptr() | placed[1] * width) % _ALIGNMENT:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        placed = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+    return tensor, placed[0], placed[1] * width

@@ -1,0 +1,61 @@
+"""An activated gate times a value in one launch, with its registered operator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
+from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.registered import Operator
+from flysurgery.gpu.replay.recording import fresh
+
+_THREADS = 256
+_VECTOR_BYTES = 16
+
+
+def gated_obstacle(features: int, dtype: torch.dtype, activation: str) -> str | None:
+    """Why the kernel does not take rows of this many features; None where it does."""
+    if dtype not in DTYPE_NUMBERS:
+        return f"the gate's kernel takes float16, bfloat16 and float32, not {dtype}"
+    if activation not in ACTIVATIONS:
+        return f"the gate's kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
+    if features % (_VECTOR_BYTES // dtype.itemsize):
+        return f"the gate's kernel takes rows of whole vectors of 16 bytes, got {features} features of {dtype}"
+    return None
+
+
+def run_gated(
+    gate: Tensor,  # shape: (rows, features)
+    value: Tensor,  # shape: (rows, features)
+    activation: str,
+) -> Tensor:  # shape: (rows, features)
+    """``activation(gate) * value``, in float32, rounded once; on the current stream. Both are read once."""
+    device_index = gate.device.index
+    y = fresh(gate.shape, gate.dtype, gate.device)
+    if y.numel() == 0:
+        return y
+    gate, value = readable(gate), readable(value)
+    rows, features = y.shape
+    _kernel(features, y.dtype, activation, device_index).launch(
+        (-(-y.nbytes // (_VECTOR_BYTES * _THREADS)), 1, 1),
+        (_THREADS, 1, 1),
+        0,
+        current_stream(device_index),
+        *(gate, value, y, rows, *(part.stride(0) * part.element_size() for part in (gate, value))),
+    )
+    return y
+
+
+@lru_cache(maxsize=256)
+def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
+    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
+    return load_kernel("gated.cu", defines, name="gated", device_index=device_index)
+
+
+gated_operator = Operator(
+    "gated(Tensor gate, Tensor value, str activation) -> Tensor", run_gated, lambda gate, given: gate.new_empty(gate.shape)
+)

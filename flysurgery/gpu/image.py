@@ -1,0 +1,125 @@
+"""The weights of a fused layer as the kernel reads them: panels in the order of use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.tiling import FusedConfig, Tiling, members
+
+HEADER_BYTES = 128
+_WEIGHT_EXPONENT = 11
+"""The largest scaled weight lies in [2^10, 2^11): sums stay in range, and low parts stay precise."""
+
+
+@lru_cache(maxsize=64)
+def panel_indices(tile: Tiling, config: FusedConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Where each element of the two kinds of panels comes from.
+
+    Returns int32 arrays of shapes ``(panels, elements)`` that index the flattened first factors of all linears one
+    after the other, and the flattened second factors likewise; -1 stands for padding.
+    """
+    return _first_indices(tile, config), _second_indices(tile, config)
+
+
+def _column_members(tile: Tiling, group: int) -> np.ndarray:
+    """Inner index of each of a group's columns, of one linear, sorted by class; -1 for padding."""
+    columns = np.full(8 * tile.group_tiles, -1, dtype=np.int64)
+    for cls, start in enumerate(tile.class_starts(group)[:-1]):
+        inside = members(tile.first, tile.second)[group, cls]
+        columns[start : start + len(inside)] = inside
+    return columns
+
+
+def _class_members(tile: Tiling, cls: int) -> np.ndarray:
+    """Inner index of each column that a class reads, group by group; -1 for padding and what another class owns."""
+    first, count = tile.class_tiles[cls]
+    read = np.concatenate([_column_members(tile, group)[8 * first : 8 * (first + count)] for group in range(tile.groups)])
+    c, d = tile.second.c, tile.second.d
+    read = np.where((read >= 0) & (read // (c * d) * d + read % d == cls), read, -1)
+    return np.concatenate([read, np.full(tile.second_steps * 16 - len(read), -1)])
+
+
+def _first_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
+    a, b, c, d = tile.first.factor_shape
+    steps = tile.first_steps
+    s, k = np.arange(steps)[:, None], np.arange(16)[None, :]
+    # operand registers of lane t hold k = 2t, 2t+1 and 2t+8, 2t+9: four neighbours of x where the lane reads them itself
+    q = 16 * s + (k if tile.natural else k % 8 // 2 * 4 + k // 8 * 2 + k % 2)  # shape: (steps, 16)
+    panels = []
+    for i in range(a):
+        for start in range(0, d, config.residues):
+            residues = []
+            for j in range(start, start + config.residues):
+                m = _column_members(tile, i * d + j)
+                p = np.where(m >= 0, (m - j) // d - i * b, -1)
+                flat = ((i * b + p[None, None, :]) * c + q[:, :, None]) * d + j  # shape: (steps, 16, columns of a linear)
+                flat = np.where((p[None, None, :] >= 0) & (q[:, :, None] < c), flat, -1)
+                linears = [np.where(flat >= 0, flat + n * a * b * c * d, -1) for n in range(tile.linears)]
+                residues.append(np.concatenate(linears, axis=2))
+            panels.append(np.stack(residues, axis=1))  # shape: (steps, residues, 16, columns)
+    grid = np.stack(panels)  # shape: (passes, steps, residues, 16, columns)
+    grid = grid.reshape(grid.shape[0], steps, config.residues, 2, 8, -1).swapaxes(4, 5)
+    return np.ascontiguousarray(grid.reshape(tile.panel_counts(config)[0], -1).astype(np.int32))
+
+
+def _second_indices(tile: Tiling, config: FusedConfig) -> np.ndarray:
+    a, b, c, d = tile.second.factor_shape
+    n = np.arange(ceil(b / config.panel_columns) * config.panel_columns)
+    within = n % (8 * config.run)
+    # a lane holds columns 2*lane and 2*lane + 1 of each of the run's tiles; it stores them in vectors of ``span``
+    lane, held, span = within % 8 // 2, within // 8 * 2 + within % 2, tile.span(config)
+    p = n - within + (held // span * 4 + lane) * span + held % span
+    if tile.gated:  # a panel's first half is of the gate, which is the first half of the outputs, the other of the value
+        columns = config.panel_columns // 2
+        p = p % (2 * columns) // columns * (b // 2) + p // (2 * columns) * columns + p % columns
+    blocks = []
+    for i in range(a):
+        classes = []
+        for j in range(d):
+            m = _class_members(tile, i * d + j)
+            q = np.where(m >= 0, (m - j) // d - i * c, -1)
+            flat = ((i * b + p[None, :]) * c + q[:, None]) * d + j  # shape: (k, columns)
+            classes.append(np.where((q[:, None] >= 0) & (p[None, :] < b), flat, -1))
+        blocks.append(np.stack(classes))  # shape: (residues, k, columns)
+    grid = np.stack(blocks).reshape(a, d, tile.second_steps, 2, 8, -1, config.panel_columns)
+    grid = grid.transpose(0, 5, 1, 2, 3, 6, 4).reshape(-1, config.panel_classes * tile.second_steps * 16 * config.panel_columns)
+    linears = [np.where(grid >= 0, grid + n * a * b * c * d, -1) for n in range(tile.linears)]
+    return np.ascontiguousarray(np.concatenate(linears).astype(np.int32))
+
+
+def pack(
+    tile: Tiling,
+    config: FusedConfig,
+    linears: Sequence[tuple[Tensor, Tensor]],  # each: (left factor, right factor), shapes (a, b, c, d)
+    indices: tuple[Tensor, Tensor],  # panel_indices as int64 tensors on the factors' device
+) -> Tensor:  # shape: (bytes,), uint8
+    """Build the image of one layer, or of several linears that share their input, by torch operations only."""
+    seconds, firsts = zip(*linears, strict=True)
+    header = torch.zeros(HEADER_BYTES // 4, dtype=torch.int32, device=firsts[0].device)
+    parts = [header.view(torch.uint8)]
+    half = torch.bfloat16 if tile.mode == "bf16" else torch.float16
+    for factors, index in zip((firsts, seconds), indices, strict=True):
+        values = [factor.detach().float().reshape(-1) for factor in factors]
+        if tile.element_bytes == 4:
+            for n, value in enumerate(values):
+                exponent = _WEIGHT_EXPONENT - torch.frexp(value.abs().amax()).exponent
+                values[n] = _times_power(value, exponent)
+                header[n] += exponent
+        flat = torch.cat([*values, values[0].new_zeros(1)])
+        gathered = flat[index]  # -1 takes the zero at the end
+        high = gathered.to(half)
+        images = [high] if tile.images == 1 else [high, (gathered - high.float()).to(half)]
+        parts.append(torch.stack(images, dim=1).reshape(-1).view(torch.uint8))
+    return torch.cat(parts)
+
+
+def _times_power(value: Tensor, exponent: Tensor) -> Tensor:
+    """``value * 2**exponent`` in two steps, because the power alone may exceed the range of float32."""
+    half = torch.div(exponent, 2, rounding_mode="floor")
+    return torch.ldexp(torch.ldexp(value, half), exponent - half)

@@ -1,0 +1,360 @@
+"""A kernel on a device: loaded once a process, launched on the caller's stream."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.gpu.bindings import cuda_module
+from flysurgery.gpu.cubins import find_cubin
+from flysurgery.gpu.replay.recording import mark_not_replayable, present_recording
+from flysurgery.gpu.tensor_map import Boxes
+
+Argument = Tensor | Boxes | int | None
+Sizes = tuple[tuple[int, int, int], tuple[int, int, int], int]
+"""Blocks, threads of a block, and bytes of its dynamic shared memory."""
+
+_FREE_SHARED_BYTES = 48 * 1024
+_loaded: dict[tuple[object, ...], Kernel] = {}
+_loading: dict[tuple[object, ...], threading.Lock] = {}
+
+
+def device_arch(device_index: int) -> str:
+    """The architecture to compile for: ``sm_90a`` on Hopper, for wgmma and bulk copies, plain ``sm_XY`` elsewhere."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+@cache
+def may_begin_early(device_index: int) -> bool:
+    """Whether a kernel may begin before the one queued before it has ended."""
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
+    """Compile, or find compiled, and load one kernel; the same object for the same arguments.
+
+    Keep the result instead of calling this for every launch: hashing the arguments costs more than the lookup saves.
+
+    Raises:
+        BackendError: the kernel does not compile, or the driver rejects it.
+    """
+    key = (source, name, device_index, tuple(sorted(defines.items())))
+    with _loading.setdefault(key, threading.Lock()):  # one thread loads a kernel; others may load other kernels meanwhile
+        kernel = _loaded.get(key)
+        if kernel is None:
+            kernel = _loaded[key] = _load(source, defines, name, device_index)
+        return kernel
+
+
+def _load(source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> Kernel:
+    arch = device_arch(device_index)
+    rejected: Exception | None = None
+    with torch.cuda.device(device_index), _outside_capture():
+        _make_context_current(device_index)
+        for refresh in (False, True):  # a file damaged in the cache folder is replaced
+            cubin = find_cubin(source, defines, arch=arch, name=name, refresh=refresh)
+            try:
+                return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
+            except Exception as error:  # cuda-core's own error type is private
+                rejected = error
+    raise BackendError(f"the CUDA driver rejects kernel {source} for {arch}: {rejected}; update the driver") from rejected
+
+
+def _make_context_current(device_index: int) -> None:
+    """Set the driver's context for a thread that has not used the device yet; PyTorch's device guard does not."""
+    cuda_module("core").Device(device_index).set_current()
+
+
+@contextlib.contextmanager
+def _outside_capture() -> Iterator[None]:
+    """Let this thread load code while it captures a graph, which the driver refuses by default although it is safe."""
+    driver = cuda_module("bindings.driver")
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+class Kernel:
+    """One ``__global__`` function on one device."""
+
+    def __init__(self, code: Any, name: str, device_index: int) -> None:
+        driver = cuda_module("bindings.driver")
+        kernel = code.get_kernel(name)
+        self.name = name
+        self.device_index = device_index
+        self._code = code
+        self._kernel = driver.CUkernel(int(kernel.handle))
+        self.function = driver.CUfunction(int(kernel.handle))
+        self._launch_as = driver.cuLaunchKernelEx
+        self.parameter_sizes = [size for _, size in kernel.arguments_info]
+        self._parameters = Parameters(self.parameter_sizes)
+        self._shared_bytes = _FREE_SHARED_BYTES
+        self._configs: dict[tuple[tuple[int, ...], bool], Any] = {}
+        self._lock = threading.Lock()
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        *arguments: Argument,
+        early: bool = False,
+    ) -> None:
+        """Queue the kernel on a stream. The device must be the current one.
+
+        Args:
+            shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
+            stream: raw handle, ``current_stream(device_index)``.
+            early: begin while the kernel before still runs, where ``may_begin_early``; the kernel itself waits for it.
+            arguments: tensors and None as pointers, integers as integers of the parameter's size, which are no addresses; a struct of
+                pointers and 64-bit integers takes one argument a member.
+
+        Raises:
+            BackendError: the arguments are not as many as the kernel's parameters, or the driver refuses the launch.
+        """
+        if shared_bytes > self._shared_bytes:
+            self.allow_shared(shared_bytes)
+        sizes = (*grid, *block, shared_bytes)
+        recording = present_recording()
+        if recording is not None:
+            recording.launch(self, sizes, arguments, early)
+        config = self._configs.get((sizes, early))
+        if config is None:
+            config = self._configs[sizes, early] = launch_config(sizes, early)
+        with self._lock:  # the driver copies the parameters before it returns
+            config.hStream = stream
+            self.queue(config, self._parameters.fill(arguments, self.name))
+
+    def prepare(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int, early: bool = False
+    ) -> Prepared:
+        """The launch of a kernel whose last parameters are ``numbers``, for many calls; ``early`` is that of ``launch``."""
+        self.allow_shared(shared_bytes)
+        return Prepared(self, (*grid, *block, shared_bytes), numbers, early)
+
+    def queue(self, config: Any, address: int) -> None:
+        """Launch by a ``launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
+        result = self._launch_as(config, self.function, address, 0)[0]
+        if result != 0 and result.name == "CUDA_ERROR_INVALID_CONTEXT":
+            _make_context_current(self.device_index)
+            result = self._launch_as(config, self.function, address, 0)[0]
+        if result != 0:
+            grid, block = (config.gridDimX, config.gridDimY, config.gridDimZ), (config.blockDimX, config.blockDimY, config.blockDimZ)
+            raise BackendError(
+                f"kernel {self.name} was not launched: {result.name} with grid {grid}, block {block}, "
+                f"{config.sharedMemBytes} bytes shared memory"
+            )
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """Raise the limit of dynamic shared memory, where it is lower."""
+        if shared_bytes <= self._shared_bytes:
+            return
+        driver = cuda_module("bindings.driver")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        result = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel, driver.CUdevice(self.device_index))[0]
+        if result != 0:
+            raise BackendError(
+                f"kernel {self.name} needs {shared_bytes} bytes of shared memory a block, this device has less: {result.name}"
+            )
+        self._shared_bytes = shared_bytes
+
+
+def launch_config(sizes: tuple[int, ...], early: bool) -> Any:
+    """The driver's description of a launch, without its stream; ``sizes`` are grid, block and shared bytes."""
+    driver = cuda_module("bindings.driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes = sizes
+    if early:
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+class Parameters:
+    """The memory from which the driver reads a kernel's parameters: 8 bytes for each, more for a struct.
+
+    Args:
+        sizes: bytes of each parameter; up to 8, or whole words.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        words = [ceil(size / 8) for size in sizes]
+        self.count = sum(words)
+        self.words = (ctypes.c_int64 * self.count)()
+        start = ctypes.addressof(self.words)
+        self._first = [*accumulate(words[:-1], initial=0)]
+        self._addresses = (ctypes.c_void_p * len(words))(*(start + 8 * before for before in self._first))
+        self._address = ctypes.addressof(self._addresses)
+        self._pack = struct.Struct(f"{self.count}q").pack_into
+
+    def reading(self, table: ctypes.Array[ctypes.c_int64], places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+        """The addresses of the parameters, the first of which are read from these places of a table. Keep both objects."""
+        start = ctypes.addressof(table)
+        found = [start + 8 * places[first] if first < len(places) else own for first, own in zip(self._first, self._addresses, strict=True)]
+        return (ctypes.c_void_p * len(found))(*found)
+
+    def fill(self, arguments: Sequence[Argument], name: str) -> int:
+        """Write the arguments, and give the address of the parameters' addresses."""
+        words = words_of(arguments)
+        if len(words) != self.count:
+            raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
+        self._pack(self.words, 0, *words)
+        return self._address
+
+
+class Prepared:
+    """A launch in which only the stream and the first parameters, which are addresses, change from call to call."""
+
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], numbers: Sequence[int], early: bool = False) -> None:
+        self.kernel, self.sizes, self._numbers = kernel, sizes, numbers
+        self.parameters = Parameters(kernel.parameter_sizes)
+        addresses = self.parameters.count - len(numbers)
+        self._address = self.parameters.fill((*([None] * addresses), *numbers), kernel.name)
+        self._pack = struct.Struct(f"{addresses}q").pack_into
+        self.early, self._config = early, launch_config(sizes, early)
+        self._lock = threading.Lock()
+
+    def launch(self, stream: int, *arguments: Tensor | None) -> None:
+        """Queue the kernel on a stream. The device must be the current one. Errors are those of ``Kernel.launch``."""
+        recording = present_recording()
+        if recording is not None:
+            recording.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early)
+        self._queue(stream, words_of(arguments))
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """The same with addresses in place of tensors."""
+        mark_not_replayable()
+        self._queue(stream, addresses)
+
+    def _queue(self, stream: int, addresses: Sequence[int]) -> None:
+        with self._lock:
+            self._pack(self.parameters.words, 0, *addresses)
+            self._config.hStream = stream
+            self.kernel.queue(self._config, self._address)
+
+
+class Series:
+    """Launches that follow each other and read their addresses from one table, which is written once for all.
+
+    Args:
+        launches: each with the places of its addresses in the table; members of a struct have places side by side.
+        addresses: how many there are in the table.
+    """
+
+    def __init__(self, launches: Sequence[tuple[Prepared, Sequence[int]]], addresses: int) -> None:
+        self._table = (ctypes.c_int64 * addresses)()
+        self._prepared = [prepared for prepared, _ in launches]  # whose numbers are read where they are
+        self._pointers = [prepared.parameters.reading(self._table, places) for prepared, places in launches]
+        self._launches = [
+            (prepared.kernel, launch_config(prepared.sizes, prepared.early), ctypes.addressof(pointers))
+            for (prepared, _), pointers in zip(launches, self._pointers, strict=True)
+        ]
+        self._stream: int | None = None
+        self._pack = struct.Struct(f"{addresses}q").pack_into
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
+        mark_not_replayable()
+        with self._lock:
+            self._pack(self._table, 0, *addresses)
+            if stream != self._stream:
+                for _, config, _ in self._launches:
+                    config.hStream = stream
+                self._stream = stream
+            for kernel, config, pointers in self._launches:
+                kernel.queue(config, pointers)
+
+
+def words_of(arguments: Sequence[Argument]) -> list[int]:
+    """The 64-bit integers that a launch takes for its arguments."""
+    words = list[int]()
+    for argument in arguments:
+        if argument is None or isinstance(argument, int):
+            words.append(argument or 0)
+        elif isinstance(argument, Tensor):
+            words.append(argument.data_ptr())
+        else:
+            words += argument.words(argument.at.data_ptr())
+    return words
+
+
+def address_of(argument: Tensor | int | None) -> int:
+    """The integer that a launch gets for a tensor (its address), for None (0), or for an integer."""
+    return argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
+
+
+def current_device() -> int:
+    """``torch.cuda.current_device()`` at a third of its cost, for processes that already use CUDA."""
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(device_index: int) -> int:
+    """Raw handle of PyTorch's current stream on a device."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def rows_and_stride(x: Tensor) -> tuple[int, int] | None:
+    """How many rows x has, all leading dimensions together, and the elements from one to the next.
+
+    None where the rows do not have one stride, or the features are not adjacent.
+    """
+    features = x.shape[-1]
+    if x.is_contiguous():
+        return x.numel() // features, features
+    if x.stride(-1) != 1 and features > 1:
+        return None
+    rows, stride = 1, features
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size > 1:
+            if rows > 1 and step != rows * stride:
+                return None
+            rows, stride = rows * size, step if rows == 1 else stride
+    return rows, stride
+
+
+class Rows(NamedTuple):
+    """The layout of a matrix in memory: what a kernel needs besides its address."""
+
+    rows: int
+    stride: int  # elements
+    features: int
+    offset: int  # of the address, modulo 16 bytes
+    dtype: torch.dtype
+
+    def aligned(self, size: int) -> bool:
+        """Whether all rows begin at multiples of this many bytes, at most 16."""
+        return (self.offset | self.stride * self.dtype.itemsize) % size == 0
+
+
+def in_rows(x: Tensor) -> tuple[Tensor, Rows]:
+    """x, or a copy where its rows do not have one stride; and its layout."""
+    placed = rows_and_stride(x)
+    if placed is None:
+        return in_rows(x.clone(memory_format=torch.contiguous_format))
+    return x, Rows(*placed, x.shape[-1], x.data_ptr() % 16, x.dtype)
+
+
+def float_bits(value: float) -> int:
+    """A float32 as the integer of the same bits: launches take integers."""
+    return struct.unpack("i", struct.pack("f", value))[0]

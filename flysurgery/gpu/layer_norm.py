@@ -1,0 +1,90 @@
+"""Layer norm over the last dimension in one launch, with its registered operator."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.fused import readable
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.registered import Operator
+from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.weight_cache import derived
+
+_ROWS_OF_BLOCK = 8
+_MAX_COLUMNS = 4096
+_VECTOR_BYTES = 16
+
+
+def layer_norm_obstacle(features: int, dtype: torch.dtype) -> str | None:
+    """Why the kernel has no norm of rows of this many features; None where it has one."""
+    if dtype not in DTYPE_NUMBERS:
+        return f"the norm's kernel takes float16, bfloat16 and float32, not {dtype}"
+    if features % (_VECTOR_BYTES // dtype.itemsize) or features > _MAX_COLUMNS:
+        return f"the norm's kernel takes rows of whole vectors of 16 bytes and up to {_MAX_COLUMNS} features, got {features} of {dtype}"
+    return None
+
+
+def row_moments(
+    x: Tensor,  # shape: (rows, features)
+) -> Tensor:  # shape: (rows, 1, 2), float32
+    """The mean of each row and the sum of the squared deviations from it, in one launch on the current stream.
+
+    Rows begin at multiples of 16 bytes. Here a row is one part; moments of several parts have one pair for each.
+    """
+    moments = fresh((x.shape[0], 1, 2), torch.float32, x.device)
+    if x.shape[0]:
+        _launch(x, None, None, moments, 0.0)
+    return moments
+
+
+def run_layer_norm(
+    x: Tensor,  # shape: (rows, features)
+    weight: Tensor | None,  # shape: (features,)
+    bias: Tensor | None,  # shape: (features,)
+    eps: float,
+) -> Tensor:  # shape: (rows, features)
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, in float32, rounded once; on the current stream.
+
+    Reads x and writes the result once; the weights may be of any dtype.
+    """
+    rows, features = x.shape
+    y = fresh((rows, features), x.dtype, x.device)
+    if rows == 0:
+        return y
+    x = readable(x)
+    sources = tuple(part for part in (weight, bias) if part is not None)
+
+    def make() -> tuple[Tensor, ...]:
+        ones, zeros = x.new_ones(features, dtype=torch.float32), x.new_zeros(features, dtype=torch.float32)
+        return (ones if weight is None else ones * weight.detach(), zeros if bias is None else zeros + bias.detach())
+
+    wide = derived(("layer norm", weight is None), sources, make, inference=True) if sources else make()
+    _launch(x, wide[0], wide[1], y, eps)
+    return y
+
+
+def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float) -> None:
+    device_index = x.device.index
+    _kernel(x.shape[1], x.dtype, weight is None, device_index).launch(
+        (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
+        (32 * _ROWS_OF_BLOCK, 1, 1),
+        0,
+        current_stream(device_index),
+        *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
+        early=may_begin_early(device_index),  # it reads nothing before earlier kernels have ended
+    )
+
+
+@lru_cache(maxsize=256)
+def _kernel(features: int, dtype: torch.dtype, moments: bool, device_index: int) -> Kernel:
+    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "MOMENTS": int(moments)}
+    return load_kernel("layer_norm.cu", defines, name="layer_norm", device_index=device_index)
+
+
+layer_norm_operator = Operator(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", run_layer_norm, lambda x, given: x.new_empty(x.shape)
+)

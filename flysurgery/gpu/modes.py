@@ -1,0 +1,51 @@
+"""Which arithmetic a kernel uses, from the dtype of x and PyTorch's own switches."""
+
+from __future__ import annotations
+
+import torch
+
+from flysurgery.errors import BackendError
+from flysurgery.torch_state import tf32_allowed
+
+HALF_MODES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+HALVES = frozenset(HALF_MODES.values())
+MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32, "exact": torch.float32}
+"""Each mode, and the dtype of x that it takes."""
+
+MODE_NUMBERS = {mode: number for number, mode in enumerate(MODES)}
+"""The macro ``MODE`` of a kernel that computes in several modes."""
+
+DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""The macro ``MODE`` of a kernel that asks for the dtype of x alone."""
+
+TENSOR_CORE_MODES = tuple(mode for mode in MODES if mode != "exact")
+
+
+def mode_of(dtype: torch.dtype, *, allow_tf32: bool, exact: bool = False) -> str | None:
+    """The kernels' mode for inputs of a dtype, None where there is none.
+
+    ``fp16`` and ``bf16`` sum in float32. For float32 inputs: ``exact`` multiplies and adds in float32 on the ordinary
+    cores; ``fp32`` reaches the same grade of error on tensor cores, by pairs of fp16; ``tf32`` rounds inputs to 11 bits
+    where the user allows it.
+    """
+    if exact:
+        return "exact" if dtype == torch.float32 else None
+    if dtype == torch.float32:
+        return "tf32" if allow_tf32 else "fp32"
+    return HALF_MODES.get(dtype)
+
+
+def present_mode(dtype: torch.dtype) -> str | None:
+    """``mode_of`` a dtype under PyTorch's present settings."""
+    return mode_of(dtype, allow_tf32=dtype == torch.float32 and tf32_allowed())
+
+
+def dtype_of(mode: str) -> torch.dtype:
+    """The dtype of x that a mode takes.
+
+    Raises:
+        BackendError: there is no such mode.
+    """
+    if mode not in MODES:
+        raise BackendError(f"the CUDA kernels have the modes {', '.join(MODES)}, got '{mode}'")
+    return MODES[mode]

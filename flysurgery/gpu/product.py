@@ -1,0 +1,144 @@
+"""One way through the kernels for a product of factors: fused in one launch, or factor by factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.configured import SINGLE, FactorProduct, chosen_factor
+from flysurgery.gpu.fused import FusedLinear, readable
+from flysurgery.gpu.gather import Packer
+from flysurgery.gpu.kernel import Prepared, Rows, in_rows
+from flysurgery.gpu.modes import dtype_of
+from flysurgery.gpu.obstacles import fused_obstacle, shared_limit_of
+from flysurgery.gpu.single import SingleFactor
+from flysurgery.gpu.table import TunedCase, tuned_config
+from flysurgery.gpu.tiling import FusedConfig
+from flysurgery.patterns import Architecture
+
+FUSED = "fused_linear"
+
+
+class Product:
+    """The kernels of one architecture, mode, device and number of linears that share x.
+
+    The fused kernel multiplies two factors for which it has a tiling. All others are multiplied factor by factor, and the
+    intermediates are rounded to the dtype of x. Several linears need the fused kernel.
+
+    Args:
+        kernels: the fused one, or those of the factors from right to left, the order in which x meets them.
+    """
+
+    def __init__(
+        self, architecture: Architecture, mode: str, linears: int, device_index: int, kernels: FusedLinear | tuple[FactorProduct, ...]
+    ) -> None:
+        self.architecture, self.mode, self.linears, self.device_index = architecture, mode, linears, device_index
+        self.kernels = kernels
+        self._packers: dict[tuple[int, bool], Packer] = {}
+
+    @property
+    def is_one_launch(self) -> bool:
+        """Whether ``prepared`` has it."""
+        return isinstance(self.kernels, FusedLinear) or (len(self.kernels) == 1 and isinstance(self.kernels[0], SingleFactor))
+
+    def prepared(self, x: Rows) -> tuple[Prepared, tuple[str | None, ...]]:
+        """The launch for a ``readable`` x of this layout, and the addresses that it takes."""
+        if isinstance(self.kernels, FusedLinear):
+            return self.kernels.prepared(x), ("x", "image", "bias", None, "y")
+        (single,) = self.kernels
+        assert isinstance(single, SingleFactor), "it is one launch"
+        return single.prepared(x, 1, self.device_index), ("x", "image", "bias", "y")
+
+    def readable(self, x: Tensor) -> Tensor:
+        """x, or a copy where its one launch cannot read it in place."""
+        return readable(x) if isinstance(self.kernels, FusedLinear) else in_rows(x)[0]
+
+    def cases(self, rows: int) -> list[TunedCase]:
+        """The cases to autotune for calls with this many rows: one for each launch."""
+        device = torch.cuda.get_device_name(self.device_index)
+        if isinstance(self.kernels, FusedLinear):
+            return [TunedCase(device, FUSED, self.architecture, self.mode, self.linears, rows)]
+        return [TunedCase(device, SINGLE, Architecture((pattern,)), self.mode, 1, rows) for pattern in self.architecture]
+
+    def pack(
+        self,
+        factors: tuple[Tensor, ...],  # shapes: (a, b, c, d), left to right; of several linears one after the other
+        biases: tuple[Tensor, ...],  # shapes: (out_features,), one a linear, or none
+        transposed: bool,
+    ) -> tuple[Tensor, ...]:
+        """The weights as the kernels read them, one image for each launch, and the concatenated biases if there are any.
+
+        ``transposed``: the factors are those of the transposed architecture, whose product this multiplies by.
+        """
+        key = (len(biases), transposed)
+        packer = self._packers.get(key)
+        if packer is None:
+            count = len(factors)
+            plainly = lambda sources: self.pack_plainly(sources[:count], sources[count:], transposed)  # noqa: E731
+            packer = self._packers[key] = Packer(plainly, self.mode)
+        return packer(factors + biases)
+
+    def pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
+        """The same by torch operations."""
+        linears = _split(factors, self.linears, transposed)
+        biases = tuple(bias.detach().to(dtype_of(self.mode)) for bias in biases)
+        joined = (torch.cat(biases),) if biases else ()
+        if isinstance(self.kernels, FusedLinear):
+            return (self.kernels.pack([(left, right) for left, right in linears]), *joined)
+        return (*(single.pack(factor) for single, factor in zip(self.kernels, reversed(linears[0]), strict=True)), *joined)
+
+    def run(
+        self,
+        x: Tensor,  # shape: (*batch, in_features)
+        packed: Sequence[Tensor],  # what ``pack`` gives
+        with_bias: bool,
+        early: bool = False,
+    ) -> Tensor:  # shape: (*batch, linears * out_features)
+        """Multiply on the current stream. Rows of x that the kernels cannot read in place are copied first.
+
+        ``early``: the weights were packed before the last queued kernel, and may be read while that kernel still runs.
+        """
+        bias = packed[-1] if with_bias else None
+        if isinstance(self.kernels, FusedLinear):
+            return self.kernels.run(x, packed[0], bias, early=early)
+        last = len(self.kernels) - 1
+        for place, single in enumerate(self.kernels):
+            x = single.run(x, packed[place], bias if place == last else None)
+        return x
+
+
+def _split(factors: tuple[Tensor, ...], linears: int, transposed: bool) -> list[tuple[Tensor, ...]]:
+    length = len(factors) // linears
+    parts = [factors[start : start + length] for start in range(0, len(factors), length)]
+    return [tuple(factor.transpose(1, 2) for factor in reversed(part)) for part in parts] if transposed else parts
+
+
+def product_of(architecture: Architecture, mode: str, linears: int, device_index: int, rows: int) -> Product:
+    """The kernels for this many rows, in the autotuned configurations, or in the first ones where nothing was tuned.
+
+    The same configurations give the same object, so that different numbers of rows share packed weights where possible.
+
+    Raises:
+        BackendError: no kernel can run this; ``product_obstacle`` tells beforehand.
+    """
+    limit = shared_limit_of(device_index)
+    if linears > 1 or fused_obstacle(architecture, mode, 1, limit) is None:
+        fields = tuned_config(FUSED, architecture, mode, linears, device_index, rows)
+        config = FusedLinear.tuned(architecture, mode, linears, fields, device_index=device_index) if fields else None
+        return _fused(architecture, mode, linears, device_index, config)
+    singles = tuple(chosen_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))
+    return _chain(architecture, mode, device_index, singles)
+
+
+@cache
+def _fused(architecture: Architecture, mode: str, linears: int, device_index: int, config: FusedConfig | None) -> Product:
+    kernel = FusedLinear(architecture, mode, linears, config=config, device_index=device_index)
+    return Product(architecture, mode, linears, device_index, kernel)
+
+
+@cache
+def _chain(architecture: Architecture, mode: str, device_index: int, singles: tuple[FactorProduct, ...]) -> Product:
+    return Product(architecture, mode, 1, device_index, singles)

@@ -1,0 +1,150 @@
+"""One factor in one launch: ``y = x Kᵀ (+ bias)`` for any pattern."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flysurgery.errors import BackendError
+from flysurgery.gpu.kernel import Prepared, Rows, address_of, current_stream, in_rows, load_kernel
+from flysurgery.gpu.single_choice import candidates, single_reason
+from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
+from flysurgery.patterns import Pattern
+
+__all__ = ["SingleFactor", "candidates", "single_reason"]
+
+_WEIGHT_EXPONENT = 11
+_LARGEST_SCALE = 123
+_SMALLEST_SCALE = -115
+
+
+class SingleFactor:
+    """One factor of one pattern, mode and configuration.
+
+    Args:
+        pattern: compiled into the kernel.
+        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32``, ``fp32`` and ``exact`` for float32 inputs.
+        config: one of ``candidates``; None takes the first.
+        shared_limit: bytes of shared memory that a block may use on the device.
+        segments: how many linears are summed. ``pattern`` is that of one linear with as many times the inputs c; x holds their inputs
+            side by side.
+        wide: whether results are float32 for halves x. The configuration may then need too much shared memory; see ``fits``.
+
+    Raises:
+        BackendError: the kernel cannot run this; ``single_reason`` tells beforehand.
+
+    Cost of a call of R rows: ``R * flops_per_row`` operations (three times in mode ``fp32``), x read once from device
+    memory and y written once.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        mode: str,
+        config: SingleConfig | None = None,
+        *,
+        shared_limit: int,
+        segments: int = 1,
+        wide: bool = False,
+    ) -> None:
+        reason = single_reason(pattern, mode, shared_limit)
+        if config is None and reason is not None:
+            raise BackendError(reason)
+        self.pattern = pattern
+        self.mode = mode
+        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments, wide)
+        self.fits = self.tile.shared_bytes <= shared_limit
+        self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
+        self._out_features = pattern.out_features
+        self._launches: dict[tuple[Rows, int, int], Prepared] = {}
+
+    def sources(self) -> list[tuple[str, str, dict[str, int]]]:
+        """The kernel that rows at aligned addresses need: file, name, macros."""
+        return [("single_factor.cu", "single_factor", self.tile.defines(self._vector))]
+
+    def pack(
+        self,
+        factor: Tensor,  # shape: (a, b, c, d)
+    ) -> Tensor:  # shape: (image_bytes,), uint8
+        """The weights as the kernel reads them: a header with the exponent of their scale, then one piece a block and chunk.
+
+        A piece is [residue][plane][k/8][output][8], the 16 inputs of a step in the order of the x fragment; mode
+        ``exact`` keeps float32 as [residue][input][output].
+        """
+        tile, config = self.tile, self.tile.config
+        a, b, c, d = self.pattern.factor_shape
+        ranges, outputs, chunks = tile.counts
+        padding = (0, ranges * config.block_residues - d, 0, chunks * config.chunk - c, 0, outputs * config.block_outputs - b)
+        padded = torch.nn.functional.pad(factor.detach(), padding)
+        # shape: (a, outputs, BN, chunks, KC, ranges, J)
+        tiled = padded.reshape(a, outputs, config.block_outputs, chunks, config.chunk, ranges, config.block_residues)
+        if self.mode == "exact":
+            planes = tiled.float().permute(0, 5, 1, 3, 6, 4, 2)
+            return _with_header(planes, torch.zeros(1, dtype=torch.int32, device=factor.device))
+        # 16 inputs are q = 4t + 2h + e, or (h, e, t) where they interleave; slot k = 8h + 2t + e
+        steps = config.chunk // 16
+        split = tiled.reshape(
+            a, outputs, config.block_outputs, chunks, steps, *((2, 2, 4) if config.interleaved else (4, 2, 2)), ranges, -1
+        )
+        h, t, e = (5, 7, 6) if config.interleaved else (6, 5, 7)
+        panels = split.permute(0, 8, 1, 3, 9, 4, h, 2, t, e)  # shape: (a, ranges, outputs, chunks, J, steps, 2, BN, 4, 2)
+        if self.mode in ("fp16", "bf16"):
+            dtype = torch.float16 if self.mode == "fp16" else torch.bfloat16
+            return _with_header(panels.to(dtype), torch.zeros(1, dtype=torch.int32, device=factor.device))
+        exponent = _scale_exponent(factor.detach())
+        scaled = panels.float() * _power_of_two(exponent)
+        high = scaled.half()
+        if self.mode == "tf32":
+            return _with_header(high, exponent)
+        low = (scaled - high.float()).half()
+        return _with_header(torch.stack((high, low), dim=5), exponent)
+
+    def run(
+        self,
+        x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
+        image: Tensor,
+        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
+        linears: int = 1,
+    ) -> Tensor:  # shape: (*batch, linears*a*b*d)
+        """Launch on the current stream. Several linears, their images one after the other, share x or have it side by side.
+
+        Rows of x may be strided, and may begin at any element. Inputs that lie differently are copied first.
+        """
+        x, at = in_rows(x)
+        y = x.new_empty((*x.shape[:-1], linears * self._out_features), dtype=torch.float32 if self.tile.wide else x.dtype)
+        if at.rows:
+            device = x.device.index
+            launch = self.prepared(at, linears, device)
+            launch(current_stream(device), x.data_ptr(), image.data_ptr(), address_of(bias), y.data_ptr())
+        return y
+
+    def prepared(self, x: Rows, linears: int, device_index: int) -> Prepared:
+        """The launch for x of this layout; it takes the addresses of x, the image, the bias and y."""
+        key = (x, linears, device_index)
+        found = self._launches.get(key)
+        if found is None:
+            defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
+            kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
+            multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+            row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors, linears)
+            step = 0 if x.features == self.pattern.in_features else self.pattern.in_features
+            grid, block = (self.tile.groups * linears * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
+            found = kernel.prepare(grid, block, self.tile.shared_bytes, x.rows, x.stride, tiles, linears, step)
+            self._launches[key] = found
+        return found
+
+
+def _with_header(planes: Tensor, exponent: Tensor) -> Tensor:
+    header = torch.nn.functional.pad(exponent, (0, HEADER_BYTES // 4 - 1)).view(torch.uint8)
+    return torch.cat((header, planes.contiguous().reshape(-1).view(torch.uint8)))
+
+
+def _scale_exponent(factor: Tensor) -> Tensor:  # shape: (1,), int32
+    """The power of two that brings the largest finite weight to [2^11, 2^12), without a synchronization."""
+    weights = factor.float()
+    largest = torch.where(weights.isfinite(), weights.abs(), 0.0).amax().reshape(1)
+    return (_WEIGHT_EXPONENT + 127 - (largest.view(torch.int32) >> 23)).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 127) << 23).view(torch.float32)

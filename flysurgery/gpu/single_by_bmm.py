@@ -1,0 +1,125 @@
+"""One factor by PyTorch's batched product of its dense blocks: for large blocks, whose arithmetic takes longer than moving x and y."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.kernel import in_rows
+from flysurgery.gpu.modes import dtype_of
+from flysurgery.gpu.transposition import Transposition
+from flysurgery.patterns import Pattern
+
+_LEAST_WEIGHT = {"fp16": 300, "bf16": 300, "tf32": 400}
+"""See ``batched_pays``. The fp32 grade has no entry: PyTorch's float32 product runs on the ordinary cores."""
+_LEAST_DENSE = {"fp16": 0, "bf16": 0, "tf32": 100}
+_FEWEST_ROWS = 192
+_MOST_RESIDUES = 64
+_ROW_STEP = 128
+_SCRATCH_MB = 256
+
+
+@dataclass(frozen=True)
+class BatchedConfig:
+    """One way to run a batched product; ``scratch_mb`` bounds the memory for its operands and results, in MB."""
+
+    scratch_mb: int
+
+
+def batched_configs(mode: str) -> tuple[BatchedConfig, ...]:
+    """Configurations to time; none for modes in which PyTorch has no product of the same grade and speed."""
+    return (BatchedConfig(_SCRATCH_MB),) if mode in _LEAST_WEIGHT else ()
+
+
+def batched_pays(pattern: Pattern, mode: str, rows: int) -> bool:
+    """Whether a batched product is expected to take less time than the single-factor kernel.
+
+    The operations for each element of x and y grow with bc / (b + c). The kernel's time for them grows with d, roughly as its root.
+    So bc / (b + c) * sqrt(d) is compared with a bound, and a plain dense product, a = d = 1, has a lower bound. The times of both ways on
+    an H200 at 25088 rows set the bounds; fewer than 197 rows have not been timed.
+    """
+    if mode not in _LEAST_WEIGHT or rows <= _FEWEST_ROWS:
+        return False
+    weight = pattern.b * pattern.c / (pattern.b + pattern.c) * min(pattern.d, _MOST_RESIDUES) ** 0.5
+    return weight >= (_LEAST_DENSE if pattern.a * pattern.d == 1 else _LEAST_WEIGHT)[mode]
+
+
+class BatchedFactor:
+    """Stands in for ``SingleFactor``: ``y = x Kᵀ (+ bias)`` by ``torch.bmm`` over the a*d dense blocks of a factor.
+
+    One transposition separates the residues of x, so that each block's inputs are adjacent, and one interleaves the results. Where
+    d = 1 nothing is transposed. Rows pass through scratch memory in pieces of at least 128 rows. The results are rounded
+    to the dtype of x before the transposition adds the bias.
+
+    Args:
+        mode: ``fp16``, ``bf16``, or ``tf32`` while PyTorch rounds the inputs of its own float32 products too.
+
+    Cost of a call of R rows: ``R * flops_per_row`` operations; x and y are read and written once, and twice more where d > 1.
+    """
+
+    def __init__(self, pattern: Pattern, mode: str, config: BatchedConfig) -> None:
+        a, b, c, d = pattern.factor_shape
+        self.pattern, self.mode = pattern, mode
+        self._scratch_elements = (config.scratch_mb << 20) // dtype_of(mode).itemsize
+        self._apart, self._together = Transposition(a, c, d), Transposition(a, d, b)
+
+    def sources(self) -> list[tuple[str, str, dict[str, int]]]:
+        """The kernels that rows at aligned addresses need: file, name, macros."""
+        dtype, parts = dtype_of(self.mode), (self._apart, self._together) if self.pattern.d > 1 else ()
+        return [("transpose.cu", "transpose", part.defines(dtype, True)) for part in parts]
+
+    def pack(
+        self,
+        factor: Tensor,  # shape: (a, b, c, d)
+    ) -> Tensor:  # shape: (nnz,)
+        """The blocks one after the other, in the dtype of the mode."""
+        return factor.detach().permute(0, 3, 1, 2).to(dtype_of(self.mode)).reshape(-1)
+
+    def run(
+        self,
+        x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
+        image: Tensor,
+        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
+        linears: int = 1,
+    ) -> Tensor:  # shape: (*batch, linears*a*b*d)
+        """As ``SingleFactor.run``. The padding of image and bias is ignored."""
+        y = x.new_empty((*x.shape[:-1], linears * self.pattern.out_features))
+        if x.numel() == 0:
+            return y
+        a, b, c, d = self.pattern.factor_shape
+        x, outputs = in_rows(x)[0].reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).chunk(linears, dim=1)
+        inputs = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
+        biases = [None] * linears if bias is None else bias[: y.shape[-1]].chunk(linears)
+        blocks = image[: linears * self.pattern.nnz].view(linears, a * d, b, c).mT
+        for part, own_blocks, own_bias, out in zip(inputs, blocks, biases, outputs, strict=True):
+            if d == 1:
+                _multiply(part, own_blocks, own_bias, out)
+            else:
+                self._by_pieces(part, own_blocks, own_bias, out)
+        return y
+
+    def _by_pieces(self, x: Tensor, blocks: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        steps = self._scratch_elements // (_ROW_STEP * (x.shape[1] + y.shape[1]))
+        piece = min(_ROW_STEP * max(steps, 1), len(x))
+        apart, products = x.new_empty((piece, x.shape[1])), y.new_empty((piece, y.shape[1]))
+        for part, out in zip(x.split(piece), y.split(piece), strict=True):
+            rows = len(part)
+            self._apart.run(part, apart[:rows])
+            _multiply(apart[:rows], blocks, None, products[:rows])
+            self._together.run(products[:rows], out, bias)
+
+
+def _multiply(
+    x: Tensor,  # shape: (rows, n*c)
+    blocks: Tensor,  # shape: (n, c, b)
+    bias: Tensor | None,  # shape: (n*b,)
+    y: Tensor,  # shape: (rows, n*b)
+) -> None:
+    """Each block's part of y, read and written in place."""
+    if len(blocks) == 1:
+        torch.mm(x, blocks[0], out=y) if bias is None else torch.addmm(bias, x, blocks[0], out=y)
+        return
+    left, out = (tensor.unflatten(1, (len(blocks), -1)).transpose(0, 1) for tensor in (x, y))
+    torch.bmm(left, blocks, out=out) if bias is None else torch.baddbmm(bias.view(len(blocks), 1, -1), left, blocks, out=out)

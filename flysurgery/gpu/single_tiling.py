@@ -1,0 +1,223 @@
+"""How the single-factor kernel tiles one pattern: a configuration, and the sizes that follow. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, gcd
+
+from flysurgery.gpu.pattern_macros import pattern_macros
+from flysurgery.gpu.single_banks import best_pitch, reads, writes
+from flysurgery.patterns import Pattern
+
+HEADER_BYTES = 128
+_REGISTERS_BESIDE_TILES = 60
+_REGISTERS_OF_SCALING = 48
+_TILES_A_BLOCK = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+_SHARED_WEIGHT_BYTES = 24 << 20
+
+
+@dataclass(frozen=True)
+class SingleConfig:
+    """One way to run a single factor; every field is a compile-time constant of ``kernels/single_factor.cu``.
+
+    Attributes:
+        row_warps, output_warps, residue_warps: warps a block along rows, outputs p and residues j.
+        row_tiles: tiles of 16 rows a warp.
+        output_tiles: tiles of 8 outputs a warp.
+        residues: residues a warp.
+        chunk: inputs q in a chunk.
+        stages: chunks of x in shared memory.
+        resident: whether all weights of a block stay in shared memory.
+        interleaved: whether a thread's four q of 16 lie four apart instead of side by side.
+        min_blocks: blocks a multiprocessor that registers are limited for.
+    """
+
+    row_warps: int
+    output_warps: int
+    residue_warps: int
+    row_tiles: int
+    output_tiles: int
+    residues: int
+    chunk: int
+    stages: int
+    resident: bool
+    interleaved: bool
+    min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.output_warps * self.residue_warps
+
+    @property
+    def block_rows(self) -> int:
+        return 16 * self.row_warps * self.row_tiles
+
+    @property
+    def block_outputs(self) -> int:
+        return 8 * self.output_warps * self.output_tiles
+
+    @property
+    def block_residues(self) -> int:
+        return self.residue_warps * self.residues
+
+
+@dataclass(frozen=True)
+class SingleTiling:
+    """The sizes that follow from a pattern, a mode and a configuration.
+
+    ``segments``: how many linears are summed, as one factor of as many times the inputs q. ``wide``: y is float32 whatever x is.
+    """
+
+    pattern: Pattern
+    mode: str
+    config: SingleConfig
+    segments: int = 1
+    wide: bool = False
+
+    @property
+    def y_bytes(self) -> int:
+        """Bytes an element of y."""
+        return 4 if self.wide else self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.mode in ("fp16", "bf16") else 4
+
+    @property
+    def planes(self) -> int:
+        """Images of the weights: hi and lo where fp32 is split in pairs."""
+        return 2 if self.mode == "fp32" else 1
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Residue ranges, output tiles and chunks that cover the pattern."""
+        config = self.config
+        return (
+            ceil(self.pattern.d / config.block_residues),
+            ceil(self.pattern.b / config.block_outputs),
+            ceil(self.pattern.c / config.chunk),
+        )
+
+    @property
+    def groups(self) -> int:
+        """Blocks side by side over one tile of rows."""
+        ranges, output_tiles, _ = self.counts
+        return self.pattern.a * ranges * output_tiles
+
+    @property
+    def weight_chunk_bytes(self) -> int:
+        config = self.config
+        width = 4 if self.mode == "exact" else 2
+        return config.block_residues * self.planes * config.chunk * config.block_outputs * width
+
+    @property
+    def image_bytes(self) -> int:
+        return HEADER_BYTES + self.groups * self.counts[2] * self.weight_chunk_bytes
+
+    @property
+    def x_pitch(self) -> int:
+        """Bytes from row to row of a staged chunk of x."""
+        return self._x_pitch_and_conflicts()[0]
+
+    @property
+    def read_conflicts(self) -> float:
+        """Shared-memory wavefronts of reading x, over the least possible."""
+        return self._x_pitch_and_conflicts()[1]
+
+    def _x_pitch_and_conflicts(self) -> tuple[int, float]:
+        config, width = self.config, self.element_bytes
+        key = reads(config.residue_warps, config.residues, config.interleaved, width)
+        return best_pitch(config.chunk * config.block_residues * width, key)
+
+    @property
+    def y_pitch(self) -> int:
+        """Bytes from row to row of a slab of y."""
+        config, width = self.config, self.y_bytes
+        key = writes(config.residue_warps, config.residues, width)
+        return best_pitch(config.block_outputs * config.block_residues * width, key)[0]
+
+    @property
+    def x_vector(self) -> int:
+        """Widest copy, in bytes, that the pattern's alignment allows; x itself may force a narrower one."""
+        return self._vector(self.pattern.c // self.segments, self.config.chunk, self.element_bytes)
+
+    @property
+    def y_vector(self) -> int:
+        """Widest store, in bytes, that the pattern's alignment allows."""
+        return self._vector(self.pattern.b, self.config.block_outputs, self.y_bytes)
+
+    def _vector(self, block: int, tile: int, width: int) -> int:
+        d, residues = self.pattern.d, self.config.block_residues
+        spans = (block * d, tile * d) if residues == d else (d, residues)
+        return gcd(16, *(span * width for span in spans))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        fixed, stage = self.shared_parts(self.config.resident)
+        return fixed + self.config.stages * stage
+
+    def shared_parts(self, resident: bool) -> tuple[int, int]:
+        """Bytes of shared memory beside the stages, resident weights among them, and of one stage."""
+        config = self.config
+        weights = self.weight_chunk_bytes
+        bias = ceil(config.block_outputs * config.block_residues * 4 / 16) * 16
+        fixed = bias + config.row_warps * 8 * self.y_pitch + (self.counts[2] * weights if resident else 0)
+        return fixed, config.block_rows * self.x_pitch + (0 if resident else weights)
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, estimated: accumulators, fragments, scales, and what stands beside them."""
+        config = self.config
+        sums = 4 * config.row_tiles * config.residues * config.output_tiles
+        if self.mode == "exact":
+            return sums + 4 * config.row_tiles + config.output_tiles + 40
+        fragments = 4 * config.row_tiles * config.residues * self.planes
+        scales = 2 * config.row_tiles * config.residues + _REGISTERS_OF_SCALING if self.element_bytes == 4 else 0
+        return sums + fragments + scales + config.residues * self.element_bytes + _REGISTERS_BESIDE_TILES
+
+    @property
+    def ranges_fast(self) -> int:
+        """How many neighbouring residue ranges run together. They share lines of x, but their weights need more of the L2 cache."""
+        ranges, output_tiles, chunks = self.counts
+        each = output_tiles * chunks * self.weight_chunk_bytes
+        return max(n for n in range(1, ranges + 1) if ranges % n == 0 and (n == 1 or n * each <= _SHARED_WEIGHT_BYTES))
+
+    def defines(self, x_vector: int) -> dict[str, int]:
+        """The macros that the kernel is compiled with; x is copied ``x_vector`` bytes at a time."""
+        config = self.config
+        return {
+            **pattern_macros(self.pattern, self.mode),
+            "WM": config.row_warps,
+            "WN": config.output_warps,
+            "WJ": config.residue_warps,
+            "MT": config.row_tiles,
+            "NT": config.output_tiles,
+            "R": config.residues,
+            "KC": config.chunk,
+            "STAGES": config.stages,
+            "RESIDENT": int(config.resident),
+            "INTERLEAVED_Q": int(config.interleaved),
+            "RANGES_FAST": self.ranges_fast,
+            "SEGMENTS": self.segments,
+            "WIDE_Y": int(self.wide),
+            "X_VECTOR": x_vector,
+            "Y_VECTOR": self.y_vector,
+            "X_PITCH": self.x_pitch,
+            "Y_PITCH": self.y_pitch,
+            "MIN_BLOCKS": config.min_blocks,
+        }
+
+    def row_chunks(self, rows: int, multiprocessors: int, linears: int = 1) -> tuple[int, int]:
+        """How many row chunks to launch and how many tiles of rows each takes, for the least time of the slowest block."""
+        groups, chunks = self.groups * linears, self.counts[2]
+        tiles = ceil(rows / self.config.block_rows)
+        slots = multiprocessors * self.config.min_blocks
+        stage = self.config.block_rows * self.x_pitch * chunks
+        start = 0.5 + (chunks * self.weight_chunk_bytes / stage if self.config.resident else 0)
+
+        def waves(each: int) -> float:
+            return ceil(groups * ceil(tiles / each) / slots) * (each + start)
+
+        each = min((n for n in _TILES_A_BLOCK if n <= tiles), key=waves)
+        return ceil(tiles / each), each

@@ -1,0 +1,119 @@
+"""The backend ``cuda``: the fused kernels, for layers whose sizes and dtypes they know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+import flysurgery.gpu.train_operator  # noqa: F401 - registers it, and the others
+from flysurgery.gpu.autograd import EagerLinear
+from flysurgery.gpu.configured import factor_config
+from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.modes import HALVES, mode_of
+from flysurgery.gpu.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
+from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.single_by_bmm import BatchedConfig
+from flysurgery.gpu.train_forward import TrainedCall
+from flysurgery.ops.backend import Backend, GroupRunner, Runner
+from flysurgery.ops.problem import Problem, problem_of
+from flysurgery.patterns import Architecture
+from flysurgery.torch_state import foreign_obstacle
+
+
+class CudaBackend(Backend):
+    """CUDA kernels compiled for the device at hand: one launch for two factors, or factor by factor for others.
+
+    ``exact`` multiplies float32 in float32 on the ordinary cores, several times slower than the tensor cores at the same
+    grade of error. It runs only when it is named.
+    """
+
+    rounds = True
+
+    def __init__(self, name: str = "cuda", *, exact: bool = False) -> None:
+        self.name = name
+        self.exact = exact
+
+    def can_run(self, problem: Problem) -> str | None:
+        return self.group_obstacle(problem, 1)
+
+    def advise_against(self, problem: Problem) -> str | None:
+        return "backend 'cuda' reaches the same grade of error on tensor cores" if self.exact else None
+
+    def remark(self, problem: Problem) -> str | None:
+        """A remark on how a problem is run, where that is not by one kernel of this package."""
+        mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact), torch.cuda.current_device()
+        fused = None if mode is None else fused_obstacle(problem.architecture, mode, 1, shared_limit_of(device_index))
+        if mode is None or fused is None:
+            return None
+        found = [] if len(problem.architecture) == 1 else [f"factor by factor, as {fused}"]
+        rows = problem.rows or 0
+        batched = [str(p) for p in problem.architecture if isinstance(factor_config(p, mode, device_index, rows), BatchedConfig)]
+        if batched:
+            found.append(f"{' and '.join(batched)} by PyTorch's product of the blocks, the faster way at this size")
+        return "; ".join(found) or None
+
+    def group_obstacle(self, problem: Problem, linears: int) -> str | None:
+        """Why several linears like the problem's that share x cannot run in one launch; None when they can."""
+        if problem.device_type != "cuda":
+            return f"it needs tensors on a CUDA device, these are on {problem.device_type}"
+        foreign = foreign_obstacle() if problem.tracing else None
+        if foreign is not None:
+            return foreign
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
+        if mode is None:
+            return f"it has kernels for {'float32' if self.exact else 'float32, float16 and bfloat16'}, not {problem.dtype}"
+        return _kernel_obstacle(tuple(pattern.factor_shape for pattern in problem.architecture), mode, linears, problem.requires_grad)
+
+    def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return self.runner(problem_of(x, factors, bias))(x, factors, bias)
+
+    def runner(self, problem: Problem) -> Runner:
+        """One launch for two factors, or factor by factor for others."""
+        run = self.group_runner(problem, 1)
+        return lambda x, factors, bias: run(x, factors, () if bias is None else (bias,))
+
+    def group_runner(self, problem: Problem, linears: int) -> GroupRunner:
+        """Multiplies x by several linears of one architecture in one launch; their outputs lie side by side."""
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
+        assert mode is not None, "can_run has refused other dtypes"
+        if problem.requires_grad and not problem.tracing:
+            return partial(_with_gradients, TrainedCall(problem.dtype, linears, mode, linears * len(problem.architecture)))
+        return partial(_registered if problem.tracing else _without_gradients, problem.dtype, linears, mode)
+
+
+Operands = Sequence[Tensor]
+
+
+def _registered(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    operands = (rows, list(factors), list(biases), linears, mode)
+    if mode in HALVES and torch.is_grad_enabled() and any(factor.requires_grad for factor in factors):
+        product = torch.ops.flysurgery.ks_linear_trained(*operands)[0]
+    else:
+        product = torch.ops.flysurgery.ks_linear(*operands)
+    return product.reshape(*x.shape[:-1], product.shape[1])
+
+
+def _with_gradients(call: TrainedCall, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    return EagerLinear.apply(call, x, *factors, *biases)  # pyright: ignore[reportReturnType]
+
+
+def _without_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    return run_product(x.to(dtype), factors, biases, linears, mode)
+
+
+@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
+def _kernel_obstacle(shapes: tuple[tuple[int, int, int, int], ...], mode: str, linears: int, requires_grad: bool) -> str | None:
+    return device_obstacle() or _size_obstacle(shapes, mode, linears, requires_grad, shared_limit_of(torch.cuda.current_device()))
+
+
+@lru_cache(maxsize=4096)
+def _size_obstacle(
+    shapes: tuple[tuple[int, int, int, int], ...], mode: str, linears: int, requires_grad: bool, shared_limit: int
+) -> str | None:
+    architecture = Architecture.of(*shapes)
+    obstacle = product_obstacle(architecture, mode, linears, shared_limit)
+    return obstacle or (gradient_obstacle(architecture, mode, shared_limit) if requires_grad else None)

@@ -1,1 +1,0 @@
-"""The CUDA backend: fused kernels compiled by NVRTC for the device at hand."""

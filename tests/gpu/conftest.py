@@ -1,0 +1,91 @@
+"""What the tests of the CUDA backend share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flysurgery.gpu import gather, gradients, train_backward, train_forward, train_operator
+from flysurgery.gpu import run_product as multiplication
+from flysurgery.gpu.gather import Gather
+from flysurgery.gpu.gradients import all_gradients, input_gradient
+from flysurgery.gpu.weight_cache import forget_derived
+from tests.gpu.dense_kernels import DenseKernel
+from tests.gpu.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
+from tests.support.rounding import rounding_as
+from tests.support.tolerance import ARITHMETICS
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for this test."""
+    monkeypatch.setenv("FLYSURGERY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(params=ARITHMETICS)
+def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Lets PyTorch's own products round as the mode does."""
+    with rounding_as(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DenseKernel]:
+    """One of the dense kernels, which PyTorch's own products then round as."""
+    with rounding_as(request.param.mode), request.param.taken(monkeypatch):
+        yield request.param
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Dynamo gives up on code that it has compiled for many layers, as the tests before this one may have made it."""
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def cpu_operators() -> Iterator[None]:
+    """The registered operators, on the CPU as well."""
+    library = torch.library.Library("flysurgery", "IMPL")
+    kernels = {
+        "ks_linear": multiplication.run_product,
+        "ks_linear_trained": train_operator._linear,
+        "ks_linear_input_gradient": input_gradient,
+        "ks_linear_gradients": all_gradients,
+    }
+    for name, run in kernels.items():
+        library.impl(name, run, "CPU")
+        library.impl(f"{name}_launched", run, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[type[EmulatedProduct]]:
+    """The kernels replaced by the definition, on the CPU."""
+    monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
+    monkeypatch.setattr(train_backward, "single_factor", EmulatedSingle)
+    monkeypatch.setattr(train_backward, "factor_grad", EmulatedGradient)
+    monkeypatch.setattr(train_backward, "sum_of_splits", EmulatedSum)
+    monkeypatch.setattr(train_backward, "Series", EmulatedSeries)
+    monkeypatch.setattr(train_forward, "Series", EmulatedSeries)
+    monkeypatch.setattr(train_forward, "_trained", {})
+    monkeypatch.setattr(train_forward, "current_stream", lambda index: 0)
+    monkeypatch.setattr(train_forward, "current_device", lambda: None)
+    monkeypatch.setattr(train_operator, "current_device", lambda: None)
+    monkeypatch.setattr(train_operator, "_calls", {})
+    monkeypatch.setattr(Gather, "prepared", emulated_gather)
+    monkeypatch.setattr(gather, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(train_backward, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(multiplication, "_products", {})
+    monkeypatch.setattr(gradients, "_chains", {})
+    EmulatedProduct.packs = 0
+    forget_derived()
+    yield EmulatedProduct
+    forget_derived()

@@ -1,0 +1,170 @@
+"""The kernels that multiply by a dense matrix, so that each can be called, and tested, in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.gpu import dense, some_rows
+from flysurgery.gpu.dense import run_dense
+from flysurgery.gpu.dense_tiling import DenseTiling, dense_tiling
+from flysurgery.gpu.few_rows import run_few_rows
+from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.some_rows import run_some_rows
+from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, some_rows_tiling, some_rows_tilings
+from flysurgery.patterns import Pattern
+from tests.support.tolerance import ARITHMETICS, Arithmetic
+
+SQUARE = Pattern(1, 384, 384, 1)
+SHARED_BYTES = 227 * 1024
+"""Of a block on compute capability 9.0."""
+FEW_ROWS = 256
+"""As many as the kernel for few rows takes at a time, of every layer here."""
+Tile = tuple[int, int, int, int]
+"""Rows and columns of a block of the kernel for some hundred rows, groups of warpgroups, and blocks that share the inputs."""
+TILES: dict[str, tuple[Tile, ...]] = {
+    **dict.fromkeys(("fp16", "bf16"), ((64, 48, 1, 1), (64, 32, 3, 2), (128, 96, 2, 2), (64, 48, 1, 4))),
+    **dict.fromkeys(("tf32", "fp32"), ((64, 32, 3, 2), (128, 96, 1, 2), (64, 48, 2, 4))),
+}
+
+
+@dataclass(frozen=True)
+class DenseKernel:
+    """A kernel in one mode.
+
+    Attributes:
+        kind: ``"wgmma"`` and ``"mma.sync"``, the kernel for any number of rows by warpgroups and by warps; ``"few rows"``; ``"some rows"``.
+        tile: of ``"some rows"``, None where it chooses its own.
+        patterns: layers to try it on, each the factor (1, outputs, inputs, 1).
+        rows: numbers of rows that differ in how they are divided among blocks.
+    """
+
+    kind: str
+    mode: str
+    tile: Tile | None
+    patterns: tuple[Pattern, ...]
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "-".join((self.kind, *([] if self.tile is None else ["x".join(map(str, self.tile))]), self.mode))
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return ARITHMETICS[self.mode]
+
+    @contextmanager
+    def taken(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """See to it that the kernel runs by what its kind says, or skip the test where the device cannot."""
+        if self.kind == "some rows":
+            need_warpgroups()
+        if self.tile is not None:
+            monkeypatch.setattr(some_rows, "_tiling", partial(_by_tile, self.tile))
+        with warpgroups_or_warps(monkeypatch, self.kind == "wgmma") if self.kind in ("wgmma", "mma.sync") else nullcontext():
+            yield
+
+    def linears(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        lengths: Sequence[int],
+        biases: Sequence[Tensor | None],
+        activation: str = "none",
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """What ``run_some_rows`` says; the kernel for any number of rows takes one dense layer, that for few rows few at a time."""
+        if self.kind == "some rows":
+            return run_some_rows(x, weights, lengths, biases, activation, residual, scale, self.mode)
+        if self.kind == "few rows":
+            parts = x.split(FEW_ROWS)
+            added = [None] * len(parts) if residual is None else residual.split(FEW_ROWS)
+            pairs = zip(parts, added, strict=True)
+            linears = weights, lengths, biases, activation
+            return torch.cat([run_few_rows(part, None, None, None, *linears, each, scale) for part, each in pairs])
+        (weight,), (bias,) = weights, biases
+        return run_dense(x, weight, bias, activation, residual, scale, self.mode)
+
+    def linear(
+        self,
+        x: Tensor,
+        factor: Tensor,  # shape: (1, out_features, in_features, 1)
+        bias: Tensor | None = None,
+        activation: str = "none",
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """One dense layer."""
+        return self.linears(x, [factor[0, :, :, 0]], [0], [bias], activation, residual, scale)
+
+    def run(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """By one factor as a dense weight, by several as factors."""
+        return self.linear(x, factors[0], bias) if len(factors) == 1 else self.linears(x, factors, [len(factors)], [bias])
+
+
+def _kernels() -> tuple[DenseKernel, ...]:
+    # any number of rows: once round the multiprocessors, and often, with one row in the last tile
+    found = [
+        DenseKernel(kind, mode, None, (SQUARE, Pattern(1, 576, 192, 1), Pattern(1, 96, 768, 1)), (197, 25217))
+        for kind in ("wgmma", "mma.sync")
+        for mode in ARITHMETICS
+    ]
+    sizes = (SQUARE, Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1), Pattern(1, 768, 768, 1), Pattern(1, 96, 192, 1))
+    found += [DenseKernel("few rows", mode, None, sizes, (65, 197)) for mode in ("fp16", "bf16")]
+    for mode in ARITHMETICS:
+        for tile in (None, *TILES[mode]):
+            fitting = tuple(size for size in (SQUARE, Pattern(1, 96, 1536, 1)) if tile is None or _fits(tile, size))
+            found.append(DenseKernel("some rows", mode, tile, fitting, (197, 1009)))
+    return tuple(found)
+
+
+def _fits(tile: Tile, size: Pattern) -> bool:
+    _, columns, split, shares = tile
+    return size.b % columns == 0 and size.c % (64 * split * shares) == 0
+
+
+def tilings_by(tile: Tile, in_features: int, out_features: int, mode: str, shared_limit: int) -> list[SomeRowsTiling]:
+    """Those of the kernel for some hundred rows that have these sizes."""
+    tilings = some_rows_tilings(in_features, out_features, mode, shared_limit)
+    return [each for each in tilings if (each.rows, each.columns, each.split, each.shares) == tile]
+
+
+def _by_tile(tile: Tile, rows: int, in_features: int, out_features: int, mode: str, device_index: int) -> SomeRowsTiling:
+    """The tiling of these sizes, or, of layers whose sizes are no multiples of them, the one that is chosen."""
+    limits = multiprocessors_of(device_index), shared_limit_of(device_index)
+    found = tilings_by(tile, in_features, out_features, mode, limits[1])
+    return found[0] if found else some_rows_tiling(rows, in_features, out_features, mode, *limits)
+
+
+def need_warpgroups() -> None:
+    """Skip the test where the device has none that multiply."""
+    if device_arch(0) != "sm_90a":
+        pytest.skip("wgmma needs compute capability 9.0")
+
+
+@contextmanager
+def warpgroups_or_warps(monkeypatch: pytest.MonkeyPatch, wgmma: bool) -> Iterator[None]:
+    """Let the dense kernel multiply by warpgroups, where the device has them, or by warps."""
+    if wgmma:
+        need_warpgroups()
+
+    def tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
+        return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), wgmma, gated)
+
+    def forget() -> None:
+        dense.launcher.cache_clear()
+        dense.streamed_for.cache_clear()
+
+    monkeypatch.setattr(dense, "_tiling", tiling)
+    forget()
+    yield
+    forget()
+
+
+KERNELS = _kernels()

@@ -1,0 +1,202 @@
+"""Attention on the GPU by each of its kernels, beside PyTorch's in the same arithmetic and the truth in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flysurgery import ops
+from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.short_attention import run_short_attention
+from tests.support.problems import keep_bits
+from tests.support.rounding import rounding_as
+from tests.support.tolerance import ARITHMETICS, FP16, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
+
+pytestmark = pytest.mark.gpu
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A kernel in one mode: of whole heads of floats, of short sequences of halves, or of few queries of halves."""
+
+    kind: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.mode}"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return ARITHMETICS[self.mode]
+
+    def operands(self, batch: int, heads: int, tokens: int, keys: int | None = None, head: int = 64) -> Operands:
+        generator = torch.Generator("cuda").manual_seed(tokens + head)
+        sizes = (tokens, keys or tokens, keys or tokens)
+        q, k, v = (torch.randn(batch, heads, n, head, generator=generator, device="cuda").to(self.arithmetic.dtype) for n in sizes)
+        return q, k, v
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        if self.kind == "short":
+            return run_short_attention(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+        return ops.run(q, ops.Attention(k, v, scale))
+
+    def yardstick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """PyTorch's kernel; of floats its products and softmax, in TF32, which cuBLAS leaves out at some sizes, of rounded inputs."""
+        if self.kind != "whole heads":
+            if scale <= 0:  # some of PyTorch's kernels take it for positive
+                q, scale = q * scale, 1.0
+            return scaled_dot_product_attention(q, k, v, scale=scale)
+
+        def taken(part: Tensor) -> Tensor:
+            return keep_bits(part, TF32.exact_bits) if self.arithmetic is TF32 else part
+
+        weights = torch.softmax(taken(q) @ taken(k).mT * scale, dim=-1)
+        return taken(weights) @ taken(v)
+
+    def check(self, parts: Operands, scale: float | None = None) -> None:
+        q, k, v = parts
+        own = q.shape[3] ** -0.5 if scale is None else scale
+        out, truth = self.run(q, k, v, scale), ops.Attention(k.double(), v.double(), own).plainly(q.double())
+        assert_epilogue_comparable(out, self.yardstick(q, k, v, own), truth, self.arithmetic)
+        assert out.transpose(1, 2).is_contiguous()
+
+
+WHOLE = [Attention("whole heads", mode) for mode in ("fp32", "tf32")]
+SHORT, FEW = ([Attention(kind, mode) for mode in ("fp16", "bf16")] for kind in ("short", "few"))
+every = pytest.mark.parametrize("kernel", [*WHOLE, *SHORT, *FEW], ids=str, indirect=True)
+of_long = pytest.mark.parametrize("kernel", [*WHOLE, *SHORT], ids=str, indirect=True)
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> Iterator[Attention]:
+    if request.param.kind != "few" and device_arch(0) != "sm_90a":
+        pytest.skip("warpgroups multiply on sm_90a only")
+    with rounding_as(request.param.mode):
+        yield request.param
+
+
+SIZES = [(5, 130), (50, 50), (80, 5), (129, 129), (196, 77), (197, 197), (197, 64), (200, 208), (257, 257)]
+SHORT_SIZES = [*SIZES, (1, 1), (17, 17), (192, 192), (193, 193), (201, 201), (5, 300), (300, 64), (257, 300), (70, 300)]
+FEW_SIZES = [(1, 197, 197, 64), (1, 256, 256, 32), (3, 64, 64, 64), (2, 100, 77, 32), (1, 37, 5, 64)]
+CASES = [(kernel, 1 + 500 // tokens, 3, tokens, keys, 64) for kernel in WHOLE for tokens, keys in SIZES]
+CASES += [(kernel, 5 + 50 // tokens, 3, tokens, keys, 64) for kernel in SHORT for tokens, keys in SHORT_SIZES]
+# more heads than multiprocessors: warpgroups take turns at them, further apart than the ring has slots
+CASES += [(kernel, 60, 12, tokens, keys, 64) for kernel in SHORT for tokens, keys in ((5, 300), (64, 197), (130, 130), (197, 197))]
+CASES += [(kernel, batch, 6, tokens, keys, head) for kernel in FEW for batch, tokens, keys, head in FEW_SIZES]
+
+
+@pytest.mark.parametrize(("kernel", "batch", "heads", "tokens", "keys", "head"), CASES, ids=str, indirect=["kernel"])
+def test_as_accurate_as_pytorch(kernel: Attention, batch: int, heads: int, tokens: int, keys: int, head: int) -> None:
+    kernel.check(kernel.operands(batch, heads, tokens, keys, head))
+
+
+SCALED = [(kernel, scale) for kernel in (*WHOLE, *SHORT) for scale in (0.5, 1e-4, -0.125, 0.0)] + [(kernel, 0.5) for kernel in FEW]
+
+
+@pytest.mark.parametrize(("kernel", "scale"), SCALED, ids=str, indirect=["kernel"])
+def test_views_of_one_projection_and_other_scales(kernel: Attention, scale: float) -> None:
+    images = 60 if kernel.kind == "whole heads" else 3
+    q, k, v = torch.randn(images, 197, 3, 4, 64, device="cuda").to(kernel.arithmetic.dtype).permute(2, 0, 3, 1, 4).unbind(0)
+    kernel.check((q, k, v), scale)
+    assert_equal(kernel.run(q, k, v, scale), kernel.run(q.contiguous(), k.contiguous(), v.contiguous(), scale))
+
+
+@pytest.mark.parametrize("kernel", SHORT, ids=str, indirect=True)
+def test_heads_that_share_keys_and_values(kernel: Attention) -> None:
+    q, k, v = kernel.operands(2, 3, 197)
+    kernel.check((q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)))
+
+
+@pytest.mark.parametrize("power", [-100, -20, 0, 20, 60])
+@pytest.mark.parametrize("kernel", WHOLE, ids=str, indirect=True)
+def test_the_range_of_float32(kernel: Attention, power: int) -> None:
+    q, k, v = kernel.operands(1, 2, 197)
+    out = ops.run(q * 2.0**-power, ops.Attention(k * 2.0**power, v * 2.0**power))
+    assert_equal(out * 2.0**-power, ops.run(q, ops.Attention(k, v)))
+
+
+@pytest.mark.parametrize("below", [1e2, 1e4])
+@of_long
+def test_scores_far_below_zero(kernel: Attention, below: float) -> None:
+    """Keys that are not there would outweigh all others."""
+    q, k, v = kernel.operands(1, 2, 197)
+    q[..., 0], k[..., 0] = -(below**0.5), below**0.5
+    kernel.check((q, k, v), 1.0)
+
+
+@pytest.mark.parametrize(("tokens", "wrong"), [(100, 3), (197, 3), (197, 196)])
+@every
+def test_one_row_has_no_influence_on_another(kernel: Attention, tokens: int, wrong: int) -> None:
+    q, k, v = kernel.operands(1, 2, tokens)
+    out = kernel.run(q, k, v)
+    q[:, 0, wrong] = torch.nan
+    changed = kernel.run(q, k, v)
+    assert bool(changed[:, 0, wrong].isnan().all())
+    others = [row for row in range(tokens) if row != wrong]
+    assert_equal(changed[:, :, others], out[:, :, others])
+    assert_equal(changed[:, 1], out[:, 1])
+    assert kernel.run(q[:, :, :0], k, v).shape == (1, 2, 0, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@every
+def test_one_key_gets_all(kernel: Attention, tokens: int) -> None:
+    q, k, v = kernel.operands(2 if kernel.kind == "few" else 200, 2, tokens, keys=1)
+    v = v.half().to(v.dtype)  # which fp16 holds
+    assert_equal(kernel.run(q, k, v), v.expand_as(q))
+
+
+@pytest.mark.parametrize("tokens", [100, 197])
+@every
+def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
+    if kernel.mode == "tf32":
+        pytest.skip("rounded scores may take another key")
+    q, k, v = kernel.operands(1, 2, tokens)
+    v = v.half().to(v.dtype)  # which fp16 holds
+    chosen = (q.double() @ k.double().mT).argmax(-1, keepdim=True).expand_as(v)
+    if kernel.kind == "whole heads":
+        assert_equal(kernel.run(q * 2.0**30, k, v), v.gather(2, chosen))
+    else:
+        rtol = 2 * kernel.arithmetic.u_out if kernel.kind == "short" else 0
+        torch.testing.assert_close(kernel.run(q, k, v, 1e5 if kernel.kind == "short" else 1e6), v.gather(2, chosen), rtol=rtol, atol=0)
+
+
+@every
+def test_graphs_and_schema(kernel: Attention) -> None:
+    q, k, v = kernel.operands(1 if kernel.kind == "few" else 50, 3, 197)
+    if kernel.kind == "whole heads":
+        torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, kernel.mode))
+    else:
+        operator = torch.ops.flysurgery.short_attention if kernel.kind == "short" else torch.ops.flysurgery.few_attention
+        torch.library.opcheck(operator.default, (q, k, v, 0.125))
+    same = ops.run(q, ops.Attention(k, v))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.run(q, ops.Attention(k, v))
+    assert out.transpose(1, 2).is_contiguous()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_equal(out, same)
+
+
+@every
+def test_reasons(kernel: Attention) -> None:
+    q, k, v = kernel.operands(1, 2, 20)
+    assert ops.reason(q, ops.Attention(k, v)) is None
+    assert "fit each other" in str(ops.reason(q, ops.Attention(k[:, :1], v)))
+    assert "no gradients" in str(ops.reason(q.requires_grad_(), ops.Attention(k, v)))
+
+    def refused(operands: Operands) -> str:
+        q, k, v = operands
+        return str(ops.reason(q, ops.Attention(k, v)))
+
+    assert "got 80" in refused(kernel.operands(1, 1, 8, head=80))
+    if kernel.arithmetic is FP16:
+        assert "5000 keys" in refused(kernel.operands(1, 1, 8, 5000))

@@ -1,0 +1,144 @@
+"""Autotuning: what is timed, what is kept, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import make_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from flysurgery.cli import main
+from flysurgery.errors import BackendError
+from flysurgery.gpu import autotune as tuning
+from flysurgery.gpu import run_product as multiplication
+from flysurgery.gpu import table
+from flysurgery.gpu.autograd import EagerLinear
+from flysurgery.gpu.autotune import autotune
+from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.table import TunedCase, user_table
+from flysurgery.gpu.train_forward import TrainedCall
+from tests.gpu.emulation import EmulatedProduct
+from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
+from tests.gpu.test_autograd import KEPT, eager, operands
+from tests.support.tolerance import FP32_BY_FP16_PAIRS
+
+
+class Clock:
+    """Stands in for the timing: a time for each candidate, or an error."""
+
+    def __init__(self, times: Mapping[str, float | Exception]) -> None:
+        self.times = times
+        self.timed: list[tuple[TunedCase, str]] = []
+
+    def __call__(self, case: TunedCase, config: object, device_index: int) -> float:
+        name = config.name  # pyright: ignore[reportAttributeAccessIssue]
+        self.timed.append((case, name))
+        time = self.times[name]
+        if isinstance(time, Exception):
+            raise time
+        return time
+
+
+@pytest.fixture
+def clock(emulated: type[EmulatedProduct], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Three candidates for every kernel, of which the second is the fastest and the last does not compile."""
+    Candidate = make_dataclass("Candidate", [("name", str)], frozen=True)
+    clock = Clock({"first": 3.0, "second": 2.0, "third": BackendError("does not compile")})
+    monkeypatch.setattr(tuning, "device_obstacle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
+    monkeypatch.setattr(tuning, "_configs", lambda case, index: [Candidate(name) for name in clock.times])
+    monkeypatch.setattr(tuning, "_median_us", clock)
+    table._by_case.cache_clear()
+    return clock
+
+
+def test_each_case_is_timed_once_and_the_fastest_kept(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "emulated")
+    x, factors, biases = operands(SQUARE, 1)
+
+    def step() -> None:
+        for _ in range(2):
+            eager(x, factors, biases, 1).sum().backward()
+
+    found = autotune(step)
+    kinds = [(tuned.entry.case.kernel, len(tuned.entry.case.architecture)) for tuned in found]
+    assert sorted(kinds) == [("factor_grad", 1)] * 2 + [("fused_linear", 2)] + [("single_factor", 1)] * 3
+    assert len(clock.timed) == 3 * len(found)
+    for tuned in found:
+        assert tuned.entry.config == {"name": "second"} and tuned.entry.median_us == 2.0 and tuned.default_us == 3.0
+        assert len(tuned.failures) == 1 and "does not compile" in tuned.failures[0]
+    assert {entry.case for entry in table._read(user_table())} == {tuned.entry.case for tuned in found}
+
+
+def test_a_factor_whose_output_is_kept_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the forward pass of a layer that trains, which multiplies factor by factor then."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "emulated")
+    (x, factors, biases), call = operands(KEPT, 1), TrainedCall(torch.float16, 1, "fp16", 2)
+    parameters = [tensor.detach().float().requires_grad_() for tensor in (*factors, *biases)]
+    found = autotune(lambda: EagerLinear.apply(call, x.detach().half(), *parameters))
+    assert {tuned.entry.case.architecture.patterns for tuned in found} == {(pattern,) for pattern in KEPT}
+
+
+def test_kernels_are_chosen_anew_afterwards(clock: Clock) -> None:
+    x, factors, biases = operands(SQUARE, 1)
+    autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
+    assert not multiplication._products
+
+
+def test_no_candidate_left_is_an_error(clock: Clock) -> None:
+    clock.times = {"third": BackendError("does not compile")}
+    x, factors, biases = operands(SQUARE, 1)
+    with pytest.raises(BackendError, match=r"no configuration.*does not compile"):
+        autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
+    assert not user_table().exists()
+
+
+def test_errors_on_the_device_are_not_swallowed(clock: Clock) -> None:
+    clock.times = {"first": 1.0, "second": RuntimeError("an illegal memory access was encountered")}
+    x, factors, biases = operands(SQUARE, 1)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
+
+
+def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tuning, "device_obstacle", lambda: "no CUDA device is available")
+    with pytest.raises(BackendError, match="nothing can be autotuned here: no CUDA device is available"):
+        autotune(lambda: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
+def test_tuned_kernels_are_used_and_right(architecture: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table._by_case.cache_clear()
+    layer, x = Layer(architecture).requires_grad_(False), rows_of(500, architecture=architecture)  # pyright: ignore[reportArgumentType]
+    (first, *rest) = autotune(lambda: layer(x))
+    assert len(rest) == (0 if architecture is SQUARE else len(DEEP) - 1)
+    assert first.tried > 1 and first.entry.median_us > 0
+    check(layer(x), layer, x)
+    if architecture is SQUARE:
+        kernels = [product.kernels for product in multiplication._products.values()]
+        assert first.entry.config in [vars(kernel.config) for kernel in kernels if isinstance(kernel, FusedLinear)]
+    table._by_case.cache_clear()
+
+
+@pytest.mark.gpu
+def test_never_inside_a_graph(cache: Path) -> None:
+    layer, x = Layer(mode=FP32_BY_FP16_PAIRS).requires_grad_(False), rows_of(8, FP32_BY_FP16_PAIRS)
+    layer(x)
+    with pytest.raises(BackendError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        autotune(lambda: layer(x))
+
+
+@pytest.mark.gpu
+def test_the_verb_tunes_a_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table._by_case.cache_clear()
+    arguments = ["autotune", "vit_tiny_patch16_224", "--batch", "2", "--dtype", "float16", "--roles", "ffn"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "fused_linear" in said and str(user_table()) in said
+    assert {entry.case.mode for entry in table._read(user_table())} == {"fp16"}
+    table._by_case.cache_clear()

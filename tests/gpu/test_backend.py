@@ -1,0 +1,171 @@
+"""What the CUDA backend says that it can run, and what its operator refuses; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flysurgery.errors import BackendError, PatternError
+from flysurgery.gpu import configured, device
+from flysurgery.gpu.operators import check_operands
+from flysurgery.ops import BACKENDS, Problem, ks_linear
+from flysurgery.ops.backends import cuda as cuda_backend
+from flysurgery.ops.backends.cuda import CudaBackend
+from flysurgery.ops.group import ks_linear_group
+from flysurgery.patterns import Architecture
+from tests.support.problems import make_factors, make_input, make_vector
+from tests.support.tolerance import FP32, assert_equal
+
+SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
+DEEP = Architecture.of((3, 2, 4, 2), (2, 3, 5, 4), (2, 5, 6, 4))
+MONARCH = Architecture.of((1, 96, 96, 4), (4, 96, 96, 1))
+HOPPER_SHARED_BYTES = 227 * 1024
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pretend that a Hopper GPU is the current device, and that the CUDA backend comes first."""
+    monkeypatch.setattr(cuda_backend, "device_obstacle", lambda: None)
+    monkeypatch.setattr(cuda_backend, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
+    monkeypatch.setattr(configured, "shared_limit_of", lambda index: HOPPER_SHARED_BYTES)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    before = dict(BACKENDS)
+    BACKENDS.clear()
+    BACKENDS.update({"cuda": CudaBackend()} | before)
+    yield
+    BACKENDS.clear()
+    BACKENDS.update(before)
+
+
+def problem(architecture: Architecture = SQUARE, dtype: torch.dtype = torch.float16, **fields: object) -> Problem:
+    return Problem(architecture, dtype=dtype, **{"rows": 25088, "device_type": "cuda", **fields})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_runs_two_factors_and_others(dtype: torch.dtype) -> None:
+    for architecture in (SQUARE, DEEP, DEEP.transpose):
+        for requires_grad in (False, True):
+            assert CudaBackend().can_run(problem(architecture, dtype, requires_grad=requires_grad)) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_says_how_it_goes_factor_by_factor() -> None:
+    assert CudaBackend().remark(problem()) is None
+    assert CudaBackend().remark(problem(Architecture(SQUARE.patterns[:1]))) is None
+    assert CudaBackend().remark(problem(DEEP)) == "factor by factor, as the fused kernel multiplies two factors, this architecture has 3"
+    assert "factor by factor" in str(CudaBackend("cuda-exact", exact=True).remark(problem(dtype=torch.float32)))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_says_which_blocks_pytorch_multiplies() -> None:
+    one, deep = Architecture.of((1, 1024, 1024, 4)), Architecture.of((1, 1024, 1024, 4), (1, 64, 64, 64), (2, 1024, 1024, 2))
+    by_pytorch = "by PyTorch's product of the blocks, the faster way at this size"
+    assert CudaBackend().remark(problem(one)) == f"(1,1024,1024,4) {by_pytorch}"
+    assert str(CudaBackend().remark(problem(deep))).endswith(f"; (1,1024,1024,4) and (2,1024,1024,2) {by_pytorch}")
+    assert CudaBackend().remark(problem(one, torch.float32)) is None
+    assert CudaBackend().remark(problem(one, rows=1)) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_says_what_it_cannot_run() -> None:
+    assert "not torch.float64" in str(CudaBackend().can_run(problem(dtype=torch.float64)))
+    assert "these are on cpu" in str(CudaBackend().can_run(problem(device_type="cpu")))
+    exact = CudaBackend("cuda-exact", exact=True)
+    assert "float32, not torch.float16" in str(exact.can_run(problem()))
+    assert exact.can_run(problem(dtype=torch.float32)) is None
+    assert "tensor cores" in str(exact.advise_against(problem(dtype=torch.float32)))
+
+
+def test_says_that_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in str(CudaBackend().can_run(problem()))
+
+
+@pytest.fixture
+def no_memory_of_devices() -> Iterator[None]:
+    device._device_obstacle.cache_clear()
+    yield
+    device._device_obstacle.cache_clear()
+
+
+@pytest.mark.usefixtures("no_memory_of_devices")
+def test_says_that_a_device_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    for capability, said in (((7, 5), "8.0 or newer, Some GPU has 7.5"), ((99, 0), "does not compile for compute capability 99.0")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
+        device._device_obstacle.cache_clear()
+        assert said in str(device.device_obstacle())
+
+
+@pytest.mark.usefixtures("no_memory_of_devices")
+def test_says_that_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[int, ...]:
+        raise BackendError("NVRTC is not here")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(device, "nvrtc_capabilities", missing)
+    assert device.device_obstacle() == "NVRTC is not here"
+    monkeypatch.setattr(device, "nvrtc_version", missing)
+    assert ("compiler", "none", "NVRTC is not here") in device.cuda_facts()
+
+
+def test_tensors_on_the_cpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "cuda", CudaBackend())
+    with pytest.raises(BackendError, match="backend 'cuda' cannot run this: it needs tensors on a CUDA device, these are on cpu"):
+        ks_linear(make_input(2, SQUARE.in_features, FP32), make_factors(SQUARE, FP32), backend="cuda")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_linears_that_share_x_are_one_operator_in_compiled_graphs() -> None:
+    seen: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "flysurgery" in str(node.target))
+        return graph
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 7, SQUARE.in_features, device="cuda")
+        linears = [[torch.empty(pattern.factor_shape, device="cuda") for pattern in SQUARE] for _ in range(3)]
+        compiled = torch.compile(lambda x: ks_linear_group(x, linears, [None] * 3), fullgraph=True, dynamic=True, backend=look)
+        with torch.no_grad():
+            assert compiled(x).shape == (2, 7, 3 * SQUARE.out_features)
+    assert [target.removesuffix(".default") for target in seen] == ["flysurgery.ks_linear"]
+
+
+def test_the_operator_refuses_what_does_not_fit() -> None:
+    x, factors, bias = make_input(3, SQUARE.in_features, FP32), make_factors(SQUARE, FP32), make_vector(SQUARE.out_features, FP32)
+    check_operands(x, factors, [bias], 1, "fp32")
+    check_operands(x, factors * 3, [bias] * 3, 3, "tf32")
+    for arguments, said in (
+        ((x[:, :-1], factors, [bias], 1, "fp32"), "take rows of 384 features, got x of shape (3, 383)"),
+        ((x[0], factors, [bias], 1, "fp32"), "got x of shape (384,)"),
+        ((x, factors, [bias[:-1]], 1, "fp32"), "got shapes [(383,)]"),
+        ((x, factors, [bias], 3, "fp32"), "2 factors and 1 biases"),
+        ((x, [], [], 1, "fp32"), "0 factors"),
+        ((x, [*factors, *make_factors(MONARCH, FP32)], [], 2, "fp32"), "of one architecture"),
+        ((x, factors, [bias], 1, "fp16"), "mode 'fp16' takes torch.float16, got x of torch.float32"),
+        ((x, factors, [bias], 1, "fp8"), "modes fp16, bf16, tf32, fp32, exact, got 'fp8'"),
+        ((x, [factor.to("meta") for factor in factors], [bias], 1, "fp32"), "expected all tensors on cpu"),
+    ):
+        with pytest.raises((BackendError, PatternError), match=re.escape(said)):
+            check_operands(*arguments)
+
+
+def test_a_group_equals_its_parts() -> None:
+    x = make_input(5, SQUARE.in_features, FP32)
+    linears = [make_factors(SQUARE, FP32), make_factors(MONARCH, FP32)]
+    biases = [make_vector(SQUARE.out_features, FP32), None]
+    parts = [ks_linear(x, factors, bias) for factors, bias in zip(linears, biases, strict=True)]
+    assert_equal(ks_linear_group(x, linears, biases), torch.cat(parts, dim=-1))

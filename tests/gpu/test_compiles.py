@@ -1,0 +1,256 @@
+"""Every kernel compiles for the architectures that it names, and hardly spills registers; its wgmma instructions do not wait for others.
+
+Most variants are those of a GPU for which nothing was tuned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import pytest
+import torch
+
+from flysurgery.gpu.attention import head_attention
+from flysurgery.gpu.block_linear import ACTIVATIONS
+from flysurgery.gpu.compile import compile_cubin
+from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
+from flysurgery.gpu.factor_grad import FactorGrad
+from flysurgery.gpu.few_rows import few_rows_tilings
+from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
+from flysurgery.gpu.ffn_tiling import ffn_tiling
+from flysurgery.gpu.fused_configs import configs
+from flysurgery.gpu.grad_wgmma import WgmmaGradTiling, wgmma_grad_configs
+from flysurgery.gpu.modes import MODE_NUMBERS
+from flysurgery.gpu.short_attention import short_attention
+from flysurgery.gpu.single import candidates
+from flysurgery.gpu.single_tiling import SingleTiling
+from flysurgery.gpu.some_rows_tiling import some_rows_tiling
+from flysurgery.gpu.tiling import tiling
+from flysurgery.gpu.transposition import Transposition
+from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
+from flysurgery.gpu.wide_group import group_tilings
+from flysurgery.patterns import Architecture, Pattern, gonon, monarch
+from flysurgery.patterns.catalog import low_rank
+
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
+HOPPER = ("sm_90a",)
+Defines = Mapping[str, "int | str"]
+Made = TypeVar("Made")
+
+
+def made(found: Made | str | None) -> Made:
+    """A tiling, not the reason why there is none."""
+    assert found is not None and not isinstance(found, str), found
+    return found
+
+
+def fused(architecture: Architecture, mode: str, linears: int, limit: int, wgmma: bool, activation: str = "none", **parts: bool) -> Defines:
+    """``parts``: norm, gated, residual, scaled."""
+    tile = made(tiling(architecture, mode, linears, norm=parts.get("norm", False), gated=parts.get("gated", False)))
+    config = configs(tile, limit, wgmma=wgmma)[0]
+    epilogue = {"RESIDUAL": int(parts.get("residual", False)), "SCALED": int(parts.get("scaled", False))}
+    return {**tile.of(config).defines(config), "ACTIVATION": ACTIVATIONS[activation], **epilogue}
+
+
+def whole_ffn(up: Architecture, down: Architecture, mode: str, activation: str, *, scaled: bool) -> Defines:
+    shared = SHARED_BYTES["sm_90a"]
+    tile = made(
+        ffn_tiling(up, down, shared, scaled=scaled) if mode in ("fp16", "bf16") else float_ffn_tiling(up, down, mode, shared, scaled=scaled)
+    )
+    return {**tile.defines(), "MODE": MODE_NUMBERS[mode], "ACTIVATION": ACTIVATIONS[activation], "NORM": 1, "RESIDUAL": 1}
+
+
+def stream(size: int, limit: int) -> Defines:
+    tile = made(stream_tiling(made(dense_tiling(size, size, "fp16", limit, wgmma=True)), limit))
+    return tile.defines("gelu", residual=True, moments=True)
+
+
+def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
+    """One factor of a feed-forward block of two layers, or of three linears that share x."""
+    limit = SHARED_BYTES["sm_90a"]
+    tiles = made(wide_tilings(*architectures, limit) if len(architectures) == 2 else group_tilings(*architectures, 3, limit))
+    activation = ACTIVATIONS["gelu" if place == 1 and len(architectures) == 2 else "none"]
+    return tiles[place].defines(place % 2, activation, norm=place == 0, residual=place == 3, scaled=place == 3)
+
+
+def single(pattern: Pattern, mode: str, limit: int, *, wide: bool = False, aligned: bool = True) -> Defines:
+    tile = SingleTiling(pattern, mode, candidates(pattern, mode, limit)[0], wide=wide)
+    return tile.defines(tile.x_vector if aligned else tile.element_bytes)
+
+
+def gradient(pattern: Pattern, mode: str, limit: int, *, bias: bool) -> Defines:
+    tile = FactorGrad(pattern, mode, shared_limit=limit).tile
+    return tile.defines(tile.element_bytes if bias else tile.x_vector, tile.dy_vector, bias)
+
+
+def wgmma_gradient(pattern: Pattern, joined: int, limit: int, *, bias: bool) -> Defines:
+    config = wgmma_grad_configs(Pattern(pattern.a, joined * pattern.b, pattern.c, pattern.d), "fp16", limit)[0]
+    return WgmmaGradTiling(pattern, "fp16", config, joined).defines(bias)
+
+
+WIDE, WIDE_MONARCH = (gonon(3072, 768), gonon(768, 3072)), (monarch(3072, 768), monarch(768, 3072))
+Variants = Mapping[str, Callable[[int, bool], Defines]]
+KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
+    # Spills of fp32 by pairs, which lives on 255 registers: its configurations were chosen by time.
+    "fused_linear": (
+        tuple(SHARED_BYTES),
+        2048,
+        {
+            "three behind a norm": lambda limit, wgmma: fused(monarch(384, 384), "fp16", 3, limit, wgmma, norm=True),
+            "a gate behind a norm": lambda limit, wgmma: fused(monarch(1024, 192), "fp16", 1, limit, wgmma, "silu", norm=True, gated=True),
+            "fp32": lambda limit, wgmma: fused(monarch(384, 384), "fp32", 1, limit, wgmma),
+            "scale and residual": lambda limit, wgmma: fused(gonon(192, 768), "fp16", 1, limit, wgmma, "gelu", residual=True, scaled=True),
+            "low rank": lambda limit, wgmma: fused(Architecture.of((1, 24, 16, 1), (1, 16, 40, 1)), "tf32", 1, limit, wgmma),
+            "not chainable": lambda limit, wgmma: fused(Architecture.of((1, 32, 32, 3), (6, 16, 24, 1)), "fp16", 1, limit, wgmma),
+        },
+    ),
+    # Spills at the end, where scaled sums and the rows to be added are held together.
+    "fused_ffn": (
+        HOPPER,
+        128,
+        {
+            "fp16": lambda *_: whole_ffn(gonon(768, 192), gonon(192, 768), "fp16", "gelu", scaled=True),
+            "bf16": lambda *_: whole_ffn(monarch(1536, 384), monarch(384, 1536), "bf16", "gelu_tanh", scaled=True),
+        },
+    ),
+    # Spills outside of the loop over pieces of hidden units.
+    "ffn_floats": (
+        HOPPER,
+        96,
+        {
+            "fp32": lambda *_: whole_ffn(monarch(768, 192), monarch(192, 768), "fp32", "gelu", scaled=True),
+            "tf32": lambda *_: whole_ffn(monarch(1536, 384), monarch(384, 1536), "tf32", "gelu_tanh", scaled=False),
+            "low rank": lambda *_: whole_ffn(low_rank(768, 192, 48), low_rank(192, 768, 48), "fp32", "silu", scaled=True),
+        },
+    ),
+    # Spills of three classes of outputs at once, and of activations in float32.
+    "block_linear": (
+        HOPPER,
+        96,
+        {f"factor {place} of a block": lambda *_, place=place: blocks(place, WIDE) for place in range(4)}
+        | {f"factor {place} of a Monarch block": lambda *_, place=place: blocks(place, WIDE_MONARCH) for place in (1, 3)}
+        | {f"factor {place} of a group": lambda *_, place=place: blocks(place, (gonon(768, 768),)) for place in (0, 1)},
+    ),
+    "ffn_middle": (HOPPER, 0, {"gelu": lambda limit, _: made(wide_middle(*WIDE, limit)).defines(0, ACTIVATIONS["gelu"])}),
+    # Spills of patches of 8x8: their few inputs leave room for the widest tile.
+    "dense_linear": (
+        tuple(SHARED_BYTES),
+        64,
+        {
+            mode: lambda limit, wgmma, mode=mode: made(dense_tiling(768, 384, mode, limit, wgmma)).defines("gelu", residual=True)
+            for mode in ("fp16", "tf32", "fp32")
+        }
+        | {"a gate": lambda limit, wgmma: made(dense_tiling(768, 4096, "bf16", limit, wgmma, gated=True)).defines("silu", residual=False)}
+        | {
+            f"patches of {side}x{side}": lambda limit, wgmma, side=side: made(dense_tiling(3 * side**2, 384, "fp16", limit, wgmma)).defines(
+                "none", True, Patch(side, side, 5)
+            )
+            for side in (8, 16)
+        },
+    ),
+    "dense_stream": (HOPPER, 0, {str(size): lambda limit, _, size=size: stream(size, limit) for size in (768,)}),
+    # Spills for as many registers as let two blocks run at once.
+    "few_rows": (
+        tuple(SHARED_BYTES),
+        8,
+        {
+            f"{sizes}": lambda limit, _, sizes=sizes: few_rows_tilings(*sizes, sizes[0] < sizes[1], limit)[0].defines(
+                torch.float16, "gelu", residual=True
+            )
+            for sizes in ((384, 1536), (1536, 384))
+        },
+    ),
+    "few_attention": (
+        tuple(SHARED_BYTES),
+        0,
+        {str(head): lambda *_, head=head: {"HEAD": head, "WARPS": 7, "STEPS": 2, "MODE": 0} for head in (32, 64)},
+    ),
+    "some_rows": (
+        HOPPER,
+        0,
+        {
+            mode: lambda limit, _, mode=mode: some_rows_tiling(394, 384, 1536, mode, 132, limit).defines("gelu", residual=True)
+            for mode in ("fp16", "tf32", "fp32")
+        },
+    ),
+    "attention": (
+        HOPPER,
+        24,
+        {
+            f"{tokens} in {mode}": lambda limit, _, tokens=tokens, mode=mode: made(
+                head_attention(64, tokens, tokens, mode, limit)
+            ).defines()
+            for tokens, mode in ((50, "tf32"), (257, "fp32"))
+        },
+    ),
+    "short_attention": (
+        HOPPER,
+        0,
+        {
+            str(tokens): lambda limit, _, tokens=tokens: made(short_attention(64, tokens, tokens, torch.float16, limit)).defines("bf16")
+            for tokens in (5, 197, 257)
+        },
+    ),
+    # Three of 255 registers, which ptxas spills for the largest float32 tile on sm_100.
+    "single_factor": (
+        tuple(SHARED_BYTES),
+        12,
+        {
+            "fp16 to float32": lambda limit, _: single(Pattern(1, 384, 384, 1), "fp16", limit, wide=True),
+            "unaligned bf16": lambda limit, _: single(Pattern(1, 192, 48, 2), "bf16", limit, aligned=False),
+            "fp32": lambda limit, _: single(Pattern(1, 192, 192, 3), "fp32", limit),
+            "tf32": lambda limit, _: single(Pattern(1, 128, 128, 64), "tf32", limit),
+            "odd sizes": lambda limit, _: single(Pattern(2, 3, 5, 3), "fp16", limit),
+            "exact": lambda limit, _: single(Pattern(1, 64, 64, 4), "exact", limit),
+        },
+    ),
+    "factor_grad": (
+        tuple(SHARED_BYTES),
+        0,
+        {
+            "bf16 with bias": lambda limit, _: gradient(Pattern(1, 192, 48, 2), "bf16", limit, bias=True),
+            "fp32": lambda limit, _: gradient(Pattern(1, 128, 128, 12), "fp32", limit, bias=False),
+            "tf32": lambda limit, _: gradient(Pattern(1, 384, 384, 1), "tf32", limit, bias=False),
+            "odd sizes": lambda limit, _: gradient(Pattern(2, 3, 5, 3), "fp32", limit, bias=False),
+        },
+    ),
+    "factor_grad_wgmma": (
+        HOPPER,
+        0,
+        {
+            "with bias": lambda limit, _: wgmma_gradient(Pattern(1, 768, 192, 2), 1, limit, bias=True),
+            "three joined": lambda limit, _: wgmma_gradient(Pattern(2, 48, 192, 1), 3, limit, bias=False),
+        },
+    ),
+    "factor_grad_sum": (tuple(SHARED_BYTES), 0, {"nine": lambda *_: {"PARTS": 9, "VECTOR": 4}}),
+    "gather": (tuple(SHARED_BYTES), 0, {"nine": lambda *_: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
+    "transpose": (
+        tuple(SHARED_BYTES),
+        0,
+        {
+            f"{size}": lambda *_, size=size: Transposition(*size).defines(torch.bfloat16, aligned=size[2] % 2 == 0)
+            for size in ((6, 384, 64), (2, 19, 3))
+        },
+    ),
+    "gated": (tuple(SHARED_BYTES), 0, {"silu": lambda *_: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS["silu"]}}),
+    "layer_norm": (
+        tuple(SHARED_BYTES),
+        0,
+        {f"{columns}": lambda *_, columns=columns: {"COLUMNS": columns, "MODE": 2, "MOMENTS": 1} for columns in (384, 4096)},
+    ),
+}
+SOURCES = {"attention": "attention_wgmma", "short_attention": "short_attention_wgmma"}
+ENTRIES = {"factor_grad_wgmma": "factor_grad"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant", "arch"),
+    [(kernel, variant, arch) for kernel, (archs, _, variants) in KERNELS.items() for variant in variants for arch in archs],
+)
+def test_compiles(kernel: str, variant: str, arch: str) -> None:
+    _, spill_bytes, variants = KERNELS[kernel]
+    defines = variants[variant](SHARED_BYTES[arch], arch == "sm_90a")
+    compiled = compile_cubin(f"{SOURCES.get(kernel, kernel)}.cu", defines, arch=arch, name=ENTRIES.get(kernel, kernel))
+    assert compiled.spill_bytes <= spill_bytes
+    assert compiled.serialized == ()

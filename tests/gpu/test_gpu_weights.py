@@ -1,0 +1,203 @@
+"""Packed weights on the GPU: they follow training, loading, streams and graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.product import product_of
+from flysurgery.gpu.train_backward import Chain
+from flysurgery.gpu.train_forward import Trained
+from flysurgery.patterns import Architecture, gonon
+from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
+from tests.support.problems import make_factors, make_vector
+from tests.support.tolerance import BF16, FP32, FP32_BY_FP16_PAIRS, Arithmetic, assert_equal
+
+pytestmark = pytest.mark.gpu
+
+OURS = ("gather", "fused_linear", "single_factor", "factor_grad", "factor_grad_sum")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizer_steps_are_seen(fused: bool) -> None:
+    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(64, FP32_BY_FP16_PAIRS)
+    optimizer = torch.optim.AdamW(layer.parameters(), 0.1, fused=fused)
+    for _ in range(3):
+        out = layer(x)
+        check(out, layer, x)
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_loading_moving_and_copying_are_seen() -> None:
+    layer, other, x = Layer(), Layer(), rows_of(64)
+    with torch.no_grad():
+        other.factors[0].mul_(-2)
+    check(layer(x), layer, x)
+    layer.load_state_dict(other.state_dict())
+    check(layer(x), layer, x)
+    assert set(layer.state_dict()) == {"factors.0", "factors.1", "bias"}
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.factors[1].mul_(3)
+    check(twin(x), twin, x)
+    check(layer(x), layer, x)
+    layer.cpu().cuda()
+    check(layer(x), layer, x)
+    layer.float()
+    check(layer(x.float()), layer, x.float())
+
+
+@torch.no_grad()
+def test_other_streams_wait_for_the_packing() -> None:
+    x = rows_of(64)
+    for _ in range(20):
+        layer = Layer()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda._sleep(2_000_000)
+        here = layer(x)  # packs behind the sleeping kernel
+        with torch.cuda.stream(side):
+            there = layer(x)
+        torch.cuda.synchronize()
+        assert_equal(there, here)
+
+
+@pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
+def test_inference_in_a_graph(architecture: object) -> None:
+    layer, x = Layer(architecture).requires_grad_(False), rows_of(129, architecture=architecture)  # pyright: ignore[reportArgumentType]
+    expected = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    out.zero_()
+    graph.replay()
+    assert_equal(out, expected)
+    x.copy_(-rows_of(129, architecture=architecture))  # pyright: ignore[reportArgumentType]
+    graph.replay()
+    check(out, layer, x)
+    layer.factors[0].mul_(2)
+    layer(x)  # a call outside brings new weights to the graph
+    graph.replay()
+    check(out, layer, x)
+
+
+def test_weights_that_train_are_packed_inside_the_graph() -> None:
+    layer, x = Layer(), rows_of(64)
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        layer.factors[1].mul_(-2)
+        graph.replay()
+        check(out, layer, x)
+
+
+def test_a_training_step_in_a_graph() -> None:
+    layer, x = Layer(mode=FP32_BY_FP16_PAIRS), rows_of(300, FP32_BY_FP16_PAIRS)
+    reference = copy.deepcopy(layer)
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05) for module in (layer, reference)]
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(layer, optimizers[0])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(layer, optimizers[0])
+    for _ in range(3):
+        graph.replay()
+    for _ in range(5):
+        step(reference, optimizers[1])
+    for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("mode", [FP32_BY_FP16_PAIRS, BF16], ids=lambda mode: mode.name)
+def test_compiled_graphs_follow_training(mode: Arithmetic) -> None:
+    layer, x = Layer(mode=mode), rows_of(300, mode)
+    reference = copy.deepcopy(layer)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for run, module in ((compiled, layer), (reference, reference)):
+        optimizer = torch.optim.SGD(module.parameters(), 0.05)
+        for _ in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()  # the gradients are memory of the graph, which the next step writes anew
+            run(x).square().mean().backward()
+            optimizer.step()
+    for index, (ours, theirs) in enumerate(zip(layer.factors, reference.factors, strict=True)):
+        assert not torch.equal(ours, Layer(mode=mode).factors[index])
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_step_launches_what_an_eager_one_does() -> None:
+    architecture, found = gonon(1536, 384), []  # so wide in between that nothing is kept for the backward pass
+    x = rows_of(300, BF16, architecture)
+    for compiled in (False, True):
+        layer = Layer(architecture, BF16)
+        run = torch.compile(layer, fullgraph=True) if compiled else layer
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        for step in range(3):
+            if step == 2:
+                torch.cuda.synchronize()
+                profiler.start()
+            optimizer.zero_grad()
+            run(x).square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        profiler.stop()
+        found.append(Counter(event.name for event in profiler.events() or () if event.name in OURS))
+    eager, compiled = found
+    assert eager["gather"] == 1, "weights are packed once for both passes"
+    assert compiled.pop("gather") == 2, "once a pass"
+    assert eager.pop("gather") and eager == compiled
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
+def test_compiled_graphs_keep_their_packed_weights() -> None:
+    layers = [Layer().requires_grad_(False) for _ in range(4)]
+    compiled = [torch.compile(layer, mode="reduce-overhead", fullgraph=True) for layer in layers]
+    for rows in (64, 129, 64, 300, 129):
+        x = rows_of(rows)
+        for layer, run in zip(layers, compiled, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            check(run(x).clone(), layer, x)
+            torch.empty(1 << 20, device="cuda").fill_(float("nan"))
+            check(run(x).clone(), layer, x)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("architecture", "linears"), [(SQUARE, 1), (SQUARE, 3), (DEEP, 1)], ids=str)
+def test_tables_pack_as_packing_does(architecture: Architecture, linears: int, dtype: torch.dtype, mode: str) -> None:
+    product = product_of(architecture, mode, linears, 0, 1000)
+    assert isinstance(product.kernels, FusedLinear) == (len(architecture) == 2)
+    factors = tuple(
+        factor.to(dtype) * (index + 1) for index, factor in enumerate(make_factors(architecture, FP32, device="cuda") * linears)
+    )
+    biases = tuple(make_vector(architecture.out_features, FP32, device="cuda").to(dtype) * (n + 1) for n in range(linears))
+    chain = Chain(architecture, mode, linears, 0, 1000)
+    trained_packer = Trained(product, chain, len(factors), with_bias=True).packer
+    for packer, sources in ((trained_packer, factors + biases), (chain.pack, factors)):
+        slow = packer.plainly(sources)
+        for fast, image in zip(packer(sources), slow, strict=True):
+            assert fast.data_ptr() % 256 == 0
+            assert torch.equal(fast.view(torch.uint8)[: image.nbytes], image.view(torch.uint8))

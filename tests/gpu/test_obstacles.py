@@ -1,0 +1,123 @@
+"""What kernels cannot run is refused with the reason, and what they are for is not; no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flysurgery.errors import BackendError
+from flysurgery.gpu import device, ffn
+from flysurgery.gpu.attention import attention_obstacle
+from flysurgery.gpu.dense_tiling import dense_tiling
+from flysurgery.gpu.factor_grad import grad_reason
+from flysurgery.gpu.few_rows import few_rows_tilings
+from flysurgery.gpu.ffn import size_obstacle
+from flysurgery.gpu.obstacles import product_obstacle
+from flysurgery.gpu.short_attention import short_attention_obstacle
+from flysurgery.gpu.single import single_reason
+from flysurgery.gpu.some_rows_tiling import most_rows, some_rows_tiling
+from flysurgery.gpu.tiling import tiling
+from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
+from flysurgery.patterns import Architecture, Pattern
+from flysurgery.patterns.catalog import gonon, low_rank, monarch
+from tests.support.problems import PATTERNS, in_third
+
+SHARED, SMALL = 227 * 1024, 99 * 1024
+GONON, MONARCH = (gonon(1536, 384), gonon(384, 1536)), (monarch(1536, 384), monarch(384, 1536))
+
+
+def block(up: Architecture, down: Architecture, mode: str | None = "fp16", activation: str = "gelu", norm: bool = True) -> str | None:
+    return size_obstacle(up, down, mode, norm, activation, True, SHARED)
+
+
+def halves_of(b: int, linears: int) -> object:
+    return tiling(Architecture.of((1, b, 16, 2), (2, 16, 32, 1)), "fp16", linears, gated=True)
+
+
+REASONS: dict[str, tuple[Callable[[], object], str]] = {
+    "a block of another dtype": (lambda: block(*GONON, mode=None), "float16, bfloat16 and float32"),
+    "a block of another activation": (lambda: block(*GONON, activation="relu"), "activations"),
+    "a block that changes the width": (lambda: block(gonon(1536, 384), low_rank(192, 1536)), "as many outputs as inputs"),
+    "a block too wide": (lambda: block(monarch(4096, 1024), monarch(1024, 4096)), "no tile"),
+    "a block of one factor": (lambda: block(Architecture.of((1, 1536, 384, 1)), gonon(384, 1536)), "two factors"),
+    "layers that do not meet": (lambda: block(monarch(1536, 384, 2), monarch(384, 768)), "reads 768 features"),
+    "a block of floats without a norm": (lambda: block(*GONON, mode="fp32", norm=False), "behind a norm"),
+    "a block of floats too wide": (lambda: block(gonon(3072, 768), gonon(768, 3072), mode="tf32"), "no tile"),
+    "a block of floats with long rows": (
+        lambda: block(monarch(1536, 384), Architecture.of((1, 384, 400, 1), (1, 400, 1536, 1)), mode="fp32"),
+        "do not fit in tiles in the rows",
+    ),
+    "a wide block of one factor": (
+        lambda: wide_tilings(Architecture.of((1, 1536, 384, 1)), gonon(384, 1536), SHARED),
+        "where both layers have two, these have 1 and 2",
+    ),
+    "a wide block in little memory": (lambda: wide_tilings(*GONON, 1024), "fits in 1024 bytes"),
+    "a middle of other blocks": (lambda: wide_middle(monarch(3072, 768), monarch(768, 3072), SHARED), "blocks of 128"),
+    "an odd gate": (lambda: halves_of(31, 1), "halves of one layer's outputs"),
+    "two gates": (lambda: halves_of(32, 2), "halves of one layer's outputs"),
+    "odd dense sizes": (
+        lambda: dense_tiling(100, 384, "fp16", SHARED, wgmma=False),
+        "multiples of 64 inputs and 32 outputs, got 100 and 384",
+    ),
+    "a dense layer too wide": (lambda: dense_tiling(65536, 384, "fp32", SHARED, wgmma=False), "exceed"),
+    "a dense layer in another mode": (lambda: dense_tiling(384, 384, "exact", SHARED, wgmma=False), "no mode 'exact'"),
+    "a single factor in another mode": (lambda: single_reason(Pattern(1, 16, 16, 1), "fp64", SHARED), "bf16"),
+    "a gradient in another mode": (lambda: grad_reason(Pattern(1, 16, 16, 1), "exact", SHARED), "exact"),
+    "long heads": (lambda: attention_obstacle(64, 577, 577, "fp32", SHARED), "577 queries and 577 keys"),
+    "narrow heads": (lambda: attention_obstacle(32, 197, 197, "tf32", SHARED), "heads of 64 features, got 32"),
+    "heads in another mode": (lambda: attention_obstacle(64, 197, 197, "fp16", SHARED), "the modes tf32, fp32, not 'fp16'"),
+    "long heads of halves": (lambda: short_attention_obstacle(64, 577, 577, torch.float16, SHARED), "577 queries and 577 keys"),
+    "narrow heads of halves": (lambda: short_attention_obstacle(32, 8, 8, torch.float16, SHARED), "got 32 of torch.float16"),
+    "heads of another dtype": (lambda: short_attention_obstacle(64, 8, 8, torch.float64, SHARED), "torch.float64"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_the_reason_says_what_is_wrong(case: str) -> None:
+    reason, words = REASONS[case]
+    found = reason()
+    assert isinstance(found, str) and words in found
+
+
+def test_a_size_without_a_tiling_for_some_rows_is_refused() -> None:
+    assert most_rows(384, 100, True, "fp16", 132, SHARED) == 0
+    assert not any(few_rows_tilings(*sizes, False, SHARED) for sizes in ((100, 384), (32 * 97, 384), (384, 100)))
+    with pytest.raises(BackendError, match="no tiling for 384 inputs and 100 outputs"):
+        some_rows_tiling(197, 384, 100, "fp16", 132, SHARED)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "tf32", "fp32", "exact"])
+def test_every_single_factor_runs_and_trains(mode: str) -> None:
+    for pattern in (*filter(lambda pattern: in_third(pattern, 0), PATTERNS), Pattern(1, 1024, 1024, 1), Pattern(1, 1024, 256, 64)):
+        for limit in (SMALL, SHARED):
+            assert single_reason(pattern, mode, limit) is None
+        assert mode == "exact" or grad_reason(pattern, mode, SHARED) is None
+
+
+@pytest.mark.parametrize("nblocks", [2, 4, 8])
+@pytest.mark.parametrize("width", [192, 384, 768, 1024, 1280, 1408, 1664])
+def test_every_monarch_layer_of_timm_runs(width: int, nblocks: int) -> None:
+    for out_features, in_features in ((width, width), (4 * width, width), (width, 4 * width)):
+        assert product_obstacle(monarch(out_features, in_features, nblocks), "fp32", 1, 163 * 1024) is None
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16", "tf32", "fp32"])
+def test_whole_blocks_and_heads_of_small_models_run(mode: str) -> None:
+    for width in (192, 384):
+        assert block(gonon(4 * width, width), gonon(width, 4 * width), mode) is None
+        assert block(monarch(4 * width, width), monarch(width, 4 * width), mode) is None
+    for tokens in (1, 5, 50, 129, 197, 208, 257):
+        halves = short_attention_obstacle(64, tokens, tokens, torch.float16, SHARED)
+        assert (attention_obstacle(64, tokens, tokens, mode, SHARED) if mode in ("tf32", "fp32") else halves) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_the_whole_block_needs_hopper(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_obstacle", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(ffn, "shared_limit_of", lambda index: SHARED)
+    reason = ffn.ffn_obstacle(*MONARCH, "fp16", True, "gelu", True, 0)
+    expected = f"the fused FFN needs a GPU of compute capability 9.0, this one has {capability[0]}.{capability[1]}"
+    assert reason == (None if capability == (9, 0) else expected)

@@ -1,0 +1,267 @@
+"""Calls that launch again what they launched before: what is repeated, and what calls for asking anew."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flysurgery.gpu.kernel import Prepared
+from flysurgery.gpu.replay import remembered_calls
+from flysurgery.gpu.replay.launch_again import Repeated
+from flysurgery.gpu.replay.recording import fresh, rely_on
+from flysurgery.gpu.replay.remembered_calls import Repeating
+from flysurgery.gpu.weight_cache import derived, forget_derived, forget_moved
+from tests.support.tolerance import assert_equal
+
+FEATURES = 6
+
+
+class Adding:
+    """A kernel on the CPU: reads and writes memory by the addresses of its parameters, y = x + factor * w."""
+
+    name, parameter_sizes = "adding", (8, 8, 8, 8)
+
+    def queue(self, config: Any, address: int) -> None:
+        parameters = (ctypes.c_void_p * 4).from_address(address)
+        x, w, y, factor = (ctypes.c_int64.from_address(parameter or 0).value for parameter in parameters)
+        x, w, y = ((ctypes.c_float * FEATURES).from_address(address) for address in (x, w, y))
+        for place in range(FEATURES):
+            y[place] = x[place] + factor * w[place]
+
+
+class Layer(nn.Module):
+    """``x + weight + 2 * weight``, in two launches; or what ``between`` makes of the first's result, in its place."""
+
+    def __init__(self, between: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(FEATURES).float(), requires_grad=False)
+        self.between = between
+        self.repeating = Repeating()
+        self.calls = 0
+        self.launches = [Prepared(Adding(), (1, 1, 1, 1, 1, 1, 0), (factor,)) for factor in (1, 2)]  # pyright: ignore[reportArgumentType]
+
+    def launched(self, x: Tensor, factor: int) -> Tensor:
+        (w,) = derived("copy", (self.weight,), lambda: (self.weight.clone(),))
+        y = fresh(x.shape, x.dtype, x.device)
+        self.launches[factor - 1].launch(0, x, w, y)
+        return y
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.launched(x, 1)
+        return self.launched(y if self.between is None else self.between(y), 2).view(2, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.repeating(self.compute, self.modules, x)
+
+    def check(self, calls: int, x: Tensor | None = None) -> None:
+        """The next call is right, and asks so often."""
+        x = torch.randn(FEATURES) if x is None else x
+        before = self.calls
+        y = self(x)
+        between = self.between or (lambda y: y)
+        assert_equal(y, (between(x + self.weight) + 2 * self.weight).view(2, -1))
+        assert self.calls - before == calls
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU passes for a GPU."""
+    monkeypatch.setattr(remembered_calls, "_on_current_device", lambda x: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    forget_derived()
+    yield
+    forget_derived()
+
+
+@pytest.fixture
+def layer() -> Layer:
+    """One that has packed its weights, and noted its launches."""
+    layer = Layer()
+    layer.check(1)
+    layer.check(1)
+    return layer
+
+
+def test_calls_that_look_the_same_are_repeated(layer: Layer) -> None:
+    for _ in range(3):
+        layer.check(0)
+    with torch.inference_mode():
+        layer.check(1)
+        layer.check(0)
+        assert layer(torch.ones(FEATURES)).is_inference()
+
+
+def test_results_are_new_each_time(layer: Layer) -> None:
+    x = torch.ones(FEATURES)
+    first = layer(x)
+    kept = first.clone()
+    layer(2 * x)
+    assert_equal(first, kept)
+
+
+def test_other_operands_are_asked_for(layer: Layer) -> None:
+    layer.check(1, torch.randn(1, FEATURES))
+    layer.check(1, torch.randn(1, FEATURES, requires_grad=True))
+    layer.check(1, torch.randn(FEATURES + 1)[1:])  # at another address modulo 16 bytes
+    layer.check(0)
+
+
+def replace(layer: Layer) -> None:
+    layer.weight = nn.Parameter(layer.weight + 1, requires_grad=False)
+
+
+def lengthen(layer: Layer) -> None:
+    layer.weight.data = torch.cat([layer.weight, layer.weight])[:FEATURES]
+
+
+CHANGES = {
+    "written": lambda layer: layer.weight.mul_(2),
+    "replaced": replace,
+    "moved": lengthen,
+    "loaded": lambda layer: layer.load_state_dict({"weight": torch.ones(FEATURES)}),
+    "assigned": lambda layer: layer.load_state_dict({"weight": torch.ones(FEATURES)}, assign=True),
+    "forgotten": lambda layer: forget_derived(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_changed_are_read_anew(layer: Layer, change: str) -> None:
+    with torch.no_grad():
+        CHANGES[change](layer)
+    layer.check(1)  # packs
+    layer.check(1)  # notes
+    layer.check(0)
+
+
+def test_what_was_noted_is_let_go_of_once_parameters_have_moved(layer: Layer) -> None:
+    other = Layer()
+    other.check(1)
+    other.check(1)
+    parameters, calls = layer.repeating._known
+    assert parameters is not None and calls
+    left = weakref.ref(parameters)
+    del parameters, calls
+    layer.double().float()
+    assert left() is not None
+    forget_moved()
+    assert left() is None
+    other.check(0)
+    layer.check(1)
+
+
+def test_fused_optimizers_are_noticed(layer: Layer) -> None:
+    layer.weight.requires_grad_()
+    layer.weight.grad = torch.ones(FEATURES)
+    with torch.no_grad():
+        layer.check(1)
+        layer.check(0)
+        torch.optim.SGD(layer.parameters(), 0.5, fused=True).step()
+        layer.check(1)
+        layer.check(1)
+        layer.check(0)
+
+
+def test_flags_and_settings_are_asked_for(layer: Layer) -> None:
+    layer.weight.requires_grad_()
+    layer.check(1)  # no kernel has gradients
+    with torch.no_grad():
+        layer.check(1)
+        layer.check(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.check(1)
+        layer.check(1)
+    layer.forward, forward = lambda x: forward(x), layer.forward
+    with torch.no_grad():
+        layer.check(1)
+
+
+@pytest.mark.parametrize("between", [lambda y: y + 1, lambda y: y.mul_(3)], ids=["elsewhere", "in place"])
+def test_pytorch_between_two_launches_is_done_each_time(between: Any) -> None:
+    layer = Layer(between)
+    for _ in range(4):
+        layer.check(1)
+    assert not layer.repeating.repeats
+
+
+def test_operands_in_one_place_are_not_told_apart() -> None:
+    layer = Layer()
+
+    def second(x: Tensor, other: Tensor) -> Tensor:
+        return layer.launched(other, 1)
+
+    x, other = torch.ones(FEATURES), torch.zeros(FEATURES)
+    for _ in range(3):
+        layer.repeating(second, layer.modules, x, x)
+    assert_equal(layer.repeating(second, layer.modules, x, other), layer.weight.detach())
+
+
+def test_constants_are_found_where_they_are() -> None:
+    layer, table = Layer(), torch.ones(FEATURES)
+
+    def compute(x: Tensor) -> Tensor:
+        layer.calls += 1
+        rely_on([table])
+        y = fresh(x.shape, x.dtype, x.device)
+        layer.launches[0].launch(0, x, table, y)
+        return y
+
+    for scale in (1.0, 2.0, 3.0):
+        assert_equal(layer.repeating(compute, layer.modules, torch.full((FEATURES,), scale)), torch.full((FEATURES,), scale + 1))
+    assert layer.calls == 1
+
+
+def test_what_lies_between_launches_shares_memory_while_nobody_reads_it() -> None:
+    """The second launch reads the first's result, the third both, the fourth the third's; the fifth gives the result."""
+    layer = Layer()
+
+    def compute(x: Tensor) -> Tensor:
+        layer.calls += 1
+        results = [x]
+        for reads in ((0, 0), (1, 0), (2, 1), (3, 3), (4, 4)):
+            results.append(fresh(x.shape, x.dtype, x.device))
+            layer.launches[0].launch(0, results[reads[0]], results[reads[1]], results[-1])
+        return results[-1]
+
+    for scale in (1.0, 2.0, 3.0):
+        assert_equal(layer.repeating(compute, layer.modules, torch.full((FEATURES,), scale)), torch.full((FEATURES,), 20 * scale))
+    assert layer.calls == 1
+    (repeated,) = layer.repeating._known[1].values()
+    assert isinstance(repeated, Repeated) and repeated._bytes == 3 * 512  # of four results
+
+
+def test_copies_and_pickles_begin_anew(layer: Layer) -> None:
+    assert layer.repeating._known[1]
+    for twin in (copy.deepcopy(layer.repeating), pickle.loads(pickle.dumps(layer.repeating))):
+        assert isinstance(twin, Repeating) and not twin._known[1]
+        assert twin.repeats and not Repeating().repeats
+
+
+def test_calls_that_another_thread_forgot_are_asked_for(layer: Layer) -> None:
+    class Forgetting(dict[Any, Any]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    parameters, calls = layer.repeating._known
+    layer.repeating._known = parameters, Forgetting(calls)
+    layer.check(0)
+    layer.repeating._known[1].clear()
+    layer.check(1)
+
+
+def test_memory_of_what_was_noted_is_bounded(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered_calls, "_REMEMBERED", 3)
+    for count in range(1, 9):
+        layer(torch.ones(FEATURES * count))
+    assert len(layer.repeating._known[1]) <= 3

@@ -1,0 +1,194 @@
+"""A factor as a batched product: its arithmetic on the CPU and on the GPU, the choice, the passes of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from flysurgery.factors import ks_einsum
+from flysurgery.gpu import configured, single_by_bmm, table
+from flysurgery.gpu import product as products
+from flysurgery.gpu import train_forward as trained_calls
+from flysurgery.gpu.configured import chosen_factor
+from flysurgery.gpu.gather import Gather
+from flysurgery.gpu.product import Product
+from flysurgery.gpu.single import SingleFactor
+from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_pays
+from flysurgery.gpu.train_backward import Chain
+from flysurgery.gpu.train_forward import Trained
+from flysurgery.gpu.transposition import Transposition
+from flysurgery.ops import ks_linear
+from flysurgery.patterns import Architecture, Pattern
+from tests.gpu.emulation import EmulatedSeries, emulated_gather
+from tests.gpu.gpu_layer import Layer, check_product
+from tests.support.problems import make_factor, make_input, make_vector
+from tests.support.tolerance import BF16, FP16, Arithmetic, assert_bounded, assert_equal, assert_factor_gradient_bounded
+
+HOPPER = 227 * 1024
+LARGE = Pattern(1, 1024, 1024, 4)
+SMALL = Pattern(1, 192, 48, 2)
+PATTERNS = [Pattern(2, 24, 32, 4), Pattern(1, 16, 40, 1), Pattern(3, 16, 40, 1), Pattern(1, 20, 24, 3)]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transpositions by PyTorch."""
+
+    def run(part: Transposition, x: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        turned = x.reshape(-1, part.matrices, part.slow, part.fast).mT.reshape(out.shape)
+        out.copy_(turned if bias is None else turned + bias)
+
+    monkeypatch.setattr(Transposition, "run", run)
+
+
+def integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("mode", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize(("linears", "apart"), [(1, False), (3, False), (3, True)])
+def test_equals_the_definition(pattern: Pattern, linears: int, apart: bool, mode: str) -> None:
+    dtype, kernel = DTYPES[mode], BatchedFactor(pattern, mode, BatchedConfig(1))
+    factors = [integers(pattern.factor_shape, seed, torch.float32) for seed in range(linears)]
+    image = torch.cat([kernel.pack(factor) for factor in factors])
+    bias = integers((linears * pattern.out_features,), 8, dtype)
+    for rows in (0, 1, 1500):
+        wide = integers((rows, pattern.in_features * (linears if apart else 1) + 1), 9, dtype)
+        x = wide[:, 1:]
+        parts = x.chunk(linears, dim=1) if apart else [x] * linears
+        expected = torch.cat([ks_einsum(part.float(), factor) for part, factor in zip(parts, factors, strict=True)], dim=1)
+        assert_equal(kernel.run(x, image, None, linears), expected)
+        assert_equal(kernel.run(x, image, bias, linears), expected + bias.float())
+    filled, once_more = (torch.nn.functional.pad(tensor, (0, 5), value=torch.nan) for tensor in (image, bias))
+    assert_equal(kernel.run(x.unflatten(0, (3, 500)), filled, once_more, linears).view(1500, -1), expected + bias.float())
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_scratch_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, pieces = PATTERNS[0], []
+    multiply = single_by_bmm._multiply
+
+    def counting(x: Tensor, blocks: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        pieces.append(x.nbytes + y.nbytes)
+        multiply(x, blocks, bias, y)
+
+    monkeypatch.setattr(single_by_bmm, "_multiply", counting)
+    kernel = BatchedFactor(pattern, "bf16", BatchedConfig(1))
+    kernel.run(torch.ones((2000, pattern.in_features), dtype=torch.bfloat16), kernel.pack(torch.ones(pattern.factor_shape)))
+    assert len(pieces) > 1 and max(pieces) <= 1 << 20
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, cache: object) -> None:
+    """A Hopper GPU for which nothing is tuned."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    for module in (configured, products):
+        monkeypatch.setattr(module, "shared_limit_of", lambda index: HOPPER)
+    monkeypatch.setattr(configured, "device_arch", lambda index: "sm_90a")
+    table._by_case.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_faster_way_is_chosen() -> None:
+    assert isinstance(chosen_factor(LARGE, "fp16", 0, 25088), BatchedFactor)
+    assert chosen_factor(LARGE, "fp16", 0, 25088) is chosen_factor(LARGE, "fp16", 0, 3000)
+    assert isinstance(chosen_factor(LARGE, "fp16", 0, 64), SingleFactor)
+
+
+@pytest.mark.usefixtures("hopper", "on_cpu")
+def test_training_packs_it_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are cut out of the one tensor that a step packs; PyTorch's products take no addresses."""
+    monkeypatch.setattr(configured, "batched_pays", lambda pattern, mode, rows: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Gather, "prepared", emulated_gather)
+    monkeypatch.setattr(trained_calls, "Series", EmulatedSeries)
+    monkeypatch.setattr(trained_calls, "current_stream", lambda index: 0)
+    architecture = Architecture((Pattern(2, 5, 7, 3), Pattern(1, 14, 4, 3)))
+    kernels = tuple(chosen_factor(pattern, "fp16", 0, 25088) for pattern in reversed(architecture.patterns))
+    trained = Trained(Product(architecture, "fp16", 1, 0, kernels), Chain(architecture, "fp16", 1, 0, 25088), 2, True)
+    factors = tuple(integers(pattern.factor_shape, seed, torch.float32) for seed, pattern in enumerate(architecture))
+    bias, x = integers((architecture.out_features,), 3, torch.float32), integers((5, architecture.in_features), 4, torch.float16)
+    done = trained.forward(x, (*factors, bias))
+    assert done is not None
+    assert_equal(done[0], ks_einsum(ks_einsum(x.float(), factors[1]), factors[0]) + bias)
+
+
+@pytest.fixture
+def long_sums() -> Iterator[None]:
+    """PyTorch's products sum in float32 to the end, as the bounds have it; by default cuBLAS may add parts of a sum in 16 bits."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
+    settings.allow_fp16_reduced_precision_reduction = settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction = before
+
+
+GPU_PATTERNS = [LARGE, Pattern(2, 384, 512, 3), Pattern(2, 512, 384, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("long_sums")
+@pytest.mark.parametrize("mode", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("pattern", GPU_PATTERNS, ids=str)
+def test_products_on_the_gpu(pattern: Pattern, mode: Arithmetic) -> None:
+    kernel = BatchedFactor(pattern, {torch.float16: "fp16", torch.bfloat16: "bf16"}[mode.dtype], BatchedConfig(16))
+    factor, bias = make_factor(pattern, mode, device="cuda"), make_vector(pattern.out_features, mode, device="cuda")
+    for rows in (1, 129, 3000):
+        x = make_input(rows, pattern.in_features, mode, device="cuda")
+        assert_bounded(kernel.run(x, kernel.pack(factor)), x, [factor], None, mode)
+        assert_bounded(kernel.run(x, kernel.pack(factor), bias), x, [factor], bias, mode, bias_apart=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("long_sums")
+def test_layers_of_large_blocks_train_compile_and_replay() -> None:
+    pattern = Pattern(2, 512, 512, 2)
+    assert batched_pays(pattern, "fp16", 3000)
+    layer, x = Layer(Architecture((pattern,))), make_input(3000, pattern.in_features, FP16, device="cuda").requires_grad_()
+    factors, dy = [factor.detach() for factor in layer.factors], make_input(3000, pattern.out_features, FP16, device="cuda")
+
+    def check(out: Tensor) -> None:
+        assert_bounded(out.detach(), x.detach(), factors, layer.bias.detach(), FP16, bias_apart=True)
+
+    calls: tuple[Callable[[Tensor], Tensor], ...] = (layer, torch.compile(layer, fullgraph=True, dynamic=True))
+    for call in calls:
+        out = call(x)
+        check(out)
+        dx, gradient = torch.autograd.grad(out, (x, layer.factors[0]), dy)
+        assert_factor_gradient_bounded(gradient, 0, x.detach(), factors, dy, FP16)
+        assert_bounded(dx, dy, [factors[0].transpose(1, 2)], None, FP16)
+        assert call(x[:0]).shape == (0, pattern.out_features)
+        check_product(call(x[:1]), x[:1].detach(), factors, layer.bias)
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ks_linear(x, tuple(layer.factors), layer.bias, backend="cuda")
+        graph.replay()
+        check(out)
+
+
+TRANSPOSED = [(1, 64, 4), (3, 48, 3), (2, 4, 96), (2, 100, 66), (5, 6, 2), (1, 1, 7), (1, 48, 2050), (1, 12, 640), (2, 136, 72)]
+"""Matrices a row, and the sides of one: small ones together, tiles cut on either side, odd ones."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", TRANSPOSED, ids=str)
+def test_transpositions_on_the_gpu(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    matrices, slow, fast = size
+    features = matrices * slow * fast
+    for rows, shift in ((1, 0), (37, 0), (37, 1), (1000, 0)):
+        x = torch.randn((rows, features + 2 * shift), device="cuda").to(dtype)[:, shift : shift + features]
+        out = torch.empty((rows, features + 3 * shift), device="cuda", dtype=dtype)[:, shift : shift + features]
+        bias = torch.randn(features, device="cuda").to(dtype)
+        turned = x.reshape(rows, matrices, slow, fast).mT.reshape(rows, features)
+        Transposition(*size).run(x, out)
+        assert_equal(out, turned)
+        Transposition(*size).run(x, out, bias)
+        assert_equal(out, (turned.float() + bias.float()).to(dtype))
