@@ -31,7 +31,7 @@ COMMANDS = [" ".join((name, *table)) for name, text in INDEX["programs"]().items
 NEED_CUDA = [
     *("accuracy.py fractals", "sanitize_kernels.py", "gate.py", "real_weights.py --photographs ."),
     *("factors.py energy", "vits.py optimized", "vits.py training"),
-    *(command for command in COMMANDS if command.startswith("kernels.py ")),
+    *(command for command in COMMANDS if command.startswith("kernel_tables.py ")),
 ]
 
 
@@ -80,7 +80,7 @@ def test_numbers_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize(
-    "command", ["factors.py patterns", "accuracy.py digits", "calibration_cost.py", "kernels.py factor_grad", "survey_models.py timm"]
+    "command", ["factors.py patterns", "accuracy.py digits", "calibration_cost.py", "kernel_tables.py factor_grad", "survey_models.py timm"]
 )
 def test_no_recipe_writes_over_another_table(run_program: RunProgram, tmp_path: Path, command: str) -> None:
     other = tmp_path / "other.csv"

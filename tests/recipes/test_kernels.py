@@ -56,16 +56,15 @@ def test_a_time_stands_beside_its_work_and_bound() -> None:
 
 @pytest.mark.parametrize("name", TIMED)
 def test_the_committed_rows_are_of_the_cases_that_are_measured_now(cases: Any, tmp_path: Path, name: str) -> None:
+    import kernel_tables
     import tables
-
-    import kernels
 
     comparison = cases.TABLES[name]
     rows = [row for row in read_table(RECIPES / "results" / "kernels_h200.csv")[1] if row["table"] == name]
     assert {*comparison.columns, comparison.series, *comparison.ratios} <= {name for row in rows for name, text in row.items() if text}
-    assert set(comparison.columns) <= set(columns_of(kernels.row_of(comparison)))
+    assert set(comparison.columns) <= set(columns_of(kernel_tables.row_of(comparison)))
     modes = tuple(dict.fromkeys(row[comparison.mode] for row in rows)) if comparison.mode else ("fp16",)
-    found = kernels.cases_of(comparison, table_of("cuda", modes, quick=False))
+    found = kernel_tables.cases_of(comparison, table_of("cuda", modes, quick=False))
     keys = {tuple(str(value) for value in case.values()) for case in found}
     assert keys >= {tuple(row[column] for column in found[0]) for row in rows}
     (ratio, *_) = comparison.ratios
@@ -104,7 +103,7 @@ def test_quick_runs_on_a_cpu_and_goes_on(
     run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr("flysurgery.bench.ceilings.PRODUCT_SIZE", {"cpu": 256})
-    rows = run_recipe(f"kernels.py {name}", "--seconds", "0.01")
+    rows = run_recipe(f"kernel_tables.py {name}", "--seconds", "0.01")
     key = "change" if name == "fused_ablation" else "candidate"
     assert {row[key].removesuffix(" again") for row in rows if row["median_us"]} == TIMED[name]
     for row in rows:
@@ -115,11 +114,11 @@ def test_quick_runs_on_a_cpu_and_goes_on(
     said = capsys.readouterr().out
     assert all(row[key] in said and row["status"][:10] in said for row in rows)
     monkeypatch.setattr("tables.measure", None)
-    assert run_recipe(f"kernels.py {name}") == rows, "nothing is measured again"
+    assert run_recipe(f"kernel_tables.py {name}") == rows, "nothing is measured again"
 
 
 def test_one_of_the_cases_is_chosen_by_its_columns(run_recipe: RunRecipe) -> None:
-    rows = run_recipe("kernels.py norm_linear", "--only", "monarch", "--rows", "40", "--seconds", "0.01")
+    rows = run_recipe("kernel_tables.py norm_linear", "--only", "monarch", "--rows", "40", "--seconds", "0.01")
     assert {(row["architecture"], row["rows"]) for row in rows} == {("monarch", "40")}
     refused = {
         ("norm_linear", "--only", "lowrank"): "--only lowrank matches none of the cases: fp32, gonon, 197; fp32, monarch, 197",
@@ -127,7 +126,7 @@ def test_one_of_the_cases_is_chosen_by_its_columns(run_recipe: RunRecipe) -> Non
     }
     for (name, *arguments), sentence in refused.items():
         with pytest.raises(SystemExit, match=sentence):
-            run_recipe(f"kernels.py {name}", *arguments)
+            run_recipe(f"kernel_tables.py {name}", *arguments)
 
 
 def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,19 +142,19 @@ def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, mo
 
     monkeypatch.setattr(tables.Table, "copy", interrupted)
     with pytest.raises(SystemExit, match="130"):
-        run_recipe("kernels.py norm_linear")
+        run_recipe("kernel_tables.py norm_linear")
     kept = read_table(tmp_path / "rows.csv")[1]
     assert {row["architecture"] for row in kept} == {"gonon"}
-    rows = run_recipe("kernels.py norm_linear")
+    rows = run_recipe("kernel_tables.py norm_linear")
     assert rows[: len(kept)] == kept and len(copies) == 3
     assert [row["architecture"] for row in rows] == ["gonon"] * len(kept) + ["monarch"] * len(kept)
 
 
 def test_rows_of_other_columns_or_versions_are_not_added_to(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    rows, out = run_recipe("kernels.py factor_grad"), tmp_path / "rows.csv"
+    rows, out = run_recipe("kernel_tables.py factor_grad"), tmp_path / "rows.csv"
     out.write_text(out.read_text().replace(rows[0]["torch"], "1.0"))
-    assert [row["torch"] for row in run_recipe("kernels.py factor_grad")] == [row["torch"] for row in rows], "measured anew"
+    assert [row["torch"] for row in run_recipe("kernel_tables.py factor_grad")] == [row["torch"] for row in rows], "measured anew"
     out.write_text(older := out.read_text().replace(",launch,", ",way,"))
     with pytest.raises(SystemExit, match="a table of other measurements, or of another version, with the columns a, b, c, d, mode"):
-        run_recipe("kernels.py factor_grad")
+        run_recipe("kernel_tables.py factor_grad")
     assert out.read_text() == older
