@@ -53,7 +53,7 @@ def example_input(
     examples = itertools.chain((_zeros(model, size) for size in sizes), _with_tokens(model))
     for example in examples:
         try:
-            run_fake(shadow(model), positional(model, example))
+            _run_once(model, positional(model, example))
         except Exception as error:  # whatever the forward raises, it means that this example is not it
             shapes = " and ".join(str(tuple(each.shape)) for each in pytree.tree_leaves(example))
             reason = reason or f", and zeros of shape {shapes} fail ({one_line(error)})"
@@ -69,6 +69,16 @@ def example_input(
             return images
     name = type(model).__name__
     raise WalkError(f"no example input is known for {name}{reason}; give an example: a tensor, a tuple or a dict of what its forward takes")
+
+
+def _run_once(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Run a forward on fake tensors. Numbers that it computes from shapes, and then reads, are known on the CPU and not on meta."""
+    try:
+        run_fake(shadow(model), arguments)
+    except Exception:
+        if device_of(model).type != "meta":
+            raise
+        run_fake(shadow_on_cpu(model), pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="cpu"), arguments))
 
 
 def positional(model: nn.Module, example: Example) -> tuple[Any, ...]:

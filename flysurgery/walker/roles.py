@@ -36,6 +36,7 @@ class _Judge:
                     self.entered.setdefault(origin, []).append(attention)
         self.at_output = self._at_output(dataflow)
         self.ffn_in, self.ffn_out = self._feed_forward_pairs()
+        self.head_mlps = self._head_mlps() if dataflow.attentions else set()
 
     def judge(self, call: Call) -> Judgement:
         judgement = self._role(call)
@@ -57,6 +58,8 @@ class _Judge:
             return _unless(self._one_row(call) or all(attention.single_query for attention in attentions), "attn_out")
         if self._one_row(call):
             return Judgement("head", "head") if node in self.at_output else Judgement("other", "pool")
+        if node in self.head_mlps:
+            return Judgement("head", "head")
         if node in self.ffn_in:
             return Judgement("ffn_in")
         if node in self.ffn_out:
@@ -86,6 +89,18 @@ class _Judge:
                 first |= before
                 second.add(call.node)
         return first, second
+
+    def _head_mlps(self) -> set[Node]:
+        """The linears of MLPs that give the model's result for each token, as detectors' classes and boxes: no residual sum follows."""
+        found: set[Node] = set()
+        pending = [node for node in self.ffn_out if node in self.at_output]
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                source = self.flows[self.calls[node].source]
+                pending += [origin for origin, via in source.items() if via.nonlinear and origin in self.ffn_in]
+        return found
 
     def _at_output(self, dataflow: Dataflow) -> set[Node]:
         """The linears that give the model's result, with nothing but elementwise steps and pooling after them."""

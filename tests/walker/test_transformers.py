@@ -1,0 +1,110 @@
+"""Models of transformers: their examples, their heads, and that a trace leaves nothing behind in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensor
+
+import flysurgery
+from flysurgery.errors import WalkError
+from flysurgery.surgery.check import example_of
+from flysurgery.walker import example_input, positional, walk
+
+TRUNK: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "patch_size": 8}
+IMAGES = TRUNK | {"image_size": 32}
+TEXT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 50}
+DETECTOR = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+DETECTOR |= {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_queries": 5}
+
+
+def build(name: str, device: str = "cpu", **entries: Any) -> Any:
+    found = getattr(transformers, name)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return found(found.config_class(**entries)).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "shape"),
+    [
+        ("ViTModel", IMAGES, (2, 3, 32, 32)),
+        ("YolosModel", TRUNK | {"image_size": [32, 64], "num_channels": 1}, (2, 1, 32, 64)),
+        ("VideoMAEModel", IMAGES | {"num_frames": 4}, (2, 4, 3, 32, 32)),
+        ("VivitModel", IMAGES | {"num_frames": 4}, (2, 4, 3, 32, 32)),
+    ],
+)
+def test_the_configuration_gives_the_example(name: str, entries: dict[str, Any], shape: tuple[int, ...]) -> None:
+    assert tuple(example_input(build(name, "meta", **entries)).shape) == shape
+
+
+def test_a_pair_of_towers_takes_token_ids_and_images() -> None:
+    model = build("CLIPModel", vision_config=IMAGES, text_config=TEXT)
+    ids, images = example_input(model)
+    assert ids.shape == (2, 8) and images.shape == (2, 3, 32, 32)
+    plan = flysurgery.plan(model)
+    assert {layer.fqn.partition("_")[0] for layer in plan.replaced} == {"text", "vision"}
+    assert flysurgery.apply(plan, model).verified
+
+
+def test_an_example_by_name_keeps_its_small_numbers() -> None:
+    model = build("Siglip2VisionModel", **IMAGES | {"num_patches": 16})
+    sizes = torch.tensor([[4, 4], [2, 8]])
+    example = {
+        "pixel_values": torch.randn(2, 16, 192),
+        "spatial_shapes": sizes,
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+    }
+    plan = flysurgery.plan(model, example=example)
+    again = flysurgery.Plan.from_json(plan.to_json())
+    assert again == plan
+    inputs = example_of(again, model)
+    assert inputs is not None and torch.equal(inputs[2], sizes)
+    flysurgery.apply(again, model)
+
+
+def test_arguments_that_are_left_out_are_none() -> None:
+    model = build("CLIPModel", "meta", vision_config=IMAGES, text_config=TEXT)
+    images = torch.zeros(2, 3, 32, 32)
+    assert positional(model, {"pixel_values": images}) == (None, images)
+
+
+@pytest.mark.parametrize("example", [{"pixels": torch.zeros(2, 3, 32, 32)}, {}])
+def test_an_example_with_other_names_is_refused(example: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(WalkError, match="it takes pixel_values"):
+        flysurgery.plan(build("ViTModel", "meta", **IMAGES), example=example)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "heads"),
+    [
+        ("YolosForObjectDetection", TRUNK | {"image_size": [64, 64]}, 6),
+        ("DetrForObjectDetection", DETECTOR, 4),
+        ("ConditionalDetrForObjectDetection", DETECTOR, 4),
+    ],
+)
+def test_classes_and_boxes_of_detectors_are_heads(name: str, entries: dict[str, Any], heads: int) -> None:
+    targets = walk(build(name, "meta", **entries), torch.zeros(2, 3, 64, 64))
+    found = [target.fqn for target in targets if target.role == "head"]
+    assert len(found) == heads and all("class" in fqn or "bbox" in fqn for fqn in found)
+    counts = Counter(target.role for target in targets)
+    assert counts["ffn_in"] == counts["ffn_out"] > 0
+
+
+def test_hidden_states_are_collected_after_a_forward() -> None:
+    sizes = {"backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4, "reassemble_factors": [4, 2, 1, 0.5]}
+    entries = IMAGES | sizes | {"num_hidden_layers": 4, "fusion_hidden_size": 16, "is_hybrid": False}
+    model = build("DPTForDepthEstimation", **entries)
+    before = len(flysurgery.plan(model).replaced)
+    model(torch.randn(2, 3, 32, 32))  # transformers registers its hooks now
+    assert len(flysurgery.plan(model).replaced) == before > 0
+
+
+def test_a_trace_leaves_no_fake_tensor_in_a_cache() -> None:
+    model = build("DINOv3ViTModel", **IMAGES)
+    flysurgery.plan(model)
+    assert not isinstance(model(torch.randn(2, 3, 32, 32)).last_hidden_state, FakeTensor)
