@@ -269,9 +269,10 @@ def looks_for(budget: float, each: float) -> int:
 def affordable(stepper: Stepper, batches: Batches, seconds: float, agreed: Callable[[float], float]) -> int:
     """Measure how many updates fit into ``seconds``, from now on; at least one. The model and the optimizer stay as they are.
 
-    ``agreed`` gives the mean of a number over all processes. Each update exchanges gradients, so all must make equally many here.
+    ``agreed`` gives the mean of a number over all processes. Each update exchanges gradients, so all must make equally many here: each
+    number that their count follows from is agreed on, the seconds too.
     """
-    started = perf_counter()
+    started, seconds = perf_counter(), agreed(seconds)
     rows: Iterator[tuple[Tensor, Tensor]] = chain.from_iterable(batches.epoch(number, 0) for number in count())
 
     def timed(updates: int) -> float:
