@@ -30,15 +30,20 @@ class LoraButterfly(Linear):
         converted = self.base_layer
         if not isinstance(converted, nn.Linear):
             self.base_layer = _dense(converted)
-        super().merge(safe_merge, adapter_names)
-        if not self.merged:
-            self.base_layer = converted
-        elif self.base_layer is not converted:
-            self.base_layer.__dict__[_CONVERTED] = converted  # not as a child: a dense layer has no factors to save
+        try:
+            super().merge(safe_merge, adapter_names)
+        finally:
+            if not self.merged:
+                self.base_layer = converted
+            elif self.base_layer is not converted:
+                self.base_layer.__dict__[_CONVERTED] = converted  # not as a child: a dense layer has no factors to save
 
     def unmerge(self) -> None:
         super().unmerge()
-        self.base_layer = vars(self.base_layer).get(_CONVERTED, self.base_layer)
+        converted = vars(self.base_layer).get(_CONVERTED)
+        if converted is not None:  # the dense layer may have been moved meanwhile
+            weight = self.base_layer.weight
+            self.base_layer = converted.to(weight.device, weight.dtype).train(self.training)
 
 
 _CONVERTED = "_flysurgery_converted"
@@ -52,17 +57,22 @@ def lora_config(model: nn.Module, config: LoraConfig) -> LoraConfig:
     ``config=lora_config(model, LoraConfig.from_pretrained(folder))`` to ``PeftModel.from_pretrained``.
 
     Merged layers are dense, because factors cannot hold a sum: ``merge_and_unload`` gives the dense speed. Leave adapters unmerged to
-    keep the converted layers.
+    keep the converted layers. After ``merge_and_unload`` call ``flysurgery.densify(model)``, which takes the plan off the model.
 
     Raises:
         SurgeryError: the model is optimized; fused modules do not call the layers that adapters stand in for.
     """
     if is_optimized(model):
         raise SurgeryError("the model is optimized, and its fused modules would pass adapters by; undo it first: flysurgery.restore(model)")
-    config._register_custom_module({ButterflyLinear: LoraButterfly, SplitLinear: LoraButterfly})
+    layers: dict[Any, Any] = {ButterflyConv: _no_convolution, ButterflyLinear: LoraButterfly, SplitLinear: LoraButterfly}
+    config._register_custom_module(layers)
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config.target_modules = [name for name, module in model.named_modules() if _is_linear(module)]
     return config
+
+
+def _no_convolution(base_layer: nn.Module, adapter_name: str, **settings: Any) -> nn.Module:
+    raise SurgeryError("LoRA goes on linear layers, and target_modules names a converted 1x1 convolution; leave it out")
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,9 +20,16 @@ READER = "flysurgery.transformers_reader"
 def register() -> None:
     """Import the reader, at once where transformers is imported already, else as soon as its registry is."""
     if REGISTRY in sys.modules:
-        import_module(READER)
+        _import_reader()
     else:
         sys.meta_path.insert(0, _AfterRegistry())
+
+
+def _import_reader() -> None:
+    try:
+        import_module(READER)
+    except ImportError as error:
+        warnings.warn(f"transformers will not open converted models ({error}); install 'flysurgery[huggingface]'", stacklevel=2)
 
 
 class _AfterRegistry(MetaPathFinder):
@@ -38,7 +46,7 @@ class _AfterRegistry(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                import_module(READER)
+                _import_reader()
 
             loader.exec_module = exec_module
         return spec

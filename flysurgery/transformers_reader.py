@@ -10,7 +10,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flysurgery.errors import PlanError
-from flysurgery.surgery import QUANT_METHOD, Plan, find_base, install
+from flysurgery.surgery import QUANT_METHOD, Plan, find_base, install, plan_of, quantization_entry
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -46,8 +46,10 @@ class FlysurgeryReader(HfQuantizer):
         for name in ("hf_quantizer", "quantization_method"):
             vars(model).pop(name, None)
         for module in model.modules():
-            vars(getattr(module, "config", self)).pop("_is_quantized", None)
-        model.config.quantization_config = self.quantization_config.to_dict()
+            getattr(getattr(module, "config", None), "__dict__", {}).pop("_is_quantized", None)
+        plan, config = plan_of(model), self.quantization_config
+        assert plan is not None  # it was installed before the weights were loaded
+        model.config.quantization_config = quantization_entry(plan, optimize=getattr(config, "optimize", False))
         return model
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base has no result

@@ -25,7 +25,7 @@
 // What orders the copy engine: it fills a slot after all threads have left it, which they do when their products with it are done (wgmma_wait) and
 // when what threads read from it is in registers (fence_copies); it writes x after the last product with v; v after all have multiplied u.
 //
-// Times on an H200: recipes/results/kernels_h200.csv (`python recipes/kernels.py fused_ffn`).
+// Times on an H200: recipes/results/kernels_h200.csv (`python recipes/kernel_tables.py fused_ffn`).
 //
 // Limits: sm_90a; rows of x at multiples of 16 bytes; sizes as in ffn_tiling.py.
 

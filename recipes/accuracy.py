@@ -293,7 +293,15 @@ def main() -> None:
     cases = [(DENSE, DENSE), *((target, method) for target in targets for method in methods)]
     jobs = [({"model": options.model, "target": target, "method": method}, partial(rows_of, target, method)) for target, method in cases]
     seen = ("target", "method", "replaced_share", "top1", "top1_finetuned", "error_qkv", "error_ffn_in", "error_ffn_out")
-    recipe.make(options, device, Row, jobs, seen, minutes=options.minutes, may_fail=(FlysurgeryError, RuntimeError))
+
+    def prepared(todo: list[recipe.Job]) -> list[recipe.Job]:
+        """The jobs, once their dense model is there: without it none can run."""
+        if todo:
+            subject()
+        return todo
+
+    failing = (FlysurgeryError, RuntimeError)
+    recipe.make(options, device, Row, jobs, seen, minutes=options.minutes, may_fail=failing, order=prepared)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time kernels, and the parts of a block that they compute, beside PyTorch's own.
 
-    python recipes/kernel_tables.py attention --out recipes/results/kernels_h200.csv
+    python recipes/kernel_tables.py attention --out build/kernels.csv
 
 The tables:
 

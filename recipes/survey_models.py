@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import recipe
@@ -47,6 +48,9 @@ from flysurgery.walker import example_input, walk
 QUICK_CASES = "^deit_tiny_|^vit:ViT$|^DeiTForImageClassification$"
 PACKAGES = {"timm": "timm", "vit_pytorch": "vit-pytorch", "transformers": "transformers"}
 CASES = {"timm": timm_cases, "vit_pytorch": vit_pytorch_cases, "transformers": transformers_cases}
+STARTING = Lock()
+"""One process starts at a time: one that inherited another's pipe would keep it open after the other crashed."""
+
 LARGEST = 400_000_000
 """Most parameters of a model that is built and converted."""
 
@@ -197,10 +201,11 @@ def _work(case: Case, tolerance: float, pipe: Connection) -> None:
 def in_process(case: Case, timeout: float, tolerance: float) -> Row:
     """Survey a model in a process of its own; one that crashes or gives no answer has a row that says so."""
     fork = multiprocessing.get_context("fork")  # the libraries are imported once
-    receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_work, args=(case, tolerance, sender), daemon=True)
-    process.start()
-    sender.close()
+    with STARTING:
+        receiver, sender = fork.Pipe(duplex=False)
+        process = fork.Process(target=_work, args=(case, tolerance, sender), daemon=True)
+        process.start()
+        sender.close()
     try:
         if receiver.poll(timeout):
             return receiver.recv()
@@ -233,10 +238,15 @@ def main() -> None:
     torch.set_num_threads(1)  # as in the processes to come
     with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept, ThreadPoolExecutor(arguments.jobs) as pool:
         waiting = [case for case in chosen if not kept.has({"model": case.name, "library": library})]
-        for done in as_completed([pool.submit(in_process, case, arguments.timeout, arguments.tolerance) for case in waiting]):
-            row = replace(done.result(), library=library)
-            kept.add([row], row.model)
-            print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
+        jobs = [pool.submit(in_process, case, arguments.timeout, arguments.tolerance) for case in waiting]
+        try:
+            for done in as_completed(jobs):
+                row = replace(done.result(), library=library)
+                kept.add([row], row.model)
+                print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for the rest
+            raise
 
 
 if __name__ == "__main__":

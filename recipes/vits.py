@@ -1,7 +1,7 @@
 """Time Vision Transformers and their parts, converted beside dense: Tables 3, 5 and 6 of Gonon et al. 2024 and further ones.
 
-    python recipes/vits.py table3 --out recipes/results/vits.csv --plot recipes/results/vit_s16_table3_h200.png
-    python recipes/vits.py optimized --headline --out recipes/results/optimized_vits.csv    # two minutes
+    python recipes/vits.py table3 --out build/vits.csv --plot build/vit_s16_table3.png
+    python recipes/vits.py optimized --headline --out build/optimized_vits.csv    # two minutes
 
 The tables:
 

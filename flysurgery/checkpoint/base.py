@@ -27,7 +27,8 @@ REFUSED_ARGUMENTS = frozenset(
 TRANSFORMERS = "transformers:"
 """What the bases begin with that are classes of transformers."""
 
-REFUSED_CONFIG = frozenset({"auto_map", "attn_implementation", "quantization_config", "use_pretrained_backbone"})
+REFUSED_CONFIG = frozenset({"auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_pretrained_backbone"})
+REFUSED_CONFIG |= {"transformers_weights", "fusion_config"} | REFUSED_ARGUMENTS - {"device", "dtype"}
 """Entries of a configuration of transformers that name code, kernels or weights."""
 
 SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -156,7 +157,7 @@ def transformers_class(name: str) -> Any:
 def _refuse_sources(value: Any) -> None:
     """Refuse entries of a configuration that name code or weights from elsewhere, at any depth."""
     if isinstance(value, dict):
-        refused = sorted(key for key in REFUSED_CONFIG if value.get(key))
+        refused = sorted(key for key, each in value.items() if each and str(key).lstrip("_") in REFUSED_CONFIG)
         if refused:
             raise ModelError(f"base_args may not set {', '.join(refused)}: a base is built from its configuration's sizes alone")
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ():

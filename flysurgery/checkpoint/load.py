@@ -168,9 +168,13 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
         plan = replace(plan, base=base_of(config, folder / "config.json"), base_args=transformers_arguments(config))
         build_skeleton(plan, Limits.of_stored(file.shapes.values(), len(file.shapes)))
         found = transformers_class(config["architectures"][0])
-        options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        model, problems = found.from_pretrained(folder, dtype=dtype or "auto", **options)
-    except (ModelError, PlanError, ValueError, OSError, RuntimeError) as error:
+        # Not from the folder: other files of it, such as adapters, would be read too.
+        state = {name: file.tensor(name) for name in file.shapes}
+        settings = found.config_class.from_dict(dict(config))
+        model, problems = found.from_pretrained(None, config=settings, state_dict=state, dtype=dtype or "auto", output_loading_info=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers' own errors have no common kind
         raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
     missing = sorted(map(str, problems["missing_keys"]))
     if missing:

@@ -35,7 +35,7 @@ from flysurgery.checkpoint.tensors import (
 )
 from flysurgery.checkpoint.transformers_folder import PROCESSOR, processor_of
 from flysurgery.errors import CheckpointError, ModelError, PlanError
-from flysurgery.surgery import LayerPlan, Plan, plan_of
+from flysurgery.surgery import LayerPlan, Plan, is_of_transformers, plan_of, transformers_arguments
 
 if TYPE_CHECKING:
     from flysurgery.surgery import Report
@@ -117,6 +117,8 @@ def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
         return {}
     except CheckpointError as error:
         raise CheckpointError(f"{error}, and {advice}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, and {advice}")
     try:
         model_card("model", plan, json.loads(json.dumps(_report_json(plan, found, None))), "float32", {})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -163,6 +165,9 @@ def _current_plan(model: nn.Module) -> Plan:
         raise CheckpointError("the model is not converted, so there is no plan to save; convert it first, or save it with timm")
     try:
         plan = replace(plan, base=_known_base(plan.base))
+        if is_of_transformers(model):  # a forward with labels, or a user, may have changed the configuration since
+            config: Any = model.config
+            plan = replace(plan, base_args={**plan.base_args, **transformers_arguments(config.to_dict())})
         limits = _limits(model)
         skeleton = build_skeleton(plan, limits)
         before = _traits(skeleton)

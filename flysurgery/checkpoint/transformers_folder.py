@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def is_of_transformers(config: Mapping[str, Any]) -> bool:
 
 
 def config_of_transformers(model: Any, plan: Plan, *, optimize: bool) -> dict[str, Any]:
-    """The configuration as ``save_pretrained`` writes it, values of JSON only."""
+    """The whole configuration, in values of JSON."""
     config = {
         **model.config.to_dict(),
         "architectures": [type(model).__name__],
@@ -83,9 +84,17 @@ def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: a mean or standard deviation that is no list of numbers.
     """
+    if not isinstance(processor, Mapping):
+        raise CheckpointError(f"{PROCESSOR} must hold a JSON object, got {processor!r:.60}; correct it, or remove the file")
     found = {name: processor[f"image_{name}"] for name in ("mean", "std") if processor.get(f"image_{name}") is not None}
-    if not all(isinstance(values, list) and all(type(value) in (int, float) for value in values) for values in found.values()):
-        raise CheckpointError(f"{PROCESSOR}: image_mean and image_std must be lists of numbers")
+    if processor.get("do_normalize") is False:
+        found = {"mean": [0.0], "std": [1.0]}
+    for name, values in found.items():
+        right = isinstance(values, list) and values and all(type(value) in (int, float) and math.isfinite(value) for value in values)
+        if not right or (name == "std" and min(values) <= 0):
+            raise CheckpointError(
+                f"{PROCESSOR}: image_{name} must be a list of numbers, got {values!r:.60}; correct it, or remove the file"
+            )
     if found:
         own: Any = model
         own.pretrained_cfg, own.image_processor = found, dict(processor)

@@ -13,7 +13,8 @@ from flysurgery.cli import options
 from flysurgery.cli.source import find
 from flysurgery.cli.tables import print_json, print_table, tell_skipped
 from flysurgery.errors import OptionError
-from flysurgery.surgery import block_errors, finite, measures
+from flysurgery.surgery import as_json as json_of
+from flysurgery.surgery import block_errors, measures
 
 DATA_HELP = "The digits, generated fractals, or a folder with one folder of images a class; with --against any folder of images."
 AGAINST_HELP = (
@@ -69,7 +70,7 @@ def evaluate(
     images = tell_skipped(evaluation.load_unseen(data, teacher, samples=samples))
     fidelity = evaluation.compare(network, teacher, images, batch_size=batch_size)
     if as_json:
-        print_json({"model": model, "against": against, "data": data} | finite(fidelity.to_json()))
+        print_json({"model": model, "against": against, "data": data} | json_of(fidelity.to_json()))
         return
     print_table(("fidelity", "value"), [*measures(fidelity), ("samples", str(fidelity.samples))], right=("value",))
     errors = block_errors(fidelity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -106,8 +107,10 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
         elif equals and key.isidentifier():
             try:
                 arguments[key] = parse_json(value)
-            except ValueError:
+            except json.JSONDecodeError:  # a text without quotes
                 arguments[key] = value
+            except ValueError as error:
+                raise OptionError(f"--model-args: the value of {key} cannot be used ({error}); give a flatter one") from error
         else:
             raise OptionError(f"--model-args takes a JSON object or key=value, got '{text}'")
     return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,14 +184,16 @@ class TransformersModel:
                 raise ModelError(f"there is no folder {self.where}")
             _check_connection(str(self.where), str(self.where), ("config.json",))
         try:
-            config = AutoConfig.from_pretrained(str(self.where))
+            config = AutoConfig.from_pretrained(str(self.where), trust_remote_code=False)
         except Exception as error:
             raise ModelError(
                 f"transformers finds no model '{self.where}' ({first_line(error)}); give a name on the hub, a folder, "
                 "or transformers:CLASS with --no-pretrained"
             ) from error
         if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(f"{self.where} is quantized or converted already, and only dense models can be converted")
+            raise ModelError(
+                f"{self.where} is quantized or converted already; make it dense first: flysurgery densify {self.where} --out DIR"
+            )
         named = config.architectures or []
         if len(named) != 1:
             raise ModelError(f"the configuration of {self.where} must name one class in 'architectures', got {named}")
@@ -207,7 +208,7 @@ class TransformersModel:
         try:
             file = cached_file(str(self.where), PROCESSOR, _raise_exceptions_for_missing_entries=False)
             return {} if file is None else read_json(Path(file))
-        except (OSError, json.JSONDecodeError):
+        except OSError:  # there is none
             return {}
 
 
@@ -261,8 +262,8 @@ def find_dense(text: str, *, base: str | None = None, model_args: list[str] | No
 def _names_transformers(folder: Path) -> bool:
     """Whether a folder holds a dense model as ``save_pretrained`` of transformers writes it."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(folder / "config.json")
+    except (CheckpointError, FileNotFoundError):
         return False
     return isinstance(config, dict) and isinstance(config.get("model_type"), str) and isinstance(config.get("architectures"), list)
 

@@ -50,5 +50,3 @@ from flysurgery.surgery.transformers_models import classes_of as classes_of
 from flysurgery.surgery.transformers_models import is_of_transformers as is_of_transformers
 from flysurgery.surgery.transformers_models import quantization_entry as quantization_entry
 from flysurgery.surgery.transformers_models import transformers_arguments as transformers_arguments
-
-finite = as_json

@@ -12,7 +12,7 @@ from flysurgery.errors import OptionError, SurgeryError
 from flysurgery.fidelity import Fidelity, Reconstruction, Settings, measure_fidelity
 from flysurgery.fidelity import reconstruct as reconstruct_blocks
 from flysurgery.surgery.build import build_empty, dense_layer
-from flysurgery.surgery.change import changing, converted_layers, refuse_optimized
+from flysurgery.surgery.change import changing, converted_layers, plan_of, refuse_optimized
 from flysurgery.surgery.check import check_plan, check_runs, check_weights, example_of
 from flysurgery.surgery.plan import ExampleInput, Plan
 from flysurgery.surgery.projecting import Progress, project_calibrated_layers, project_layers
@@ -107,7 +107,7 @@ def densify(model: nn.Module) -> int:
     """
     refuse_optimized(model)
     layers = converted_layers(model)
-    if not layers:
+    if not layers and plan_of(model) is None:
         raise SurgeryError("the model has no converted layer, so there is nothing to densify")
     if "" in layers:
         raise SurgeryError(f"the model is itself a {type(model).__name__} and cannot be replaced in place; put it into a parent module")

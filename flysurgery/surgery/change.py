@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -54,12 +55,16 @@ def refuse_optimized(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         made = f"; build it first, as with timm.create_model('{model}')" if isinstance(model, str) else ""
         raise SurgeryError(f"expected a torch.nn.Module, got {type(model).__name__}{made}")
-    adapter = next((name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None)
+    adapter = next((name for name, module in model.named_modules() if _is_of_peft(module)), None)
     if adapter is not None:
         where = f"around {adapter}" if adapter else "around the model"
         raise SurgeryError(f"the model has adapters of peft ({where}); convert it first, or merge them: model.merge_and_unload()")
     if is_optimized(model):
         raise SurgeryError("the model is optimized for inference; put its own layers back first, with flysurgery.restore(model)")
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(each.__module__.startswith("peft.") for each in type(module).__mro__)
 
 
 @contextmanager
@@ -87,6 +92,7 @@ class Change:
         self._set(self._model, SWITCHES_BEFORE, before)
         self._set(self._model, PLAN, plan)
         if is_of_transformers(self._model):
+            self._own_config()
             self._set(self._model.config, "quantization_config", quantization_entry(plan))  # for ``save_pretrained``
 
     def unconvert(self) -> None:
@@ -95,7 +101,12 @@ class Change:
         for name in (PLAN, SWITCHES_BEFORE):
             self._delete(self._model, name)
         if is_of_transformers(self._model):
+            self._own_config()
             self._delete(self._model.config, "quantization_config")
+
+    def _own_config(self) -> None:
+        """Give the model a configuration of its own: transformers lets models share the one that they were built from."""
+        self._set(self._model, "config", copy.copy(self._model.config))
 
     def swap(self, fqns: Iterable[str], new: nn.Module) -> None:
         """Put ``new`` in the place of the module of these names, in the same order among its siblings."""

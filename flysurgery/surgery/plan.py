@@ -10,9 +10,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
-from torch import nn
-
 from flysurgery.errors import PatternError, PlanError
+from flysurgery.layers import SplitLinear
 from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
 from flysurgery.surgery.serial import LATER, as_json, from_json, shown
 from flysurgery.surgery.tables import blocks_of_text, change, kept_table, replaced_table, total
@@ -160,7 +159,7 @@ def _check_parts(layer: LayerPlan) -> None:
     if len(parts) == 1 and names != [None]:
         raise PlanError(f"layer {layer.fqn} is one matrix, so its only part has no name; got {names[0]!r}")
     if len(parts) > 1 and (
-        len(set(names)) < len(parts) or not all(name and name.isidentifier() and not hasattr(nn.Module, name) for name in names)
+        len(set(names)) < len(parts) or not all(name and name.isidentifier() and not hasattr(SplitLinear, name) for name in names)
     ):
         raise PlanError(f"layer {layer.fqn}: its parts need different names that a module can take, got {names}")
     for part in parts:

@@ -208,7 +208,7 @@ def _check_not_empty(layers: Sequence[LayerPlan]) -> None:
 
 def samples_of(inputs: tuple[Any, ...]) -> int:
     """The number of samples in an example: rows of its first tensor, or tensors of its first list."""
-    first = next(iter(inputs), None)
+    first = next((each for each in inputs if each is not None), None)
     if isinstance(first, list):
         return max(len(first), 1)
     return first.shape[0] if isinstance(first, Tensor) and first.dim() > 1 else 1

@@ -29,7 +29,7 @@ def transformers_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a configuration of transformers that decide what is built; of the classes only their number."""
     found = json.loads(json.dumps({name: value for name, value in config.items() if name not in DESCRIPTIONS}))
     labels = config.get("id2label")
-    return found if labels is None else found | {"num_labels": len(labels)}
+    return found | {"num_labels": len(labels)} if isinstance(labels, Mapping) else found
 
 
 def quantization_entry(plan: Plan, *, optimize: bool = False) -> dict[str, Any]:

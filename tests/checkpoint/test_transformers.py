@@ -119,13 +119,40 @@ def test_the_card_names_the_library(folders: Path) -> None:
 
 def test_a_trunk_opens_with_and_without_a_head(folders: Path, tmp_path: Path) -> None:
     x = torch.randn(2, 3, 32, 32)
-    whole, trunk = flysurgery.load(folders / "ours"), transformers.AutoModel.from_pretrained(folders / "ours", add_pooling_layer=False)
+    whole, trunk = flysurgery.load(folders / "ours"), transformers.AutoModel.from_pretrained(folders / "ours")
     assert type(trunk) is transformers.ViTModel
     assert torch.equal(trunk(x).last_hidden_state, whole.vit(x).last_hidden_state)
     trunk.save_pretrained(tmp_path)
     again, problems = transformers.ViTForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert set(problems["missing_keys"]) == {"classifier.weight", "classifier.bias"}
     assert torch.equal(again.vit(x).last_hidden_state, whole.vit(x).last_hidden_state)
+    assert torch.equal(flysurgery.load(tmp_path)(x).last_hidden_state, whole.vit(x).last_hidden_state)
+
+
+def test_a_configuration_that_a_forward_changed_is_saved_as_it_stands(tmp_path: Path) -> None:
+    model = converted("ViTForImageClassification")
+    model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1]))  # sets config.problem_type
+    model.config.output_hidden_states = True
+    flysurgery.save(model, tmp_path / "saved")
+    assert flysurgery.load(tmp_path / "saved").config.problem_type == "single_label_classification"
+
+
+def test_models_that_share_a_configuration_are_converted_apart() -> None:
+    config = transformers.ViTConfig(**TRUNK)
+    first, second = transformers.ViTModel(config).eval(), transformers.ViTModel(config).eval()
+    flysurgery.apply(flysurgery.plan(first), first)
+    assert "quantization_config" in first.config.to_dict()
+    assert "quantization_config" not in second.config.to_dict() and config is second.config
+
+
+def test_only_the_checked_file_is_read(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "theirs", tmp_path / "copy")
+    (tmp_path / "copy" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["fc1"]}'
+    )
+    (tmp_path / "copy" / "adapter_model.safetensors").write_bytes(b"no tensors")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(flysurgery.load(tmp_path / "copy")(x).logits, flysurgery.load(folders / "theirs")(x).logits)
 
 
 @pytest.mark.parametrize("first", ["flysurgery, transformers", "transformers.quantizers, flysurgery"])
@@ -170,13 +197,41 @@ def damaged_plan(config: dict[str, Any]) -> None:
     config["quantization_config"]["plan"]["layers"] = {}
 
 
+def other_weights(config: dict[str, Any]) -> None:
+    config["transformers_weights"] = "other.safetensors"
+
+
+def hidden_kernels(config: dict[str, Any]) -> None:
+    config["_attn_implementation"] = "somebody/kernels"
+
+
+def labels_that_are_none(config: dict[str, Any]) -> None:
+    config["id2label"] = 5
+
+
+def unknown_dtype(config: dict[str, Any]) -> None:
+    config["dtype"] = "nonsense"
+
+
 def wrong_kind(config: dict[str, Any]) -> None:
     config["hidden_size"] = "much"
 
 
 @pytest.mark.parametrize("kind", ["theirs", "ours"])
 @pytest.mark.parametrize(
-    "change", [changed_size, endless, another_class, no_class, foreign_kernels, foreign_code, damaged_plan, wrong_kind]
+    "change",
+    [
+        changed_size,
+        endless,
+        another_class,
+        no_class,
+        foreign_kernels,
+        hidden_kernels,
+        foreign_code,
+        other_weights,
+        damaged_plan,
+        wrong_kind,
+    ],
 )
 def test_a_changed_configuration_is_refused(change: Callable[[dict[str, Any]], None], kind: str, folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / kind, tmp_path / "changed")
@@ -189,6 +244,26 @@ def test_a_changed_configuration_is_refused(change: Callable[[dict[str, Any]], N
     assert len(str(error.value)) <= 400 and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("change", [labels_that_are_none, unknown_dtype])
+def test_a_damaged_configuration_is_one_sentence(change: Callable[[dict[str, Any]], None], folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "theirs", tmp_path / "changed")
+    file = tmp_path / "changed" / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        flysurgery.load(tmp_path / "changed")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"image_mean": 5}', '{"image_std": [0.0]}', '{"image_mean": [1e999]}', "no JSON"])
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+def test_a_damaged_processor_is_refused(text: str, kind: str, folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / kind, tmp_path / "changed")
+    (tmp_path / "changed" / "preprocessor_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
+        flysurgery.load(tmp_path / "changed")
+
+
 @pytest.mark.parametrize(
     ("base", "arguments", "reason"),
     [
@@ -196,6 +271,8 @@ def test_a_changed_configuration_is_refused(change: Callable[[dict[str, Any]], N
         ("transformers:ViTConfig", {}, "has no model class 'ViTConfig'"),
         ("transformers:ViTModel", {"attn_implementation": "a/b"}, "may not set attn_implementation"),
         ("transformers:DetrModel", {"backbone_config": {"use_pretrained_backbone": True}}, "may not set use_pretrained_backbone"),
+        ("transformers:ViTModel", {"_attn_implementation": "a/b"}, "may not set _attn_implementation"),
+        ("transformers:TimmWrapperModel", {"model_args": {"checkpoint_path": "a.pth"}}, "may not set checkpoint_path"),
         ("transformers:DetrModel", {"backbone_config": {"backbone": "hf-hub:a/b"}}, "may not name models from elsewhere"),
     ],
 )

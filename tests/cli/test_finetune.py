@@ -37,7 +37,7 @@ def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, documen
     assert done[0].split() == ["fine-tuning", "before", "after", "change"] and done[-1].startswith("saved in o, log in o.training")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"rows": 3}', '{"fidelity": {"samples": 1}}', 2000 * "["])
+@pytest.mark.parametrize("content", ["{", "[]", "null", '{"rows": 3}', '{"fidelity": {"samples": 1}}', 2000 * "["])
 def test_a_damaged_report_is_found_before_the_training(content: str, refused: Refused, converted: Path) -> None:
     folder = Path(shutil.copytree(converted, "damaged"))
     (folder / "report.json").write_text(content)

@@ -14,7 +14,8 @@ from torch import nn
 
 import flysurgery
 from flysurgery.errors import SurgeryError
-from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
+from flysurgery.patterns import Architecture
 from flysurgery.peft import LoraButterfly, lora_config
 
 SETTINGS = [
@@ -103,3 +104,37 @@ def test_a_model_with_adapters_is_refused_by_surgery() -> None:
     get_peft_model(model, LoraConfig(r=4, target_modules=["fc1"]))
     with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\).*merge_and_unload"):
         flysurgery.plan(model)
+
+
+def test_adapters_on_converted_layers_are_seen(converted: nn.Module) -> None:
+    model = adapted(converted, target_modules=["fc1"]).base_model.model
+    with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\)"):
+        flysurgery.densify(model)
+
+
+def test_a_failed_merge_leaves_the_converted_layer(converted: nn.Module) -> None:
+    model = adapted(converted, target_modules=["fc1"])
+    layer = model.base_model.model.blocks[0].mlp.fc1
+    torch.nn.init.constant_(layer.lora_B["default"].weight, float("nan"))
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    assert isinstance(layer.base_layer, ButterflyLinear) and not layer.merged
+
+
+def test_moved_while_merged(converted: nn.Module) -> None:
+    model = adapted(converted, target_modules=["fc1"])
+    model.merge_adapter()
+    model.double().unmerge_adapter()
+    assert model(torch.randn(2, 3, 64, 64, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_merged_and_unloaded_the_plan_goes_by_densify(converted: nn.Module) -> None:
+    model = adapted(converted, target_modules="all-linear").merge_and_unload()
+    assert flysurgery.densify(model) == 2  # the layers that hold q, k and v apart
+    assert flysurgery.surgery.plan_of(model) is None
+
+
+def test_a_converted_convolution_takes_no_adapter() -> None:
+    model = nn.Sequential(ButterflyConv(Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))))
+    with pytest.raises(SurgeryError, match="1x1 convolution; leave it out"):
+        get_peft_model(model, lora_config(model, LoraConfig(target_modules=["0"])))
