@@ -61,3 +61,8 @@ class DataError(FlysurgeryError, ValueError):
 
 class TrainingError(FlysurgeryError, RuntimeError):
     """Training that cannot begin or go on. What was saved before is left as it is."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's name where it has none, without a full stop: to end a sentence with."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -3,7 +3,6 @@
 from flysurgery.checkpoint.base import TRANSFORMERS as TRANSFORMERS
 from flysurgery.checkpoint.base import build_base as build_base
 from flysurgery.checkpoint.base import check_base as check_base
-from flysurgery.checkpoint.base import first_line as first_line
 from flysurgery.checkpoint.base import transformers_class as transformers_class
 from flysurgery.checkpoint.config import vouch_for_weights as vouch_for_weights
 from flysurgery.checkpoint.dense import check_dense_folder as check_dense_folder

@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.errors import ModelError
+from flysurgery.errors import ModelError, first_line
 from flysurgery.patterns import MAX_FEATURES
 
 ENTRY_POINT = "flysurgery_structured"
@@ -75,11 +75,6 @@ def plain_arguments(base_args: Mapping[str, Any]) -> dict[str, Any]:
     if refused:
         raise ModelError(f"base_args may not set {', '.join(refused)}: a base is built from its name and sizes alone")
     return {name: _plain(value, name) for name, value in base_args.items()}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error from elsewhere, to end a sentence with."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base, first_line
+from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS, build_base
 from flysurgery.checkpoint.config import data_config, describe_data, read_config
 from flysurgery.checkpoint.files import open_regular, open_tensors
 from flysurgery.checkpoint.folder import check_target, new_folder, write_json
 from flysurgery.checkpoint.header import SCHEMA_KEY
 from flysurgery.checkpoint.tensors import difference, shapes_of
 from flysurgery.checkpoint.transformers_folder import write_by_transformers
-from flysurgery.errors import CheckpointError, ModelError
+from flysurgery.errors import CheckpointError, ModelError, first_line
 
 WRAPPERS = ("state_dict", "model")
 """Entries under which training scripts keep the weights in a torch file."""

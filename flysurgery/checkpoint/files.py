@@ -14,9 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flysurgery.checkpoint.base import first_line
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
-from flysurgery.errors import CheckpointError
+from flysurgery.errors import CheckpointError, first_line
 
 MAX_JSON_BYTES = 4 << 20
 """Most bytes of JSON that are read of a file; parsed they may take 20 times as many. A ViT of 7 billion parameters has less than 1 MB."""

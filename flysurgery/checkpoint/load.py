@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import first_line, transformers_class
+from flysurgery.checkpoint.base import transformers_class
 from flysurgery.checkpoint.config import check_config, check_description, describe, is_converted_config, read_config, wants_optimize
 from flysurgery.checkpoint.files import TensorFile, open_tensors, read_json
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
@@ -28,7 +28,7 @@ from flysurgery.checkpoint.tensors import (
     unstored_buffers,
 )
 from flysurgery.checkpoint.transformers_folder import PROCESSOR, base_of, describe_images, is_of_transformers
-from flysurgery.errors import CheckpointError, ModelError, PlanError
+from flysurgery.errors import CheckpointError, ModelError, PlanError, first_line
 from flysurgery.inference import optimize as make_faster
 from flysurgery.surgery import Plan, transformers_arguments
 

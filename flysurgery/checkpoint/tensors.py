@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import first_line
-from flysurgery.errors import CheckpointError, OptionError
+from flysurgery.errors import CheckpointError, OptionError, first_line
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,

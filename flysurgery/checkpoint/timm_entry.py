@@ -11,13 +11,13 @@ from timm.models import register_model
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
-from flysurgery.checkpoint.base import ENTRY_POINT, build_base, first_line, plain_arguments
+from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
 from flysurgery.checkpoint.config import check_data, describe_data
 from flysurgery.checkpoint.folder import FILES
 from flysurgery.checkpoint.load import in_one_sentence, read_model
 from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
-from flysurgery.errors import CheckpointError, ModelError, PlanError
+from flysurgery.errors import CheckpointError, ModelError, PlanError, first_line
 from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import Plan, plan_of
 

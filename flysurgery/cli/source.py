@@ -19,7 +19,6 @@ from flysurgery.checkpoint import (
     build_base,
     check_base,
     describe_images,
-    first_line,
     is_converted,
     load,
     load_dense,
@@ -29,7 +28,7 @@ from flysurgery.checkpoint import (
     vouch_for_weights,
 )
 from flysurgery.cli.options import model_arguments
-from flysurgery.errors import CheckpointError, ModelError, OptionError
+from flysurgery.errors import CheckpointError, ModelError, OptionError, first_line
 from flysurgery.surgery import transformers_arguments
 
 CONNECT_SECONDS = 10.0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from flysurgery.errors import DataError, WalkError
+from flysurgery.errors import DataError, WalkError, first_line
 from flysurgery.evaluation.fractals import Fractals
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
@@ -223,8 +223,3 @@ def read_image(path: str | Path, channels: int) -> Image.Image:
 def sentence_of(error: DataError) -> DataError:
     """Give the error of a reading process as its sentence alone: the process sends it as the last line of a traceback."""
     return DataError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2])
-
-
-def first_line(error: BaseException) -> str:
-    """Give the first line of an error's message, or the error's name where it has none, without a full stop."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

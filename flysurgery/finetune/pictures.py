@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flysurgery.calibration import ASPECT, SIDES, Pictures, main_output, unchanged_state
-from flysurgery.errors import DataError
+from flysurgery.errors import DataError, first_line
 from flysurgery.evaluation import Preparation, digits
 from flysurgery.evaluation.calibration import picture_of
-from flysurgery.evaluation.data import first_line, image_files, read_image
+from flysurgery.evaluation.data import image_files, read_image
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from flysurgery.errors import TrainingError
-from flysurgery.evaluation.data import first_line
+from flysurgery.errors import TrainingError, first_line
 from flysurgery.fidelity import Copied
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.settings import Settings

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Data
-from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError
-from flysurgery.inference.measuring import Progress, WholeTimer, WholeTimes, first_line, measure_groups
+from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError, first_line
+from flysurgery.inference.measuring import Progress, WholeTimer, WholeTimes, measure_groups
 from flysurgery.inference.optimize import MEASURED_IMAGES
 from flysurgery.surgery import (
     Allocation,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.errors import InferenceError
+from flysurgery.errors import InferenceError, first_line
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import Findings, find_groups
 from flysurgery.inference.optimize import optimize
@@ -201,11 +201,6 @@ def _failure(way: _Way, inputs: Sequence[Tensor]) -> str | None:
     except Exception as error:  # a failure of any library excludes this choice only
         return first_line(error)
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _group(fqns: tuple[str, ...], timed: Sequence[_Timed], options: Mapping[str, Mapping[str, Architecture]]) -> TimedGroup:

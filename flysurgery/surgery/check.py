@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from flysurgery.calibration import unchanged_state
-from flysurgery.errors import PlanError, ProjectionError, SurgeryError
+from flysurgery.errors import PlanError, ProjectionError, SurgeryError, first_line
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
@@ -98,8 +98,8 @@ def check_runs(plan: Plan, model: nn.Module) -> None:
             with torch.no_grad(), torch.random.fork_rng(devices), unchanged_state(model):
                 model(*inputs)
         except Exception as error:
-            first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise SurgeryError(f"the converted model failed in its first forward, so it was put back as it was: {first_line}") from error
+            reason = first_line(error)
+            raise SurgeryError(f"the converted model failed in its first forward, so it was put back as it was: {reason}") from error
     silent = [fqn for fqn, module in modules.items() if module not in ran]
     if silent:
         raise SurgeryError(

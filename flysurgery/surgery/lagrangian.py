@@ -30,11 +30,6 @@ def cost_of(picks: Iterable[Choice]) -> float:
     return sum(pick.cost for pick in picks)
 
 
-def error_of(picks: Iterable[Choice]) -> float:
-    """The sum of the errors."""
-    return sum(pick.error for pick in picks)
-
-
 def hull_points(units: Sequence[Sequence[C]], cost: Count = COST, error: Count = ERROR) -> Iterator[tuple[float, tuple[C, ...]]]:
     """Every solution of ``min error + multiplier * cost``, from the cheapest on, each with the largest multiplier that it belongs to.
 

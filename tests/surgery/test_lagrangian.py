@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise, product
 
 import pytest
 
-from flysurgery.surgery.lagrangian import cost_of, error_of, hull_points, least_cost, least_error
+from flysurgery.surgery.lagrangian import cost_of, hull_points, least_cost, least_error
 
 NAMES = ("dense", "fine", "coarse", "odd")
+
+
+def error_of(picks: Iterable[Choice]) -> float:
+    return sum(choice.error for choice in picks)
 
 
 @dataclass(frozen=True)
