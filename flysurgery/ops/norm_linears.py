@@ -45,7 +45,7 @@ class LayerNorm(NamedTuple):
         return "expected rows of features, got a scalar" if x.dim() == 0 else wrong_norm(self.norm, x.shape[-1])
 
     def stages(self, x: Tensor) -> Stages | str:
-        return norm_reason(self.norm, x.shape[-1], x.dtype) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
+        return norm_reason(self.norm, self.norm.weight.shape[0], x.dtype) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
 
     def plainly(self, x: Tensor) -> Tensor:
         return plain_norm(x, self.norm)
@@ -83,7 +83,7 @@ class NormLinears(NamedTuple):
         factors = [member for member in group if isinstance(member, FusedFactors)]
         if not few and len(group) > 1 and len(factors) < len(group):
             return "several linears that share x are multiplied together where all of them are factors"
-        obstacle = norm_reason(norm, x.shape[-1], x.dtype)
+        obstacle = norm_reason(norm, group[0].sizes[0], x.dtype)
         if obstacle is not None:
             return obstacle
         before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))

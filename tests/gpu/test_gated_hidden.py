@@ -112,10 +112,10 @@ def test_compiled_in_one_graph(kind: str) -> None:
     up, down = block(kind, 192, 512, torch.float16)
     x, norm = normal(70, 192, dtype=torch.float16), affine(192, torch.float16)
 
-    def run(x: Tensor) -> Tensor:
+    def block_of(x: Tensor) -> Tensor:
         return run(x, FeedForward(norm, up, down, "silu"))
 
-    assert torch.equal(torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")(x), run(x))
+    assert torch.equal(torch.compile(block_of, fullgraph=True, dynamic=True, backend="aot_eager")(x), block_of(x))
 
 
 def test_reasons() -> None:
