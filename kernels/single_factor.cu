@@ -4,10 +4,6 @@
 //
 // x: (rows, a*c*d), rows LDX elements apart; y: (rows, a*b*d), contiguous; row-major, batch-size-first.
 //
-// Several linears in one launch. Those that lie side by side, sharing x or not, have a y each, side by side. Those that are summed,
-// SEGMENTS of them, are one factor of as many times the inputs q, whose x lies in as many segments: q = n*c/SEGMENTS + q' is at
-// n*a*c/SEGMENTS*d + (i*c/SEGMENTS + q')*d + j.
-//
 // Tiling. A CTA owns BM rows, one i, BN outputs p and J consecutive residues j. It walks over q in chunks of KC. The chunk of x is
 // copied to shared memory in its natural order [row][q][j], so global reads are contiguous for every d; a warp takes its
 // residues apart while it reads fragments (two elements q, q' of one residue make a register: one byte permute). The accumulators
@@ -36,11 +32,10 @@
 // it (single_by_bmm.py says which). Time over that of the bytes of x and y: 4.3 and 3.3 in the median; for large blocks the re-reading
 // of x and weights from the L2 cache limits.
 //
-// Blocks that run together share rows of x: all output tiles and RANGES_FAST neighbouring residue ranges, then linears, then row
-// chunks, then the rest.
+// Blocks that run together share rows of x: all output tiles and RANGES_FAST neighbouring residue ranges, then row chunks, then the rest.
 //
 // Defines: PATTERN_A, PATTERN_B, PATTERN_C, PATTERN_D, MODE, WM, WN, WJ, MT, NT, R, KC, STAGES, RESIDENT, INTERLEAVED_Q, RANGES_FAST,
-// SEGMENTS, WIDE_Y (y is float32 for halves x), X_VECTOR and Y_VECTOR (bytes a copy or store), X_PITCH and Y_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
+// X_VECTOR and Y_VECTOR (bytes a copy or store), X_PITCH and Y_PITCH (bytes from row to row in shared memory), MIN_BLOCKS.
 
 #include "single_shape.cuh"
 #include "single_tiles.cuh"
@@ -63,7 +58,7 @@ __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 
                     u32 words[OWN_WORDS];
                     own_words(words, sums, mt, h, nt);
                     int p = at.output_tile * BN + (at.wn * NT + nt) * 8 + 2 * at.t;
-                    if (row < rows && p < PB) write_words<OWN_WORDS>(y + row * y_stride + ((i64)at.i * PB + p) * PD * YS, words);
+                    if (row < rows && p < PB) write_words<OWN_WORDS>(y + row * y_stride + ((i64)at.i * PB + p) * PD * ES, words);
                 }
                 continue;
             }
@@ -77,10 +72,9 @@ __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 
         }
 }
 
-// grid: (a * residue ranges * output tiles) * linears * row chunks; a row chunk is `tiles` tiles of BM rows. Linears lie side by side:
-// the x of one `x_step` elements behind that of the one before it, their y, images and biases without gaps.
+// grid: (a * residue ranges * output tiles) * row chunks; a row chunk is `tiles` tiles of BM rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    single_factor(const char* x, const char* image, const char* bias, char* y, i64 rows, i64 ldx, i64 tiles, i64 linears, i64 x_step) {
+    single_factor(const char* x, const char* image, const char* bias, char* y, i64 rows, i64 ldx, i64 tiles) {
     extern __shared__ __align__(128) char shared[];
     Place at;
     at.lane = threadIdx.x % 32, at.g = at.lane / 4, at.t = at.lane % 4;
@@ -88,9 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     at.wm = warp % WM, at.wn = warp / WM % WN, at.wj = warp / (WM * WN);
     constexpr int FAST = OUTPUT_TILES * RANGES_FAST;
     int fast = blockIdx.x % FAST, rest = blockIdx.x / FAST;
-    int linear = rest % (int)linears;
-    rest /= (int)linears;
-    int row_chunks = gridDim.x / (PA * RANGES * OUTPUT_TILES * (int)linears);
+    int row_chunks = gridDim.x / (PA * RANGES * OUTPUT_TILES);
     int slow = rest / row_chunks;
     at.output_tile = fast % OUTPUT_TILES;
     at.range = slow % (RANGES / RANGES_FAST) * RANGES_FAST + fast / OUTPUT_TILES;
@@ -101,12 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int own_tiles = (int)min(tiles, all_tiles - first_tile);
     if (own_tiles <= 0) return;
 
-    x += linear * x_step * ES;
-    image += linear * IMAGE;
-    y += (i64)linear * PA * PB * PD * YS;
-    if (bias != nullptr) bias += (i64)linear * PA * PB * PD * ES;
-    i64 y_stride = linears * PA * PB * PD * YS;
-
+    constexpr i64 y_stride = (i64)PA * PB * PD * ES;
     float* own_bias = (float*)(shared + BIAS_AT);
     for (int e = threadIdx.x; e < BN * J; e += THREADS) {
         int p = at.output_tile * BN + e / J, j = at.range * J + e % J;

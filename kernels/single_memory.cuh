@@ -1,4 +1,4 @@
-// Moves between global memory, shared memory and registers, as single_factor.cu and factor_grad.cu need them.
+// Moves between global memory, shared memory and registers, as single_factor.cu and transpose.cu need them.
 #pragma once
 
 typedef unsigned int u32;
@@ -54,10 +54,9 @@ __device__ __forceinline__ void copy_lines(char* to, const char* from, i64 strid
 }
 
 // LINES rows of a tile: TILE features of RESIDUES neighbouring residues from feature `first` of SIZE on, of one block of a pattern with
-// stride D; `from` is where the block's residues begin in the first row. Features lie in segments of SEGMENT, SEGMENT_BYTES apart.
-template <int LINES, int SIZE, int TILE, int RESIDUES, int D, int ES, int VECTOR, int PITCH, int THREADS, int SEGMENT = SIZE>
-__device__ __forceinline__ void load_features(char* to, const char* from, i64 stride, int valid_lines, int first, int first_residue,
-                                              int segment_bytes = 0) {
+// stride D; `from` is where the block's residues begin in the first row.
+template <int LINES, int SIZE, int TILE, int RESIDUES, int D, int ES, int VECTOR, int PITCH, int THREADS>
+__device__ __forceinline__ void load_features(char* to, const char* from, i64 stride, int valid_lines, int first, int first_residue) {
     constexpr bool WHOLE = RESIDUES == D;
     constexpr int PER_FEATURE = RESIDUES * ES / VECTOR > 0 ? RESIDUES * ES / VECTOR : 1;
     const char* origin = from + (i64)first * D * ES;
@@ -67,7 +66,6 @@ __device__ __forceinline__ void load_features(char* to, const char* from, i64 st
         int offset = WHOLE ? part * VECTOR : feature * D * ES + within;
         bool valid = SIZE % TILE == 0 || first + feature < SIZE;
         if constexpr (D % RESIDUES != 0) valid &= first_residue * ES + within < D * ES;
-        if constexpr (SEGMENT != SIZE) offset += (first + feature) / SEGMENT * segment_bytes;
         return valid ? offset : -1;
     });
 }

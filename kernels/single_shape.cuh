@@ -13,8 +13,7 @@ constexpr int PA = PATTERN_A, PB = PATTERN_B, PC = PATTERN_C, PD = PATTERN_D;
 constexpr bool HALVES = MODE == MODE_FP16 || MODE == MODE_BF16;
 constexpr bool SCALED = MODE == MODE_TF32 || MODE == MODE_FP32;
 constexpr int PLANES = MODE == MODE_FP32 ? 2 : 1;
-constexpr int ES = HALVES ? 2 : 4;           // bytes an element of x and the bias
-constexpr int YS = WIDE_Y ? 4 : ES;          // bytes an element of y
+constexpr int ES = HALVES ? 2 : 4;           // bytes an element of x, the bias and y
 constexpr int WS = MODE == MODE_EXACT ? 4 : 2;  // bytes an element of the weights
 constexpr int J = WJ * R;
 constexpr int BM = WM * MT * 16;
@@ -23,10 +22,8 @@ constexpr int THREADS = WM * WN * WJ * 32;
 constexpr int OUTPUT_TILES = (PB + BN - 1) / BN;
 constexpr int RANGES = (PD + J - 1) / J;     // residue ranges
 constexpr int CHUNKS = (PC + KC - 1) / KC;
-constexpr int SEGMENT = PC / SEGMENTS;       // inputs q that one of the summed linears has
 constexpr int IMAGE_HEADER = 128;            // holds the exponent of the weights' scale
 constexpr int WEIGHT_CHUNK = J * PLANES * KC * BN * WS;
-constexpr i64 IMAGE = IMAGE_HEADER + (i64)PA * RANGES * OUTPUT_TILES * CHUNKS * WEIGHT_CHUNK;
 constexpr int X_STAGE = BM * X_PITCH;
 constexpr int STAGE = X_STAGE + (RESIDENT ? 0 : WEIGHT_CHUNK);
 constexpr int WEIGHTS_AT = 0;
@@ -35,7 +32,7 @@ constexpr int BIAS_AT = STAGES_AT + STAGES * STAGE;
 constexpr int OUTPUT_AT = BIAS_AT + (BN * J * 4 + 15) / 16 * 16;
 constexpr bool WHOLE = J == PD;              // a chunk of x and a row of the output tile are contiguous in global memory
 constexpr bool CONTIGUOUS_Q = WJ == 1 && !INTERLEAVED_Q;  // a thread's four q lie next to each other, all residues included
-constexpr int OWN = 2 * J * YS;              // bytes of a row that one thread holds side by side after the product, where WJ = 1
+constexpr int OWN = 2 * J * ES;              // bytes of a row that one thread holds side by side after the product, where WJ = 1
 constexpr bool DIRECT = MODE != MODE_EXACT && WJ == 1 && WHOLE && PB % 2 == 0 && (OWN == 8 || OWN == 16) && Y_VECTOR == 16;
 
 struct Place {  // which part of the product this thread works on

@@ -113,12 +113,12 @@ __device__ __forceinline__ void finish_sums(Sums& sums, const float* bias, int w
 }
 
 // This thread's outputs p, p+1 of n8 tile nt in row h*8 + g of tile mt: all residues side by side, as words of y
-constexpr int OWN_WORDS = (2 * R * YS + 3) / 4;
+constexpr int OWN_WORDS = (2 * R * ES + 3) / 4;
 
 __device__ __forceinline__ void own_words(u32 (&words)[OWN_WORDS], const Sums& sums, int mt, int h, int nt) {
 #pragma unroll
     for (int w = 0; w < OWN_WORDS; ++w) {
-        if constexpr (YS == 4) {
+        if constexpr (ES == 4) {
             words[w] = __float_as_uint(sums.value[mt][w % R][nt][2 * h + w / R]);
         } else {
             words[w] = pack(sums.value[mt][(2 * w) % R][nt][2 * h + 2 * w / R], sums.value[mt][(2 * w + 1) % R][nt][2 * h + (2 * w + 1) / R]);
@@ -134,10 +134,10 @@ __device__ __forceinline__ void write_slab(char* slab, const Sums& sums, int mt,
         own_words(words, sums, mt, h, nt);
         int p = (at.wn * NT + nt) * 8 + 2 * at.t;
         if constexpr (WJ == 1) {
-            write_words<OWN_WORDS>(row + p * J * YS, words);
+            write_words<OWN_WORDS>(row + p * J * ES, words);
         } else {
-            write_words<OWN_WORDS / 2>(row + (p * J + at.wj * R) * YS, words);
-            write_words<OWN_WORDS / 2>(row + ((p + 1) * J + at.wj * R) * YS, words + OWN_WORDS / 2);
+            write_words<OWN_WORDS / 2>(row + (p * J + at.wj * R) * ES, words);
+            write_words<OWN_WORDS / 2>(row + ((p + 1) * J + at.wj * R) * ES, words + OWN_WORDS / 2);
         }
     }
 }

@@ -21,7 +21,7 @@ from kernel_operations import (
     TOKENS,
     Ready,
     attention,
-    factor_grad,
+    factor_gradients,
     few_rows,
     ffn,
     gated_ffn,
@@ -72,12 +72,6 @@ def grid(**axes: Iterable[Any]) -> tuple[dict[str, Any], ...]:
 SIZES = (*((images, 197, 6) for images in (8, 16, 32, 64, 128, 256)), (128, 197, 3), (128, 197, 12), (128, 50, 12), (64, 257, 16))
 """Images, tokens and heads of timm's models."""
 
-PATTERNS = (
-    *((1, 192, 48, 2), (2, 48, 192, 1), (1, 768, 192, 2), (6, 64, 64, 1), (1, 128, 128, 3), (6, 64, 256, 1)),
-    *((1, 96, 96, 4), (4, 96, 96, 1), (1, 384, 96, 4), (4, 96, 384, 1), (1, 384, 384, 1), (1, 64, 64, 16)),
-)
-"""The factors of ViT-S/16 in the patterns of Gonon et al., in Monarch ones with nblocks = 4, and two for comparison."""
-
 WIDE = (("monarch", 768), ("monarch", 512), ("monarch", 1024), ("gonon", 768))
 WIDE_ROWS = (16, 197, 788, 1576, 3152, 6304, 12608, 25216)
 TO_BOTH = {"ratio_to_dense": "dense", "ratio_to_compiled": "dense compiled"}
@@ -115,11 +109,11 @@ TABLES: Mapping[str, Comparison] = {
         worst=16,
         copy=True,
     ),
-    "factor_grad": Comparison(
-        columns=(*"abcd", "mode"),
-        cases=[dict(zip("abcd", pattern, strict=True)) for pattern in PATTERNS],
-        make=factor_grad,
-        group=(*"abcd",),
+    "factor_gradients": Comparison(
+        columns=("layer", "mode"),
+        cases=grid(layer=LAYERS),
+        make=factor_gradients,
+        group=("layer",),
         modes="bf16,fp32",
         seconds=0.1,
         ratios={"ratio_to_einsum": "einsum"},

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from recipe import Run
-from tables import NEEDS_CUDA, Table, work_of
+from tables import Table, work_of
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,15 +17,14 @@ from torch.utils import _pytree as pytree
 
 from flysurgery import ops
 from flysurgery.bench import TIMED_MODES, Work, in_mode
-from flysurgery.factors import factors_to_dense
-from flysurgery.gpu.factor_grad import FactorGrad, grad_reason, gradient_configs
+from flysurgery.factors import factors_to_dense, ks_einsum
+from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.kernel import device_arch
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, Problem, explain, ks_linear
 from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
 from flysurgery.ops.wide import wide_ffn, wide_group
-from flysurgery.patterns import Architecture, Pattern, gonon, monarch
+from flysurgery.patterns import Architecture, gonon, monarch
 
 HEAD = 64
 """Features of a head."""
@@ -342,30 +341,33 @@ def wide(table: Table, mode: str, *, part: str, architecture: str, width: int, r
     return operation.ready(x, runs, base=x if part == "feed-forward" else None)
 
 
-def factor_grad(table: Table, mode: str, *, a: int, b: int, c: int, d: int) -> Ready:
-    """The gradient of one factor by the kernel in its default configuration. x holds the layer's inputs and its outputs' gradient."""
-    pattern, rows = Pattern(a, b, c, d), table.rows(PATCHES)
+def factor_gradients(table: Table, mode: str, *, layer: str) -> Ready:
+    """The gradients of a layer's factors. x holds the layer's inputs and its outputs' gradient."""
+    (architecture, linears), rows = LAYERS[layer], table.rows(PATCHES)
+    drawn = Drawn(table.device, TIMED_MODES[mode])
+    factors = [factor for _ in range(linears) for factor in drawn.linear(architecture).factors]
 
-    def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, a*c*d), (rows, a*b*d)
-        x, dy = both.split((rows * pattern.in_features, rows * pattern.out_features))
+    def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, in_features), (rows, linears * out_features)
+        x, dy = both.split((rows * architecture.in_features, rows * linears * architecture.out_features))
         return x.view(rows, -1), dy.view(rows, -1)
 
     def einsum(both: Tensor) -> Tensor:
+        (x, dy), found = parts(both), list[Tensor]()
+        for left, right, own in zip(factors[::2], factors[1::2], dy.chunk(linears, dim=1), strict=True):
+            left, right = left.to(x.dtype), right.to(x.dtype)
+            for factor, ahead, behind in (
+                (left, own, ks_einsum(x, right)),
+                (right, ks_einsum(own, left.transpose(1, 2)), x),
+            ):
+                a, b, c, d = factor.shape
+                found.append(torch.einsum("nipj,niqj->ipqj", ahead.unflatten(1, (a, b, d)), behind.unflatten(1, (a, c, d))))
+        return torch.cat([gradient.flatten() for gradient in found])
+
+    def kernel(both: Tensor) -> Tensor:
         x, dy = parts(both)
-        return torch.einsum("nipj,niqj->ipqj", dy.unflatten(1, (a, b, d)), x.unflatten(1, (a, c, d)))
+        return torch.cat([gradient.flatten() for gradient in all_gradients(dy, x, factors, linears, mode, False, False)])
 
-    def kernel() -> Run | str:
-        if not table.on_cuda:
-            return NEEDS_CUDA
-        limit = shared_limit_of(0)
-        reason = grad_reason(pattern, mode, limit)
-        if reason is not None:
-            return f"no: {reason}"
-        config = gradient_configs(pattern, mode, limit, wgmma=device_arch(0) == "sm_90a")[0]
-        gradient = FactorGrad(pattern, mode, config, shared_limit=limit)
-        return lambda both: gradient.run(*parts(both))
-
-    both = Drawn(table.device, TIMED_MODES[mode]).tensor(rows * (pattern.in_features + pattern.out_features))
+    both = drawn.tensor(rows * (architecture.in_features + linears * architecture.out_features))
     truth = einsum(both.double())
     work = work_of(both.nbytes, [truth.to(both.dtype)], rows)
-    return Ready(both, {"cuda": kernel(), "einsum": einsum}, truth, work, baseline="einsum")
+    return Ready(both, {"cuda": table.kernel(kernel), "einsum": einsum}, truth, work, baseline="einsum")

@@ -7,7 +7,7 @@ The tables:
     attention       attention of halves in short sequences, for the sizes of timm's models, beside PyTorch's backends
     norm_linear     a norm with q, k and v of a ViT-S/16 in one launch, beside two launches, dense and compiled
     fused_linear    the layers of a ViT-S/16 block as single launches, beside dense, bmm, einsum and a copy of as many bytes
-    factor_grad     the gradient of one factor, those of a ViT-S/16 among them, beside einsum
+    factor_gradients  the gradients of a layer's factors, for the layers of a ViT-S/16 block, beside einsum
     fused_ffn       feed-forward blocks with norm and residual, beside separate operators, dense and compiled
     few_rows        the parts of a block for 1 to 8 images, dense and converted
     gated_ffn       gated feed-forward blocks (SwiGLU) of timm's eva02 and giant DINOv2 models, dense and converted

@@ -24,7 +24,7 @@ import torch
 from flysurgery.gpu.attention import run_attention
 from flysurgery.gpu.dense import run_dense, run_dense_gated
 from flysurgery.gpu.dense_patches import run_patches
-from flysurgery.gpu.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
+from flysurgery.gpu.factor_gradients import factor_gradients
 from flysurgery.gpu.few_attention import run_few_attention
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.gpu.ffn import run_ffn
@@ -32,9 +32,7 @@ from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.gated_linear import run_gated_linear
-from flysurgery.gpu.gather import Packer
-from flysurgery.gpu.grad_wgmma import WgmmaGradConfig
-from flysurgery.gpu.kernel import current_stream, device_arch, in_rows
+from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.layer_norm import run_layer_norm
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.obstacles import shared_limit_of
@@ -55,7 +53,7 @@ UNCHAINED = Architecture.of((1, 32, 32, 3), (6, 16, 24, 1))
 UP, DOWN = Architecture.of((2, 96, 32, 2), (2, 32, 24, 2)), Architecture.of((1, 32, 32, 3), (3, 32, 128, 1))
 JOINED = Architecture.of((1, 256, 128, 3), (2, 192, 64, 1)), Architecture.of((1, 64, 128, 2), (2, 128, 384, 1))
 """Both factors around the activation are one launch, where rows fill its rounds."""
-ODD, EIGHTS = Pattern(2, 19, 37, 3), Pattern(2, 24, 40, 3)
+ODD = Pattern(2, 19, 37, 3)
 
 
 def factors_of(architecture: Architecture, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -215,25 +213,12 @@ def run_some(mode: str) -> None:
     print(f"some hundred rows {mode}")
 
 
-def run_gradient_of_linears(pattern: Pattern, mode: str, config: AnyGradConfig, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """They share x; with the gradients of their biases where the kernel has them."""
-    joined = LINEARS if isinstance(config, WgmmaGradConfig) else 1
-    gradient = FactorGrad(pattern, mode, config, shared_limit=shared_limit_of(0), joined=joined)
-    product, splits, step, of_factors = gradient.prepared(in_rows(x)[1], in_rows(dy)[1], LINEARS, gradient.sums_dy, 0)
-    workspace = torch.empty(splits * step, device="cuda")
-    product(current_stream(0), x.data_ptr(), dy.data_ptr(), workspace.data_ptr(), workspace[of_factors:].data_ptr())
-
-
-def run_gradient(pattern: Pattern, mode: str) -> None:
-    dtype = dtype_of(mode)
-    for rows in ROWS:
-        x = torch.randn((rows, pattern.in_features), device="cuda").to(dtype)
-        dy = torch.randn((rows, pattern.out_features), device="cuda").to(dtype)
-        for wgmma in {False, device_arch(0) == "sm_90a"}:
-            config = gradient_configs(pattern, mode, shared_limit_of(0), wgmma=wgmma)[0]
-            FactorGrad(pattern, mode, config, shared_limit=shared_limit_of(0)).run(x, dy)
-            run_gradient_of_linears(pattern, mode, config, x, torch.cat([dy] * LINEARS, dim=1))
-    print(f"gradient {mode} {pattern}")
+def run_factor_gradients(dtype: torch.dtype) -> None:
+    for architecture in (SMALL, UNCHAINED):
+        factors = [factor for _ in range(LINEARS) for factor in factors_of(architecture, dtype)]
+        dw = torch.randn((LINEARS * architecture.out_features, architecture.in_features), device="cuda")
+        factor_gradients(dw, factors, LINEARS)
+    print(f"gradients of factors {dtype}")
 
 
 def run_norm(dtype: torch.dtype) -> None:
@@ -253,9 +238,8 @@ def run_transposition(dtype: torch.dtype) -> None:
 def run_gather(mode: str) -> None:
     product = product_of(SMALL, mode, 1, 0, 75)
     factors = factors_of(SMALL, torch.float32)
-    packer = Packer(lambda values: product.pack_plainly(values, (), transposed=False), mode)
     for values in (factors, factors):  # the first call learns the table
-        packer(values)
+        product.pack(tuple(values), (), transposed=False)
     print(f"gather {mode}")
 
 
@@ -264,7 +248,7 @@ def cases() -> list[Callable[[], None]]:
     found: list[Callable[[], None]] = []
     for mode in ("fp16", "bf16", "tf32", "fp32"):
         found += [partial(run_fused, SMALL, mode, 1), partial(run_single, ODD, mode), partial(run_dense_layer, mode)]
-        found += [partial(run_gradient, ODD, mode), partial(run_gradient, EIGHTS, mode), partial(run_gates, mode)]
+        found += [partial(run_gates, mode)]
         found += [partial(run_some, mode)] if device_arch(0) == "sm_90a" else []
     for mode in ("fp16", "fp32"):
         found += [partial(run_fused, SMALL, mode, 3), partial(run_fused, SMALL, mode, 3, norm=True), partial(run_fused, UNCHAINED, mode, 1)]
@@ -279,7 +263,7 @@ def cases() -> list[Callable[[], None]]:
         found += [partial(run_feed_forward, (named(768, 192), named(192, 768)), dtype) for named in (gonon, monarch)]
         found += [partial(run_gather, mode), partial(run_by_factors, dtype), partial(run_few, dtype), partial(run_short_sequences, dtype)]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        found += [partial(run_transposition, dtype), partial(run_norm, dtype)]
+        found += [partial(run_transposition, dtype), partial(run_norm, dtype), partial(run_factor_gradients, dtype)]
     found += [partial(run_feed_forward, (gonon(768, 192), gonon(192, 768)), torch.float16, (rows_of_two_rounds(),))]
     found += [partial(run_by_factors, torch.float16, (rows_of_two_rounds(),)), partial(run_streamed, "fp16")]
     found += [partial(run_by_factors, torch.float16, (75, 2 * 192 * blocks_at_once() - 75), JOINED)]

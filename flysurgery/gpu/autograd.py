@@ -9,45 +9,35 @@ from torch import Tensor
 
 from flysurgery.gpu.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.gpu.run_product import run_product
-from flysurgery.gpu.train_forward import TrainedCall
 
 
 class EagerLinear(torch.autograd.Function):
-    """``run_product`` with gradients, for tensors that are not traced. It has a tenth of the registered operator's overhead."""
+    """``run_product`` with gradients, for tensors that are not traced. It has a tenth of the registered operator's overhead.
+
+    Args:
+        dtype: that of the product, to which x is cast.
+        count: how many of the parameters are factors. Biases lie behind them.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: TrainedCall, x: Tensor, *parameters: Tensor
+        ctx: Any, dtype: torch.dtype, linears: int, mode: str, count: int, x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        wide = x.dtype == torch.float32  # then dx is float32 too: PyTorch would convert it afterwards
-        if x.dtype != call.dtype:
-            x = x.to(call.dtype)
-        count = call.count
-        train = True in ctx.needs_input_grad[2 : 2 + count]
-        trained = call.trained(x, parameters) if train else None
-        done = None if trained is None else trained.forward(x, parameters)
-        if done is None:
-            done = run_product(x, parameters[:count], parameters[count:], call.linears, call.mode), None, ()
-        y, memory, offsets = done
-        ctx.of_call = call, trained, offsets, wide
-        ctx.save_for_backward(x if train else None, memory, *parameters)
-        return y
+        x = x.to(dtype)
+        train = True in ctx.needs_input_grad[5 : 5 + count]
+        ctx.of_call = linears, mode, count
+        ctx.save_for_backward(x if train else None, *parameters)
+        return run_product(x, parameters[:count], parameters[count:], linears, mode)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, trained, offsets, wide = ctx.of_call
-        x, memory, *parameters = ctx.saved_tensors
-        needs, count = ctx.needs_input_grad, call.count
-        again = torch.is_grad_enabled()  # for a second derivative, which the registered operators refuse with a reason
-        if memory is not None and not again:
-            with_bias = True in needs[2 + count :]
-            dx, found = trained.backward(dy, x, memory, offsets, parameters, needs[1], with_bias, wide)
-            if parameters[0].dtype != torch.float32:
-                found = [gradient.to(parameters[0].dtype) for gradient in found]
-            return (None, dx, *found) if with_bias else (None, dx, *found, *[None] * (len(parameters) - count))
+        linears, mode, count = ctx.of_call
+        x, *parameters = ctx.saved_tensors
         factors, biases = parameters[:count], parameters[count:]
-        bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[2 + count :], strict=True)]
+        needs = ctx.needs_input_grad
+        bias_dtypes = [bias.dtype if need else None for bias, need in zip(biases, needs[5 + count :], strict=True)]
+        again = torch.is_grad_enabled()  # for a second derivative, which the registered operators refuse with a reason
         of_all = torch.ops.flysurgery.ks_linear_gradients if again else all_gradients
         of_input = torch.ops.flysurgery.ks_linear_input_gradient if again else input_gradient
-        dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, call.linears, call.mode, needs[1], of_all, of_input)
-        return (None, dx, *of_factors, *of_biases)
+        dx, of_factors, of_biases = layer_gradients(dy, x, factors, bias_dtypes, linears, mode, needs[4], of_all, of_input)
+        return (None, None, None, None, dx, *of_factors, *of_biases)

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.configured import SINGLE, factor_configs, factor_product
+from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle
-from flysurgery.gpu.factor_grad import FactorGrad, gradient_configs
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
-from flysurgery.gpu.gradients import forget_chains
-from flysurgery.gpu.kernel import device_arch, may_begin_early
+from flysurgery.gpu.kernel import may_begin_early
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.norm_linear import NORM_LINEAR, forget_norm_linears
 from flysurgery.gpu.obstacles import shared_limit_of
@@ -27,7 +25,6 @@ from flysurgery.gpu.product import FUSED
 from flysurgery.gpu.replay.recording import forget_recordings
 from flysurgery.gpu.run_product import forget_products
 from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
-from flysurgery.gpu.train_forward import forget_trained
 from flysurgery.gpu.tuning_record import recording
 
 _MAX_CANDIDATES = 12
@@ -87,8 +84,6 @@ def autotune(
     forget_products()
     forget_norm_linears()
     forget_gated_linears()
-    forget_chains()
-    forget_trained()
     forget_recordings()
     return found
 
@@ -115,15 +110,11 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
     if case.kernel in FUSED_KINDS:
         return FusedLinear.candidates(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel], device_index=device_index)
-    pattern, limit = case.architecture.patterns[0], shared_limit_of(device_index)
-    if case.kernel == SINGLE:
-        return factor_configs(pattern, case.mode, case.rows, limit)
-    return gradient_configs(pattern, case.mode, limit, wgmma=device_arch(device_index) == "sm_90a")
+    return factor_configs(case.architecture.patterns[0], case.mode, case.rows, shared_limit_of(device_index))
 
 
-def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """One candidate with random weights, as a function of x and, for gradients, dy."""
-    limit = shared_limit_of(device_index)
+def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor], Tensor]:
+    """One candidate with random weights, as a function of x."""
     if case.kernel in FUSED_KINDS:
         kind = FUSED_KINDS[case.kernel]
         fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, **kind, device_index=device_index)
@@ -131,13 +122,10 @@ def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor, 
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"
         early = may_begin_early(device_index)
-        return lambda x, dy: fused.run(x, image, activation=activation, early=early)
-    if case.kernel == SINGLE:
-        single = factor_product(case.architecture.patterns[0], case.mode, config, limit)
-        image = single.pack(_random_factors(case, device_index)[0])
-        return lambda x, dy: single.run(x, image)
-    gradient = FactorGrad(case.architecture.patterns[0], case.mode, config, shared_limit=limit)
-    return lambda x, dy: gradient.run(x, dy)
+        return lambda x: fused.run(x, image, activation=activation, early=early)
+    single = factor_product(case.architecture.patterns[0], case.mode, config, shared_limit_of(device_index))
+    image = single.pack(_random_factors(case, device_index)[0])
+    return lambda x: single.run(x, image)
 
 
 def _random_factors(case: TunedCase, device_index: int) -> list[Tensor]:
@@ -153,14 +141,13 @@ def _median_us(case: TunedCase, config: Any, device_index: int) -> float:
     """Median time of a call, in microseconds, inputs and outputs cold where they are larger than the L2 cache."""
     run = _bind(case, config, device_index)
     x = _random((case.rows, case.architecture.in_features), case, device_index)
-    dy = _random((case.rows, case.linears * case.architecture.out_features), case, device_index)
-    run(x, dy)
-    bytes_moved = x.nbytes + dy.nbytes
+    y = run(x)
+    bytes_moved = x.nbytes + y.nbytes
     calls = max(4, min(_MAX_CALLS, -(-2 * torch.cuda.get_device_properties(device_index).L2_cache_size // bytes_moved)))
-    inputs = [(x, dy), *((x.clone(), dy.clone()) for _ in range(calls - 1))]
+    inputs = [x, *(x.clone() for _ in range(calls - 1))]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [run(*pair) for pair in inputs]
+        outputs = [run(each) for each in inputs]
     graph.replay()
     times = []
     for _ in range(_REPLAYS):

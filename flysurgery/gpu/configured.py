@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from flysurgery.gpu.factor_grad import AnyGradConfig, FactorGrad, gradient_configs
-from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.single import SingleFactor, candidates
 from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_configs, batched_pays
@@ -14,7 +12,6 @@ from flysurgery.gpu.table import matching, rows_bucket, tuned_config
 from flysurgery.patterns import Architecture, Pattern
 
 SINGLE = "single_factor"
-GRADIENT = "factor_grad"
 FactorConfig = SingleConfig | BatchedConfig
 FactorProduct = SingleFactor | BatchedFactor
 
@@ -39,44 +36,18 @@ def chosen_factor(pattern: Pattern, mode: str, device_index: int, rows: int) -> 
     return factor_product(pattern, mode, factor_config(pattern, mode, device_index, rows), shared_limit_of(device_index))
 
 
-def single_factor(pattern: Pattern, mode: str, device_index: int, rows: int, segments: int = 1, wide: bool = False) -> SingleFactor:
-    """The product with one factor in one launch; the same object for the same configuration. The last two as in ``SingleFactor``."""
-    fields = tuned_config(SINGLE, Architecture((pattern,)), mode, 1, device_index, rows)
-    config = matching(fields, lambda: candidates(pattern, mode, shared_limit_of(device_index)))
-    return _single_factor(pattern, mode, config, shared_limit_of(device_index), segments, wide)
-
-
 def factor_product(pattern: Pattern, mode: str, config: FactorConfig | None, shared_limit: int) -> FactorProduct:
     """The product with one factor in one configuration. None takes the first for ``SingleFactor``."""
     if isinstance(config, BatchedConfig):
         return _batched_factor(pattern, mode, config)
-    return _single_factor(pattern, mode, config, shared_limit, 1, False)
-
-
-def factor_grad(pattern: Pattern, mode: str, device_index: int, rows: int, joined: int = 1) -> FactorGrad:
-    """The gradient of one factor; the same object for the same configuration. ``joined`` as in ``FactorGrad``."""
-    wide = joined_pattern(pattern, joined)
-    fields = tuned_config(GRADIENT, Architecture((wide,)), mode, 1, device_index, rows)
-    configs = gradient_configs(wide, mode, shared_limit_of(device_index), wgmma=device_arch(device_index) == "sm_90a")
-    config = matching(fields, lambda: configs) or next(iter(configs), None)
-    return _factor_grad(pattern, mode, config, shared_limit_of(device_index), joined)
-
-
-def joined_pattern(pattern: Pattern, linears: int) -> Pattern:
-    """The pattern of linears that share x, their outputs side by side in each block."""
-    return Pattern(pattern.a, linears * pattern.b, pattern.c, pattern.d)
+    return _single_factor(pattern, mode, config, shared_limit)
 
 
 @cache
-def _single_factor(pattern: Pattern, mode: str, config: SingleConfig | None, shared_limit: int, segments: int, wide: bool) -> SingleFactor:
-    return SingleFactor(pattern, mode, config, shared_limit=shared_limit, segments=segments, wide=wide)
+def _single_factor(pattern: Pattern, mode: str, config: SingleConfig | None, shared_limit: int) -> SingleFactor:
+    return SingleFactor(pattern, mode, config, shared_limit=shared_limit)
 
 
 @cache
 def _batched_factor(pattern: Pattern, mode: str, config: BatchedConfig) -> BatchedFactor:
     return BatchedFactor(pattern, mode, config)
-
-
-@cache
-def _factor_grad(pattern: Pattern, mode: str, config: AnyGradConfig | None, shared_limit: int, joined: int) -> FactorGrad:
-    return FactorGrad(pattern, mode, config, shared_limit=shared_limit, joined=joined)

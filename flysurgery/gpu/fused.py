@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.image import pack, panel_indices
-from flysurgery.gpu.kernel import Prepared, Rows, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.gpu.kernel import Prepared, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tiling import FusedConfig, tiling
 from flysurgery.patterns import Architecture
@@ -156,11 +156,6 @@ class FusedLinear:
         launch = self._launches.get(key) or self._prepare(*key)
         launch.launch(current_stream(x.device.index), x, image, bias, residual, y)
         return y
-
-    def prepared(self, x: Rows) -> Prepared:
-        """The launch without an epilogue for x of this layout, at multiples of 16 bytes; it takes x, image, bias, no residual, and y."""
-        key = (x.rows, x.stride * x.dtype.itemsize, "none", False, None, 0.0, False)
-        return self._launches.get(key) or self._prepare(*key)
 
     def _prepare(
         self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float, early: bool

@@ -22,7 +22,7 @@ _BASE = 256
 Pack = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
-def can_gather(sources: Sequence[Tensor], mode: str) -> bool:
+def _can_gather(sources: Sequence[Tensor], mode: str) -> bool:
     """Whether a table packs these tensors."""
     dtype = sources[0].dtype
     return mode in HALVES and dtype in _SOURCES and all(each.dtype == dtype and each.is_contiguous() for each in sources)
@@ -51,7 +51,7 @@ def make_tables(pack: Pack, sources: Sequence[Tensor], mode: str) -> tuple[Tenso
     return tuple(tables)
 
 
-def aligned(elements: int) -> int:
+def _aligned(elements: int) -> int:
     """The number of elements with the padding up to the next possible beginning of an image."""
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
@@ -60,29 +60,25 @@ class Gather:
     """The table in use: packs all images of one list of sources by one launch."""
 
     def __init__(self, tables: Sequence[Tensor], sources: Sequence[Tensor], mode: str) -> None:
-        filled = [torch.nn.functional.pad(table, (0, aligned(len(table)) - len(table)), value=-1) for table in tables]
+        filled = [torch.nn.functional.pad(table, (0, _aligned(len(table)) - len(table)), value=-1) for table in tables]
         self._table = torch.cat(filled)
-        self.size = len(self._table)
-        self.table_at, self._device_index = self._table.data_ptr(), self._table.device.index
-        self._dtype = dtype_of(mode)
+        self._sizes, self._dtype = [*map(len, filled)], dtype_of(mode)
         self._starts = [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
         self._launches: dict[torch.dtype, Prepared] = {}
-        self.sizes = [*map(len, filled)]
-        self.offsets = [2 * before for before in accumulate(self.sizes[:-1], initial=0)]
 
-    def __call__(self, sources: Sequence[Tensor]) -> Tensor:
-        """The images in order, each padded up to the beginning of the next one; on the current stream."""
+    def __call__(self, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The images in order, each with what fills it up to the beginning of the next one; on the current stream."""
         images = torch.empty_like(self._table, dtype=self._dtype)
-        launch = self.prepared(sources[0].dtype)
-        launch(current_stream(self._device_index), *map(Tensor.data_ptr, sources), self.table_at, images.data_ptr())
-        return images
+        addresses = [*map(Tensor.data_ptr, sources), self._table.data_ptr(), images.data_ptr()]
+        self._prepared(sources[0].dtype)(current_stream(self._table.device.index), *addresses)
+        return torch.split_with_sizes(images, self._sizes)
 
-    def prepared(self, dtype: torch.dtype) -> Prepared:
-        """The launch for sources of a dtype; it takes their addresses, ``table_at`` and the address of the images."""
+    def _prepared(self, dtype: torch.dtype) -> Prepared:
+        """The launch for sources of a dtype; it takes their addresses, that of the table, and that of the images."""
         found = self._launches.get(dtype)
         if found is None:
             defines = {"SLOTS": len(self._starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
-            kernel = load_kernel("gather.cu", defines, name="gather", device_index=self._device_index)
+            kernel = load_kernel("gather.cu", defines, name="gather", device_index=self._table.device.index)
             grid = (-(-len(self._table) // (_THREADS * _PER_THREAD)), 1, 1)
             found = self._launches[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(self._table), *self._starts)
         return found
@@ -98,17 +94,14 @@ class Packer:
     def __init__(self, plainly: Pack, mode: str) -> None:
         self.plainly = plainly
         self.mode = mode
-        self.gather: Gather | None = None
+        self._gather: Gather | None = None
 
     def __call__(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The images; those out of a table in the dtype of the mode, with what fills them up."""
-        gather = self.gather_for(sources)
-        return self.plainly(sources) if gather is None else torch.split_with_sizes(gather(sources), gather.sizes)
-
-    def gather_for(self, sources: tuple[Tensor, ...]) -> Gather | None:
-        """The object that packs these sources by a table; None where there is none."""
-        if not can_gather(sources, self.mode):
-            return None
-        if self.gather is None and not torch.cuda.is_current_stream_capturing():  # a graph computes values only when it replays
-            self.gather = Gather(make_tables(self.plainly, sources, self.mode), sources, self.mode)
-        return self.gather
+        if not _can_gather(sources, self.mode):
+            return self.plainly(sources)
+        if self._gather is None:
+            if torch.cuda.is_current_stream_capturing():  # a graph computes values only when it replays
+                return self.plainly(sources)
+            self._gather = Gather(make_tables(self.plainly, sources, self.mode), sources, self.mode)
+        return self._gather(sources)

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from flysurgery.gpu.factor_grad import grad_reason
 from flysurgery.gpu.fused import fused_reason
 from flysurgery.gpu.single import single_reason
 from flysurgery.patterns import Architecture, Pattern
@@ -45,12 +44,8 @@ def product_obstacle(architecture: Architecture, mode: str, linears: int, shared
 
 @lru_cache(maxsize=_REMEMBERED)
 def gradient_obstacle(architecture: Architecture, mode: str, shared_limit: int) -> str | None:
-    """Why the gradients of an architecture cannot be computed; None when they can."""
-    forward = _first(_single_obstacle(pattern, mode, shared_limit) for pattern in architecture)
-    backward = _first(_single_obstacle(pattern.transpose, mode, shared_limit) for pattern in architecture)
-    if mode == "exact":
-        return forward or backward
-    return forward or backward or _first(grad_reason(pattern, mode, shared_limit) for pattern in architecture)
+    """Why the gradient of the input of an architecture cannot be computed; None when it can. Those of factors always can."""
+    return product_obstacle(architecture.transpose, mode, 1, shared_limit)
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -66,13 +66,13 @@ def _fake_input_gradient(dy: Tensor, factors: Sequence[Tensor], linears: int, mo
 
 
 def _fake_gradients(
-    dy: Tensor, x: Tensor, factors: Sequence[Tensor], kept: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
+    dy: Tensor, x: Tensor, factors: Sequence[Tensor], linears: int, mode: str, with_input: bool, with_bias: bool
 ) -> list[Tensor]:
-    length, dtype = len(factors) // linears, torch.promote_types(x.dtype, torch.float32)
-    shapes = [(linears * a, b, c, d) for a, b, c, d in (factor.shape for factor in factors[:length])]
-    biases = [(dy.shape[-1],)] if with_bias else []
-    gradients = [x.new_empty(shape, dtype=dtype) for shape in (*shapes, *biases)]
-    return [*gradients, x.new_empty(x.shape)] if with_input else gradients
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    found = [x.new_empty(factor.shape, dtype=dtype) for factor in factors]
+    if with_bias:
+        found.append(x.new_empty(dy.shape[-1], dtype=dtype))
+    return [*found, x.new_empty(x.shape)] if with_input else found
 
 
 def _autocast(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
@@ -117,8 +117,7 @@ define_differentiable(
     _refuse,
 )
 define_differentiable(
-    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, Tensor[] kept, int linears, str mode, bool with_input, bool with_bias)"
-    " -> Tensor[]",
+    "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, int linears, str mode, bool with_input, bool with_bias) -> Tensor[]",
     all_gradients,
     _fake_gradients,
     _refuse,

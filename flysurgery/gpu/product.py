@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.configured import SINGLE, FactorProduct, chosen_factor
-from flysurgery.gpu.fused import FusedLinear, readable
+from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.gather import Packer
-from flysurgery.gpu.kernel import Prepared, Rows, in_rows
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.obstacles import fused_obstacle, shared_limit_of
-from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.table import TunedCase, tuned_config
 from flysurgery.gpu.tiling import FusedConfig
 from flysurgery.patterns import Architecture
@@ -39,23 +37,6 @@ class Product:
         self.kernels = kernels
         self._packers: dict[tuple[int, bool], Packer] = {}
 
-    @property
-    def is_one_launch(self) -> bool:
-        """Whether ``prepared`` has it."""
-        return isinstance(self.kernels, FusedLinear) or (len(self.kernels) == 1 and isinstance(self.kernels[0], SingleFactor))
-
-    def prepared(self, x: Rows) -> tuple[Prepared, tuple[str | None, ...]]:
-        """The launch for a ``readable`` x of this layout, and the addresses that it takes."""
-        if isinstance(self.kernels, FusedLinear):
-            return self.kernels.prepared(x), ("x", "image", "bias", None, "y")
-        (single,) = self.kernels
-        assert isinstance(single, SingleFactor), "it is one launch"
-        return single.prepared(x, 1, self.device_index), ("x", "image", "bias", "y")
-
-    def readable(self, x: Tensor) -> Tensor:
-        """x, or a copy where its one launch cannot read it in place."""
-        return readable(x) if isinstance(self.kernels, FusedLinear) else in_rows(x)[0]
-
     def cases(self, rows: int) -> list[TunedCase]:
         """The cases to autotune for calls with this many rows: one for each launch."""
         device = torch.cuda.get_device_name(self.device_index)
@@ -77,11 +58,11 @@ class Product:
         packer = self._packers.get(key)
         if packer is None:
             count = len(factors)
-            plainly = lambda sources: self.pack_plainly(sources[:count], sources[count:], transposed)  # noqa: E731
+            plainly = lambda sources: self._pack_plainly(sources[:count], sources[count:], transposed)  # noqa: E731
             packer = self._packers[key] = Packer(plainly, self.mode)
         return packer(factors + biases)
 
-    def pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
+    def _pack_plainly(self, factors: tuple[Tensor, ...], biases: tuple[Tensor, ...], transposed: bool) -> tuple[Tensor, ...]:
         """The same by torch operations."""
         linears = _split(factors, self.linears, transposed)
         biases = tuple(bias.detach().to(dtype_of(self.mode)) for bias in biases)

@@ -26,9 +26,6 @@ class SingleFactor:
         mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32``, ``fp32`` and ``exact`` for float32 inputs.
         config: one of ``candidates``; None takes the first.
         shared_limit: bytes of shared memory that a block may use on the device.
-        segments: how many linears are summed. ``pattern`` is that of one linear with as many times the inputs c; x holds their inputs
-            side by side.
-        wide: whether results are float32 for halves x. The configuration may then need too much shared memory; see ``fits``.
 
     Raises:
         BackendError: the kernel cannot run this; ``single_reason`` tells beforehand.
@@ -37,26 +34,16 @@ class SingleFactor:
     memory and y written once.
     """
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        mode: str,
-        config: SingleConfig | None = None,
-        *,
-        shared_limit: int,
-        segments: int = 1,
-        wide: bool = False,
-    ) -> None:
+    def __init__(self, pattern: Pattern, mode: str, config: SingleConfig | None = None, *, shared_limit: int) -> None:
         reason = single_reason(pattern, mode, shared_limit)
         if config is None and reason is not None:
             raise BackendError(reason)
         self.pattern = pattern
         self.mode = mode
-        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0], segments, wide)
-        self.fits = self.tile.shared_bytes <= shared_limit
+        self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0])
         self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
         self._out_features = pattern.out_features
-        self._launches: dict[tuple[Rows, int, int], Prepared] = {}
+        self._launches: dict[tuple[Rows, int], Prepared] = {}
 
     def sources(self) -> list[tuple[str, str, dict[str, int]]]:
         """The kernel that rows at aligned addresses need: file, name, macros."""
@@ -101,36 +88,28 @@ class SingleFactor:
 
     def run(
         self,
-        x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
+        x: Tensor,  # shape: (*batch, a*c*d)
         image: Tensor,
-        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
-        linears: int = 1,
-    ) -> Tensor:  # shape: (*batch, linears*a*b*d)
-        """Launch on the current stream. Several linears, their images one after the other, share x or have it side by side.
-
-        Rows of x may be strided, and may begin at any element. Inputs that lie differently are copied first.
-        """
+        bias: Tensor | None = None,  # shape: (a*b*d,)
+    ) -> Tensor:  # shape: (*batch, a*b*d)
+        """Launch on the current stream. Rows of x may be strided, and may begin at any element; inputs that lie differently are copied."""
         x, at = in_rows(x)
-        y = x.new_empty((*x.shape[:-1], linears * self._out_features), dtype=torch.float32 if self.tile.wide else x.dtype)
+        y = x.new_empty((*x.shape[:-1], self._out_features))
         if at.rows:
             device = x.device.index
-            launch = self.prepared(at, linears, device)
-            launch(current_stream(device), x.data_ptr(), image.data_ptr(), address_of(bias), y.data_ptr())
+            self._prepared(at, device)(current_stream(device), x.data_ptr(), image.data_ptr(), address_of(bias), y.data_ptr())
         return y
 
-    def prepared(self, x: Rows, linears: int, device_index: int) -> Prepared:
+    def _prepared(self, x: Rows, device_index: int) -> Prepared:
         """The launch for x of this layout; it takes the addresses of x, the image, the bias and y."""
-        key = (x, linears, device_index)
-        found = self._launches.get(key)
+        found = self._launches.get((x, device_index))
         if found is None:
             defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
             kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
-            multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
-            row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors, linears)
-            step = 0 if x.features == self.pattern.in_features else self.pattern.in_features
-            grid, block = (self.tile.groups * linears * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
-            found = kernel.prepare(grid, block, self.tile.shared_bytes, x.rows, x.stride, tiles, linears, step)
-            self._launches[key] = found
+            row_chunks, tiles = self.tile.row_chunks(x.rows, torch.cuda.get_device_properties(device_index).multi_processor_count)
+            grid, block = (self.tile.groups * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
+            found = kernel.prepare(grid, block, self.tile.shared_bytes, x.rows, x.stride, tiles)
+            self._launches[x, device_index] = found
         return found
 
 

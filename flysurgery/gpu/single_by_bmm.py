@@ -79,25 +79,21 @@ class BatchedFactor:
 
     def run(
         self,
-        x: Tensor,  # shape: (*batch, a*c*d), or (*batch, linears*a*c*d)
+        x: Tensor,  # shape: (*batch, a*c*d)
         image: Tensor,
-        bias: Tensor | None = None,  # shape: (linears*a*b*d,)
-        linears: int = 1,
-    ) -> Tensor:  # shape: (*batch, linears*a*b*d)
+        bias: Tensor | None = None,  # shape: (a*b*d,)
+    ) -> Tensor:  # shape: (*batch, a*b*d)
         """As ``SingleFactor.run``. The padding of image and bias is ignored."""
-        y = x.new_empty((*x.shape[:-1], linears * self.pattern.out_features))
+        y = x.new_empty((*x.shape[:-1], self.pattern.out_features))
         if x.numel() == 0:
             return y
         a, b, c, d = self.pattern.factor_shape
-        x, outputs = in_rows(x)[0].reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).chunk(linears, dim=1)
-        inputs = [x] * linears if x.shape[1] == self.pattern.in_features else x.chunk(linears, dim=1)
-        biases = [None] * linears if bias is None else bias[: y.shape[-1]].chunk(linears)
-        blocks = image[: linears * self.pattern.nnz].view(linears, a * d, b, c).mT
-        for part, own_blocks, own_bias, out in zip(inputs, blocks, biases, outputs, strict=True):
-            if d == 1:
-                _multiply(part, own_blocks, own_bias, out)
-            else:
-                self._by_pieces(part, own_blocks, own_bias, out)
+        x, out = in_rows(x)[0].reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        own_bias, blocks = None if bias is None else bias[: y.shape[-1]], image[: self.pattern.nnz].view(a * d, b, c).mT
+        if d == 1:
+            _multiply(x, blocks, own_bias, out)
+        else:
+            self._by_pieces(x, blocks, own_bias, out)
         return y
 
     def _by_pieces(self, x: Tensor, blocks: Tensor, bias: Tensor | None, y: Tensor) -> None:

@@ -63,21 +63,11 @@ class SingleConfig:
 
 @dataclass(frozen=True)
 class SingleTiling:
-    """The sizes that follow from a pattern, a mode and a configuration.
-
-    ``segments``: how many linears are summed, as one factor of as many times the inputs q. ``wide``: y is float32 whatever x is.
-    """
+    """The sizes that follow from a pattern, a mode and a configuration."""
 
     pattern: Pattern
     mode: str
     config: SingleConfig
-    segments: int = 1
-    wide: bool = False
-
-    @property
-    def y_bytes(self) -> int:
-        """Bytes an element of y."""
-        return 4 if self.wide else self.element_bytes
 
     @property
     def element_bytes(self) -> int:
@@ -132,24 +122,24 @@ class SingleTiling:
     @property
     def y_pitch(self) -> int:
         """Bytes from row to row of a slab of y."""
-        config, width = self.config, self.y_bytes
+        config, width = self.config, self.element_bytes
         key = writes(config.residue_warps, config.residues, width)
         return best_pitch(config.block_outputs * config.block_residues * width, key)[0]
 
     @property
     def x_vector(self) -> int:
         """Widest copy, in bytes, that the pattern's alignment allows; x itself may force a narrower one."""
-        return self._vector(self.pattern.c // self.segments, self.config.chunk, self.element_bytes)
+        return self._vector(self.pattern.c, self.config.chunk)
 
     @property
     def y_vector(self) -> int:
         """Widest store, in bytes, that the pattern's alignment allows."""
-        return self._vector(self.pattern.b, self.config.block_outputs, self.y_bytes)
+        return self._vector(self.pattern.b, self.config.block_outputs)
 
-    def _vector(self, block: int, tile: int, width: int) -> int:
+    def _vector(self, block: int, tile: int) -> int:
         d, residues = self.pattern.d, self.config.block_residues
         spans = (block * d, tile * d) if residues == d else (d, residues)
-        return gcd(16, *(span * width for span in spans))
+        return gcd(16, *(span * self.element_bytes for span in spans))
 
     @property
     def shared_bytes(self) -> int:
@@ -199,8 +189,6 @@ class SingleTiling:
             "RESIDENT": int(config.resident),
             "INTERLEAVED_Q": int(config.interleaved),
             "RANGES_FAST": self.ranges_fast,
-            "SEGMENTS": self.segments,
-            "WIDE_Y": int(self.wide),
             "X_VECTOR": x_vector,
             "Y_VECTOR": self.y_vector,
             "X_PITCH": self.x_pitch,
@@ -208,9 +196,9 @@ class SingleTiling:
             "MIN_BLOCKS": config.min_blocks,
         }
 
-    def row_chunks(self, rows: int, multiprocessors: int, linears: int = 1) -> tuple[int, int]:
+    def row_chunks(self, rows: int, multiprocessors: int) -> tuple[int, int]:
         """How many row chunks to launch and how many tiles of rows each takes, for the least time of the slowest block."""
-        groups, chunks = self.groups * linears, self.counts[2]
+        groups, chunks = self.groups, self.counts[2]
         tiles = ceil(rows / self.config.block_rows)
         slots = multiprocessors * self.config.min_blocks
         stage = self.config.block_rows * self.x_pitch * chunks

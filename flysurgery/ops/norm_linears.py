@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class LayerNorm(NamedTuple):
         return "expected rows of features, got a scalar" if x.dim() == 0 else wrong_norm(self.norm, x.shape[-1])
 
     def stages(self, x: Tensor) -> Stages | str:
-        return norm_reason(self.norm, self.norm.weight.shape[0], x.dtype) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
+        return norm_reason(self.norm, index(x.shape[-1]), x.dtype) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
 
     def plainly(self, x: Tensor) -> Tensor:
         return plain_norm(x, self.norm)

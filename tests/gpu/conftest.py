@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.gpu import gather, gradients, train_backward, train_forward, train_operator
 from flysurgery.gpu import run_product as multiplication
-from flysurgery.gpu.gather import Gather
 from flysurgery.gpu.gradients import all_gradients, input_gradient
 from flysurgery.gpu.weight_cache import forget_derived
 from tests.gpu.dense_kernels import DenseKernel
-from tests.gpu.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
+from tests.gpu.emulation import EmulatedProduct
 from tests.support.rounding import rounding_as
 from tests.support.tolerance import ARITHMETICS
 
@@ -52,7 +50,6 @@ def cpu_operators() -> Iterator[None]:
     library = torch.library.Library("flysurgery", "IMPL")
     kernels = {
         "ks_linear": multiplication.run_product,
-        "ks_linear_trained": train_operator._linear,
         "ks_linear_input_gradient": input_gradient,
         "ks_linear_gradients": all_gradients,
     }
@@ -67,24 +64,10 @@ def cpu_operators() -> Iterator[None]:
 def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[type[EmulatedProduct]]:
     """The kernels replaced by the definition, on the CPU."""
     monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
-    monkeypatch.setattr(train_backward, "single_factor", EmulatedSingle)
-    monkeypatch.setattr(train_backward, "factor_grad", EmulatedGradient)
-    monkeypatch.setattr(train_backward, "sum_of_splits", EmulatedSum)
-    monkeypatch.setattr(train_backward, "Series", EmulatedSeries)
-    monkeypatch.setattr(train_forward, "Series", EmulatedSeries)
-    monkeypatch.setattr(train_forward, "_trained", {})
-    monkeypatch.setattr(train_forward, "current_stream", lambda index: 0)
-    monkeypatch.setattr(train_forward, "current_device", lambda: None)
-    monkeypatch.setattr(train_operator, "current_device", lambda: None)
-    monkeypatch.setattr(train_operator, "_calls", {})
-    monkeypatch.setattr(Gather, "prepared", emulated_gather)
-    monkeypatch.setattr(gather, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(train_backward, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(multiplication, "_products", {})
-    monkeypatch.setattr(gradients, "_chains", {})
     EmulatedProduct.packs = 0
     forget_derived()
     yield EmulatedProduct

@@ -13,19 +13,14 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu import weight_cache as derivation
 from flysurgery.gpu.autograd import EagerLinear
-from flysurgery.gpu.kernel import in_rows
-from flysurgery.gpu.train_backward import Chain
-from flysurgery.gpu.train_forward import TrainedCall
 from flysurgery.patterns import Architecture
-from tests.gpu.emulation import EmulatedGradient, EmulatedProduct, EmulatedSingle
+from tests.gpu.emulation import EmulatedProduct
 from tests.support.problems import make_factors, make_input, make_integers, make_vector
 from tests.support.tolerance import FP32, FP64, assert_equal
 
 TWO = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
 THREE = Architecture.of((3, 2, 4, 2), (2, 3, 5, 4), (2, 5, 6, 4))
 ONE = Architecture.of((2, 3, 5, 3))
-KEPT = Architecture.of((1, 4, 4, 2), (2, 4, 16, 1))
-"""So narrow in between that what lies there is kept for the backward pass."""
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -44,17 +39,11 @@ def operands(architecture: Architecture, linears: int, rows: int = 4) -> tuple[T
 
 
 def eager(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
-    return EagerLinear.apply(TrainedCall(x.dtype, linears, "fp32", len(factors)), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+    return EagerLinear.apply(x.dtype, linears, "fp32", len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 def registered(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
     return torch.ops.flysurgery.ks_linear(x, factors, biases, linears, "fp32")
-
-
-def trained(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
-    """The operator of training, which has x in 16 bits and weights in float32; small integers are the same there."""
-    wide = [[tensor.float() for tensor in tensors] for tensors in (factors, biases)]
-    return torch.ops.flysurgery.ks_linear_trained(x.bfloat16(), *wide, linears, "bf16")[0]
 
 
 def reference(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
@@ -87,7 +76,7 @@ def test_one_row_without_leading_dimensions(trained: bool, mode: str) -> None:
     factors = [factor.detach().requires_grad_(trained) for factor in factors]
     row = x.detach()[0].requires_grad_()
     wanted = [*biases, *(factors if trained else [])]
-    out = EagerLinear.apply(TrainedCall(x.dtype, 1, mode, len(factors)), row, *factors, *biases)
+    out = EagerLinear.apply(x.dtype, 1, mode, len(factors), row, *factors, *biases)
     dx, *found = torch.autograd.grad(out.sum(), (row, *wanted))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     expected_dx, *expected = torch.autograd.grad(reference(x, factors, biases, 1).sum(), (x, *wanted))
     assert_equal(dx, expected_dx[0])
@@ -95,7 +84,7 @@ def test_one_row_without_leading_dimensions(trained: bool, mode: str) -> None:
         assert_equal(left, right)
 
 
-@pytest.mark.parametrize("call", [eager, registered, trained])
+@pytest.mark.parametrize("call", [eager, registered])
 def test_only_what_needs_gradients_gets_them(call: Call) -> None:
     for frozen in ("x", "factors", "biases"):
         x, factors, biases = operands(TWO, 3)
@@ -109,7 +98,7 @@ def test_only_what_needs_gradients_gets_them(call: Call) -> None:
             assert_equal(left, right)
 
 
-@pytest.mark.parametrize("call", [eager, registered, trained])
+@pytest.mark.parametrize("call", [eager, registered])
 def test_no_rows_give_zero_gradients(call: Call) -> None:
     x, factors, biases = operands(TWO, 1, rows=0)
     out = call(x, factors, biases, 1)
@@ -119,7 +108,7 @@ def test_no_rows_give_zero_gradients(call: Call) -> None:
     assert all(not other.any() for other in others)
 
 
-@pytest.mark.parametrize("call", [eager, registered, trained])
+@pytest.mark.parametrize("call", [eager, registered])
 def test_double_backward_is_refused(call: Call) -> None:
     x, factors, biases = operands(TWO, 1)
     for frozen in ([], factors):
@@ -149,14 +138,14 @@ def test_operators_keep_their_schemas(linears: int) -> None:
     detached = [factor.detach() for factor in factors]
     torch.library.opcheck(torch.ops.flysurgery.ks_linear_input_gradient.default, (dy, detached, linears, "fp32"))
     for with_input in (False, True):
-        arguments = (dy, x.detach(), detached, [], linears, "fp32", with_input, not with_input)
+        arguments = (dy, x.detach(), detached, linears, "fp32", with_input, not with_input)
         torch.library.opcheck(torch.ops.flysurgery.ks_linear_gradients.default, arguments)
 
 
 def test_the_exact_mode_has_gradients_of_its_own() -> None:
     x, factors, biases = operands(THREE, 1)
     parameters = (x, *factors, *biases)
-    out = EagerLinear.apply(TrainedCall(x.dtype, 1, "exact", len(factors)), *parameters)
+    out = EagerLinear.apply(x.dtype, 1, "exact", len(factors), *parameters)
     expected = reference(x, factors, biases, 1)
     dy = make_integers(tuple(expected.shape), seed=90, mode=FP64)
     for left, right in zip(torch.autograd.grad(out, parameters, dy), torch.autograd.grad(expected, parameters, dy), strict=True):
@@ -172,36 +161,11 @@ def test_backward_finds_the_parameters_in_the_cache(emulated: type[EmulatedProdu
     assert all(derivation._entries[key].tensors is tensors for key, tensors in kept.items())
 
 
-@pytest.mark.parametrize("architecture", [KEPT, THREE], ids=str)
-def test_inputs_of_factors_may_be_kept(architecture: Architecture) -> None:
-    x, factors, _ = operands(architecture, 1)
-    x, *factors = (tensor.detach() for tensor in (x, *factors))
-    dy = make_integers((4, architecture.out_features), seed=90, mode=FP64)
-    kernels = Chain(architecture, "fp32", 1, 0, 4)
-    assert kernels.keeps == (architecture is not THREE)
-    images = [image.clone() for image in kernels.pack(tuple(factors))]
-    addresses = [image.data_ptr() for image in images]
-    kept = [x.new_empty((4, features)) for features in architecture.inner_features]
-    flows = x.data_ptr()
-    for (launch, _), image, result in zip(kernels.input_launches(in_rows(x)[1]), addresses, reversed(kept), strict=False):
-        launch(0, flows, image, 0, result.data_ptr())
-        flows = result.data_ptr()
-    values = [tensor.clone() for tensor in kept]
-    expected = kernels.run(dy, x, tuple(factors), (), True, True)
-    for _ in range(2):  # a graph that is retained runs backward again
-        *found, dx = [torch.empty_like(gradient) for gradient in expected]
-        kernels.queue(dy, x, [*addresses, *(tensor.data_ptr() for tensor in kept)], [gradient.data_ptr() for gradient in found], dx)
-        for left, right in zip((*found, dx), expected, strict=True):
-            assert_equal(left, right)
-    for left, right in zip(kept, values, strict=True):
-        assert_equal(left, right)
-
-
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("architecture", "linears"), [(TWO, 1), (TWO, 3), (THREE, 1), (KEPT, 1)], ids=str)
+@pytest.mark.parametrize(("architecture", "linears"), [(TWO, 1), (TWO, 3), (THREE, 1)], ids=str)
 def test_training_in_halves(architecture: Architecture, linears: int, biased: bool, wide: bool) -> None:
-    """Weights are packed once for both passes; x may be wider, and so is its gradient then."""
+    """x may be wider, and so is its gradient then."""
     x, factors, biases = operands(architecture, linears, rows=2)
     biases = biases if biased else []
     expected = reference(x, factors, biases, linears)
@@ -209,7 +173,7 @@ def test_training_in_halves(architecture: Architecture, linears: int, biased: bo
     exact = torch.autograd.grad(expected, (x, *factors, *biases), dy)
     own = (x.detach().to(torch.float32 if wide else torch.bfloat16), *(tensor.detach().float() for tensor in (*factors, *biases)))
     own = tuple(tensor.requires_grad_() for tensor in own)
-    out = EagerLinear.apply(TrainedCall(torch.bfloat16, linears, "bf16", len(factors)), *own)
+    out = EagerLinear.apply(torch.bfloat16, linears, "bf16", len(factors), *own)
     assert_equal(out, expected.to(torch.bfloat16))  # pyright: ignore[reportArgumentType]
     for _ in range(2):  # a graph that is retained runs backward again
         found = torch.autograd.grad(out, own, dy.to(torch.bfloat16), retain_graph=True)  # pyright: ignore[reportArgumentType]
@@ -236,13 +200,3 @@ def test_compiles_without_breaks_for_any_number_of_rows(linears: int) -> None:
         dy = make_integers(tuple(out.shape), seed=90, mode=FP64)
         for left, right in zip(torch.autograd.grad(out, parameters, dy), torch.autograd.grad(expected, parameters, dy), strict=True):
             assert_equal(left, right)
-
-
-@pytest.mark.parametrize("linears", [1, 3])
-def test_kernels_are_not_prepared_for_no_rows(linears: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They divide the rows among blocks."""
-    monkeypatch.setattr(EmulatedSingle, "prepared", None)
-    monkeypatch.setattr(EmulatedGradient, "prepared", None)
-    x, factors, biases = operands(TWO, linears, rows=0)
-    found = torch.autograd.grad(eager(x, factors, biases, linears).sum(), (x, *factors, *biases))
-    assert [gradient.shape for gradient in found] == [operand.shape for operand in (x, *factors, *biases)]

@@ -14,15 +14,13 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu import autotune as tuning
 from flysurgery.gpu import run_product as multiplication
 from flysurgery.gpu import table
-from flysurgery.gpu.autograd import EagerLinear
 from flysurgery.gpu.autotune import autotune
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.run_product import run_product
 from flysurgery.gpu.table import TunedCase, user_table
-from flysurgery.gpu.train_forward import TrainedCall
 from tests.gpu.emulation import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
-from tests.gpu.test_autograd import KEPT, eager, operands
+from tests.gpu.test_autograd import eager, operands
 from tests.support.tolerance import FP32_BY_FP16_PAIRS
 
 
@@ -66,21 +64,12 @@ def test_each_case_is_timed_once_and_the_fastest_kept(clock: Clock, monkeypatch:
 
     found = autotune(step)
     kinds = [(tuned.entry.case.kernel, len(tuned.entry.case.architecture)) for tuned in found]
-    assert sorted(kinds) == [("factor_grad", 1)] * 2 + [("fused_linear", 2)] + [("single_factor", 1)] * 3
+    assert sorted(kinds) == [("fused_linear", 2)] * 2
     assert len(clock.timed) == 3 * len(found)
     for tuned in found:
         assert tuned.entry.config == {"name": "second"} and tuned.entry.median_us == 2.0 and tuned.default_us == 3.0
         assert len(tuned.failures) == 1 and "does not compile" in tuned.failures[0]
     assert {entry.case for entry in table._read(user_table())} == {tuned.entry.case for tuned in found}
-
-
-def test_a_factor_whose_output_is_kept_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the forward pass of a layer that trains, which multiplies factor by factor then."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "emulated")
-    (x, factors, biases), call = operands(KEPT, 1), TrainedCall(torch.float16, 1, "fp16", 2)
-    parameters = [tensor.detach().float().requires_grad_() for tensor in (*factors, *biases)]
-    found = autotune(lambda: EagerLinear.apply(call, x.detach().half(), *parameters))
-    assert {tuned.entry.case.architecture.patterns for tuned in found} == {(pattern,) for pattern in KEPT}
 
 
 def test_kernels_are_chosen_anew_afterwards(clock: Clock) -> None:

@@ -15,12 +15,11 @@ from flysurgery.gpu.attention import head_attention
 from flysurgery.gpu.block_linear import ACTIVATIONS
 from flysurgery.gpu.compile import compile_cubin
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
-from flysurgery.gpu.factor_grad import FactorGrad
+from flysurgery.gpu.factor_gradients import macros
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import configs
-from flysurgery.gpu.grad_wgmma import WgmmaGradTiling, wgmma_grad_configs
 from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.gpu.short_attention import short_attention
 from flysurgery.gpu.single import candidates
@@ -74,19 +73,9 @@ def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
     return tiles[place].defines(place % 2, activation, norm=place == 0, residual=place == 3, scaled=place == 3)
 
 
-def single(pattern: Pattern, mode: str, limit: int, *, wide: bool = False, aligned: bool = True) -> Defines:
-    tile = SingleTiling(pattern, mode, candidates(pattern, mode, limit)[0], wide=wide)
+def single(pattern: Pattern, mode: str, limit: int, *, aligned: bool = True) -> Defines:
+    tile = SingleTiling(pattern, mode, candidates(pattern, mode, limit)[0])
     return tile.defines(tile.x_vector if aligned else tile.element_bytes)
-
-
-def gradient(pattern: Pattern, mode: str, limit: int, *, bias: bool) -> Defines:
-    tile = FactorGrad(pattern, mode, shared_limit=limit).tile
-    return tile.defines(tile.element_bytes if bias else tile.x_vector, tile.dy_vector, bias)
-
-
-def wgmma_gradient(pattern: Pattern, joined: int, limit: int, *, bias: bool) -> Defines:
-    config = wgmma_grad_configs(Pattern(pattern.a, joined * pattern.b, pattern.c, pattern.d), "fp16", limit)[0]
-    return WgmmaGradTiling(pattern, "fp16", config, joined).defines(bias)
 
 
 WIDE, WIDE_MONARCH = (gonon(3072, 768), gonon(768, 3072)), (monarch(3072, 768), monarch(768, 3072))
@@ -197,7 +186,6 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
         tuple(SHARED_BYTES),
         12,
         {
-            "fp16 to float32": lambda limit, _: single(Pattern(1, 384, 384, 1), "fp16", limit, wide=True),
             "unaligned bf16": lambda limit, _: single(Pattern(1, 192, 48, 2), "bf16", limit, aligned=False),
             "fp32": lambda limit, _: single(Pattern(1, 192, 192, 3), "fp32", limit),
             "tf32": lambda limit, _: single(Pattern(1, 128, 128, 64), "tf32", limit),
@@ -205,25 +193,14 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
             "exact": lambda limit, _: single(Pattern(1, 64, 64, 4), "exact", limit),
         },
     ),
-    "factor_grad": (
+    "factor_gradients": (
         tuple(SHARED_BYTES),
         0,
         {
-            "bf16 with bias": lambda limit, _: gradient(Pattern(1, 192, 48, 2), "bf16", limit, bias=True),
-            "fp32": lambda limit, _: gradient(Pattern(1, 128, 128, 12), "fp32", limit, bias=False),
-            "tf32": lambda limit, _: gradient(Pattern(1, 384, 384, 1), "tf32", limit, bias=False),
-            "odd sizes": lambda limit, _: gradient(Pattern(2, 3, 5, 3), "fp32", limit, bias=False),
+            "three of halves": lambda *_: macros(gonon(384, 384), torch.bfloat16, 3),
+            "odd sizes": lambda *_: macros(Architecture.of((2, 6, 4, 3), (3, 8, 5, 1)), torch.float32, 1),
         },
     ),
-    "factor_grad_wgmma": (
-        HOPPER,
-        0,
-        {
-            "with bias": lambda limit, _: wgmma_gradient(Pattern(1, 768, 192, 2), 1, limit, bias=True),
-            "three joined": lambda limit, _: wgmma_gradient(Pattern(2, 48, 192, 1), 3, limit, bias=False),
-        },
-    ),
-    "factor_grad_sum": (tuple(SHARED_BYTES), 0, {"nine": lambda *_: {"PARTS": 9, "VECTOR": 4}}),
     "gather": (tuple(SHARED_BYTES), 0, {"nine": lambda *_: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
     "transpose": (
         tuple(SHARED_BYTES),
@@ -241,7 +218,6 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
     ),
 }
 SOURCES = {"attention": "attention_wgmma", "short_attention": "short_attention_wgmma"}
-ENTRIES = {"factor_grad_wgmma": "factor_grad"}
 
 
 @pytest.mark.parametrize(
@@ -251,6 +227,6 @@ ENTRIES = {"factor_grad_wgmma": "factor_grad"}
 def test_compiles(kernel: str, variant: str, arch: str) -> None:
     _, spill_bytes, variants = KERNELS[kernel]
     defines = variants[variant](SHARED_BYTES[arch], arch == "sm_90a")
-    compiled = compile_cubin(f"{SOURCES.get(kernel, kernel)}.cu", defines, arch=arch, name=ENTRIES.get(kernel, kernel))
+    compiled = compile_cubin(f"{SOURCES.get(kernel, kernel)}.cu", defines, arch=arch, name=kernel)
     assert compiled.spill_bytes <= spill_bytes
     assert compiled.serialized == ()

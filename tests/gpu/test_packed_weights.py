@@ -21,7 +21,7 @@ from flysurgery.gpu.ffn_image import pack_ffn
 from flysurgery.gpu.ffn_middle import pack_middle
 from flysurgery.gpu.ffn_tiling import FfnTiling, ffn_tiling
 from flysurgery.gpu.fused_configs import every_config
-from flysurgery.gpu.gather import can_gather, make_tables
+from flysurgery.gpu.gather import _can_gather, make_tables
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.norm_linear import fold
 from flysurgery.gpu.single import SingleFactor, candidates
@@ -298,8 +298,8 @@ def test_tables_put_each_weight_where_packing_puts_it(linears: int) -> None:
 
 def test_what_no_table_can_pack() -> None:
     factors = make_factors(gonon(192, 192), FP32)
-    assert can_gather(factors, "fp16") and can_gather(factors, "bf16")
-    assert not can_gather(factors, "fp32")
-    assert not can_gather([factors[0].double(), factors[1].double()], "fp16")
-    assert not can_gather([factors[0], factors[1].half()], "fp16")
-    assert not can_gather([factors[0].mT, factors[1]], "fp16")
+    assert _can_gather(factors, "fp16") and _can_gather(factors, "bf16")
+    assert not _can_gather(factors, "fp32")
+    assert not _can_gather([factors[0].double(), factors[1].double()], "fp16")
+    assert not _can_gather([factors[0], factors[1].half()], "fp16")
+    assert not _can_gather([factors[0].mT, factors[1]], "fp16")

@@ -11,18 +11,12 @@ from torch import Tensor
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu import configured, single_by_bmm, table
 from flysurgery.gpu import product as products
-from flysurgery.gpu import train_forward as trained_calls
 from flysurgery.gpu.configured import chosen_factor
-from flysurgery.gpu.gather import Gather
-from flysurgery.gpu.product import Product
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_pays
-from flysurgery.gpu.train_backward import Chain
-from flysurgery.gpu.train_forward import Trained
 from flysurgery.gpu.transposition import Transposition
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture, Pattern
-from tests.gpu.emulation import EmulatedSeries, emulated_gather
 from tests.gpu.gpu_layer import Layer, check_product
 from tests.support.problems import make_factor, make_input, make_vector
 from tests.support.tolerance import BF16, FP16, Arithmetic, assert_bounded, assert_equal, assert_factor_gradient_bounded
@@ -52,21 +46,17 @@ def integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("mode", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize(("linears", "apart"), [(1, False), (3, False), (3, True)])
-def test_equals_the_definition(pattern: Pattern, linears: int, apart: bool, mode: str) -> None:
+def test_equals_the_definition(pattern: Pattern, mode: str) -> None:
     dtype, kernel = DTYPES[mode], BatchedFactor(pattern, mode, BatchedConfig(1))
-    factors = [integers(pattern.factor_shape, seed, torch.float32) for seed in range(linears)]
-    image = torch.cat([kernel.pack(factor) for factor in factors])
-    bias = integers((linears * pattern.out_features,), 8, dtype)
+    factor, bias = integers(pattern.factor_shape, 1, torch.float32), integers((pattern.out_features,), 8, dtype)
+    image = kernel.pack(factor)
     for rows in (0, 1, 1500):
-        wide = integers((rows, pattern.in_features * (linears if apart else 1) + 1), 9, dtype)
-        x = wide[:, 1:]
-        parts = x.chunk(linears, dim=1) if apart else [x] * linears
-        expected = torch.cat([ks_einsum(part.float(), factor) for part, factor in zip(parts, factors, strict=True)], dim=1)
-        assert_equal(kernel.run(x, image, None, linears), expected)
-        assert_equal(kernel.run(x, image, bias, linears), expected + bias.float())
+        x = integers((rows, pattern.in_features + 1), 9, dtype)[:, 1:]
+        expected = ks_einsum(x.float(), factor)
+        assert_equal(kernel.run(x, image), expected)
+        assert_equal(kernel.run(x, image, bias), expected + bias.float())
     filled, once_more = (torch.nn.functional.pad(tensor, (0, 5), value=torch.nan) for tensor in (image, bias))
-    assert_equal(kernel.run(x.unflatten(0, (3, 500)), filled, once_more, linears).view(1500, -1), expected + bias.float())
+    assert_equal(kernel.run(x.unflatten(0, (3, 500)), filled, once_more).view(1500, -1), expected + bias.float())
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -90,7 +80,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cache: object) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     for module in (configured, products):
         monkeypatch.setattr(module, "shared_limit_of", lambda index: HOPPER)
-    monkeypatch.setattr(configured, "device_arch", lambda index: "sm_90a")
     table._by_case.cache_clear()
 
 
@@ -99,24 +88,6 @@ def test_the_faster_way_is_chosen() -> None:
     assert isinstance(chosen_factor(LARGE, "fp16", 0, 25088), BatchedFactor)
     assert chosen_factor(LARGE, "fp16", 0, 25088) is chosen_factor(LARGE, "fp16", 0, 3000)
     assert isinstance(chosen_factor(LARGE, "fp16", 0, 64), SingleFactor)
-
-
-@pytest.mark.usefixtures("hopper", "on_cpu")
-def test_training_packs_it_by_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are cut out of the one tensor that a step packs; PyTorch's products take no addresses."""
-    monkeypatch.setattr(configured, "batched_pays", lambda pattern, mode, rows: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Gather, "prepared", emulated_gather)
-    monkeypatch.setattr(trained_calls, "Series", EmulatedSeries)
-    monkeypatch.setattr(trained_calls, "current_stream", lambda index: 0)
-    architecture = Architecture((Pattern(2, 5, 7, 3), Pattern(1, 14, 4, 3)))
-    kernels = tuple(chosen_factor(pattern, "fp16", 0, 25088) for pattern in reversed(architecture.patterns))
-    trained = Trained(Product(architecture, "fp16", 1, 0, kernels), Chain(architecture, "fp16", 1, 0, 25088), 2, True)
-    factors = tuple(integers(pattern.factor_shape, seed, torch.float32) for seed, pattern in enumerate(architecture))
-    bias, x = integers((architecture.out_features,), 3, torch.float32), integers((5, architecture.in_features), 4, torch.float16)
-    done = trained.forward(x, (*factors, bias))
-    assert done is not None
-    assert_equal(done[0], ks_einsum(ks_einsum(x.float(), factors[1]), factors[0]) + bias)
 
 
 @pytest.fixture

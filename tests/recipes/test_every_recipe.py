@@ -80,7 +80,8 @@ def test_numbers_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize(
-    "command", ["factors.py patterns", "accuracy.py digits", "calibration_cost.py", "kernel_tables.py factor_grad", "survey_models.py timm"]
+    "command",
+    ["factors.py patterns", "accuracy.py digits", "calibration_cost.py", "kernel_tables.py factor_gradients", "survey_models.py timm"],
 )
 def test_no_recipe_writes_over_another_table(run_program: RunProgram, tmp_path: Path, command: str) -> None:
     other = tmp_path / "other.csv"

@@ -17,7 +17,7 @@ TIMED: dict[str, set[str]] = {
     "attention": {"pytorch", "flash"},
     "norm_linear": {"dense", "copy"},
     "fused_linear": {"dense", "layer", "bmm", "einsum", "copy"},
-    "factor_grad": {"einsum"},
+    "factor_gradients": {"einsum"},
     "fused_ffn": {"dense", "composed"},
     "few_rows": {"dense"},
     "gated_ffn": {"dense", "converted"},
@@ -93,9 +93,9 @@ def test_every_case_can_be_made(cases: Any, name: str) -> None:
 
 def test_cases_are_compiled_ahead_in_processes_of_their_own(cases: Any, capfd: pytest.CaptureFixture[str]) -> None:
     table = table_of("cpu", ("fp32",), quick=True, rows=16)
-    cases.compile_ahead("factor_grad", table, [("fp32", cases.TABLES["factor_grad"].cases[0]), ("fp32", {"a": 1})])
+    cases.compile_ahead("factor_gradients", table, [("fp32", cases.TABLES["factor_gradients"].cases[0]), ("fp32", {"layer": "none"})])
     (failed,) = capfd.readouterr().out.splitlines()
-    assert failed.startswith("not compiled ahead: factor_grad, fp32, {'a': 1}: ")
+    assert failed.startswith("not compiled ahead: factor_gradients, fp32, {'layer': 'none'}: ")
 
 
 @pytest.mark.parametrize("name", TIMED)
@@ -151,10 +151,10 @@ def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, mo
 
 
 def test_rows_of_other_columns_or_versions_are_not_added_to(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    rows, out = run_recipe("kernel_tables.py factor_grad"), tmp_path / "rows.csv"
+    rows, out = run_recipe("kernel_tables.py factor_gradients"), tmp_path / "rows.csv"
     out.write_text(out.read_text().replace(rows[0]["torch"], "1.0"))
-    assert [row["torch"] for row in run_recipe("kernel_tables.py factor_grad")] == [row["torch"] for row in rows], "measured anew"
+    assert [row["torch"] for row in run_recipe("kernel_tables.py factor_gradients")] == [row["torch"] for row in rows], "measured anew"
     out.write_text(older := out.read_text().replace(",launch,", ",way,"))
-    with pytest.raises(SystemExit, match="a table of other measurements, or of another version, with the columns a, b, c, d, mode"):
-        run_recipe("kernel_tables.py factor_grad")
+    with pytest.raises(SystemExit, match="a table of other measurements, or of another version, with the columns layer, mode"):
+        run_recipe("kernel_tables.py factor_gradients")
     assert out.read_text() == older

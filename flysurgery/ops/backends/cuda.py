@@ -8,15 +8,14 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-import flysurgery.gpu.train_operator  # noqa: F401 - registers it, and the others
+import flysurgery.gpu.operators  # noqa: F401 - registers them
 from flysurgery.gpu.autograd import EagerLinear
 from flysurgery.gpu.configured import factor_config
 from flysurgery.gpu.device import device_obstacle
-from flysurgery.gpu.modes import HALVES, mode_of
+from flysurgery.gpu.modes import mode_of
 from flysurgery.gpu.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
 from flysurgery.gpu.run_product import run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
-from flysurgery.gpu.train_forward import TrainedCall
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
 from flysurgery.ops.problem import Problem, problem_of
 from flysurgery.patterns import Architecture
@@ -80,7 +79,7 @@ class CudaBackend(Backend):
         mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
         assert mode is not None, "can_run has refused other dtypes"
         if problem.requires_grad and not problem.tracing:
-            return partial(_with_gradients, TrainedCall(problem.dtype, linears, mode, linears * len(problem.architecture)))
+            return partial(_with_gradients, problem.dtype, linears, mode)
         return partial(_registered if problem.tracing else _without_gradients, problem.dtype, linears, mode)
 
 
@@ -88,17 +87,12 @@ Operands = Sequence[Tensor]
 
 
 def _registered(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    rows = x.to(dtype).reshape(-1, x.shape[-1])
-    operands = (rows, list(factors), list(biases), linears, mode)
-    if mode in HALVES and torch.is_grad_enabled() and any(factor.requires_grad for factor in factors):
-        product = torch.ops.flysurgery.ks_linear_trained(*operands)[0]
-    else:
-        product = torch.ops.flysurgery.ks_linear(*operands)
+    product = torch.ops.flysurgery.ks_linear(x.to(dtype).reshape(-1, x.shape[-1]), list(factors), list(biases), linears, mode)
     return product.reshape(*x.shape[:-1], product.shape[1])
 
 
-def _with_gradients(call: TrainedCall, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
-    return EagerLinear.apply(call, x, *factors, *biases)  # pyright: ignore[reportReturnType]
+def _with_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
+    return EagerLinear.apply(dtype, linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 def _without_gradients(dtype: torch.dtype, linears: int, mode: str, x: Tensor, factors: Operands, biases: Operands) -> Tensor:
