@@ -30,8 +30,8 @@ from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import configs
+from flysurgery.gpu.fused_linears import run_fused_linears
 from flysurgery.gpu.gated import run_gated
-from flysurgery.gpu.gated_linear import run_gated_linear
 from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.layer_norm import run_layer_norm
 from flysurgery.gpu.modes import dtype_of
@@ -94,7 +94,7 @@ def run_gates(mode: str) -> None:
     for rows in ROWS:
         x = torch.randn((rows, SMALL.in_features), device="cuda").to(dtype)
         for eps in (None, 1e-6):
-            run_gated_linear(x, None, None, eps, (left, right), None, 1, "silu", mode)
+            run_fused_linears(x, None, None, eps, (left, right), (), 1, "silu", None, None, mode)
         run_dense_gated(x, weights, [weight[0] for weight in weights], 0, "gelu", mode)
         run_gated(x[:, :32], x[:, 32:], "silu")
     print(f"gates {mode}")

@@ -15,28 +15,17 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle
-from flysurgery.gpu.fused import FusedLinear
-from flysurgery.gpu.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
+from flysurgery.gpu.fused import KINDS, FusedLinear
 from flysurgery.gpu.kernel import may_begin_early
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.norm_linear import NORM_LINEAR, forget_norm_linears
 from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.product import FUSED
 from flysurgery.gpu.replay.recording import forget_recordings
-from flysurgery.gpu.run_product import forget_products
 from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
 from flysurgery.gpu.tuning_record import recording
 
 _MAX_CANDIDATES = 12
 _REPLAYS = 9
 _MAX_CALLS = 32
-FUSED_KINDS: dict[str, dict[str, bool]] = {
-    FUSED: {},
-    NORM_LINEAR: {"norm": True},
-    GATED_LINEAR: {"gated": True},
-    NORM_GATED_LINEAR: {"norm": True, "gated": True},
-}
-"""What the fused kernel computes under each name, besides the product."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +70,6 @@ def autotune(
         with torch.cuda.device(device_index), torch.inference_mode():
             found.append(_tune(case, device_index))
     save_entries(tuning.entry for tuning in found)
-    forget_products()
-    forget_norm_linears()
-    forget_gated_linears()
     forget_recordings()
     return found
 
@@ -108,16 +94,17 @@ def _tune(case: TunedCase, device_index: int) -> Tuning:
 
 
 def _configs(case: TunedCase, device_index: int) -> Sequence[Any]:
-    if case.kernel in FUSED_KINDS:
-        return FusedLinear.candidates(case.architecture, case.mode, case.linears, **FUSED_KINDS[case.kernel], device_index=device_index)
+    if case.kernel in KINDS:
+        norm, gated = KINDS[case.kernel]
+        return FusedLinear.candidates(case.architecture, case.mode, case.linears, norm=norm, gated=gated, device_index=device_index)
     return factor_configs(case.architecture.patterns[0], case.mode, case.rows, shared_limit_of(device_index))
 
 
 def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor], Tensor]:
     """One candidate with random weights, as a function of x."""
-    if case.kernel in FUSED_KINDS:
-        kind = FUSED_KINDS[case.kernel]
-        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, **kind, device_index=device_index)
+    if case.kernel in KINDS:
+        norm, gated = KINDS[case.kernel]
+        fused = FusedLinear(case.architecture, case.mode, case.linears, config=config, norm=norm, gated=gated, device_index=device_index)
         linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"

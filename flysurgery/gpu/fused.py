@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -14,10 +14,14 @@ from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Prepared, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.replay.recording import fresh
-from flysurgery.gpu.tiling import FusedConfig, tiling
+from flysurgery.gpu.table import TunedCase, chosen_by_table, rows_bucket, tuned_config
+from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.patterns import Architecture
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu")
+KINDS = {"fused_linear": (False, False), "norm_linear": (True, False), "gated_linear": (False, True), "norm_gated_linear": (True, True)}
+"""The kernel's names in tables: whether a norm stands before the layer, and whether its outputs are a gate and a value."""
+
 _ALIGNMENT = 16
 
 
@@ -80,7 +84,9 @@ class FusedLinear:
             raise BackendError(f"no configuration of the fused kernel fits {architecture} in mode {mode} on device {device_index}")
         self.config = found[0]
         self.tile = tile = tile.of(self.config)
-        self.device = torch.device("cuda", device_index)
+        self.device, self.device_index = torch.device("cuda", device_index), device_index
+        (name,) = [name for name, kind in KINDS.items() if kind == (norm, gated)]
+        self._case = partial(TunedCase, torch.cuda.get_device_name(device_index), name, architecture, mode, linears)
         self._out_features = linears * architecture.out_features // (2 if gated else 1)
         self._launches: dict[tuple[int, int, str, bool, int | None, float, bool], Prepared] = {}
 
@@ -95,26 +101,9 @@ class FusedLinear:
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
         return configs(tile, limit, wgmma=device_arch(device_index) == "sm_90a")
 
-    @staticmethod
-    def tuned(
-        architecture: Architecture,
-        mode: str,
-        linears: int,
-        fields: dict[str, Any],
-        *,
-        norm: bool = False,
-        gated: bool = False,
-        device_index: int,
-    ) -> FusedConfig | None:
-        """The configuration that a table's entry describes; None where this version of the kernel or this device does not have it."""
-        try:
-            config = FusedConfig(**fields)
-        except TypeError:
-            return None
-        tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
-        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-        wgmma = device_arch(device_index) == "sm_90a"
-        return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=wgmma) else None
+    def cases(self, rows: int) -> list[TunedCase]:
+        """The case to autotune for calls with this many rows."""
+        return [self._case(rows)]
 
     @cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
@@ -171,6 +160,41 @@ class FusedLinear:
         launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps), early=early)
         self._launches[rows, stride, activation, scaled, residual_stride, eps, early] = launch
         return launch
+
+
+def fused_kernel(
+    architecture: Architecture, mode: str, linears: int, rows: int, *, norm: bool = False, gated: bool = False, device_index: int
+) -> FusedLinear:
+    """The kernel for this many rows in its autotuned configuration, or in the first one; the same object for the same configuration.
+
+    So different numbers of rows share packed weights where they can. Errors are those of ``FusedLinear``.
+    """
+    return _chosen(architecture, mode, linears, rows_bucket(rows), norm, gated, device_index)
+
+
+@chosen_by_table
+def _chosen(architecture: Architecture, mode: str, linears: int, rows: int, norm: bool, gated: bool, device_index: int) -> FusedLinear:
+    (name,) = [name for name, kind in KINDS.items() if kind == (norm, gated)]
+    fields = tuned_config(name, architecture, mode, linears, device_index, rows)
+    config = _config_of(fields, tiling(architecture, mode, linears, norm=norm, gated=gated), device_index) if fields else None
+    return _kernel(architecture, mode, linears, config, norm, gated, device_index)
+
+
+@cache
+def _kernel(
+    architecture: Architecture, mode: str, linears: int, config: FusedConfig | None, norm: bool, gated: bool, device_index: int
+) -> FusedLinear:
+    return FusedLinear(architecture, mode, linears, config=config, norm=norm, gated=gated, device_index=device_index)
+
+
+def _config_of(fields: dict[str, Any], tile: Tiling | str, device_index: int) -> FusedConfig | None:
+    """The configuration that a table's entry describes; None where this version of the kernel or this device does not have it."""
+    try:
+        config = FusedConfig(**fields)
+    except TypeError:
+        return None
+    limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+    return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=device_arch(device_index) == "sm_90a") else None
 
 
 def readable(tensor: Tensor) -> Tensor:

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.configured import SINGLE, FactorProduct, chosen_factor
-from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.fused import FusedLinear, fused_kernel
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.obstacles import fused_obstacle, shared_limit_of
-from flysurgery.gpu.table import TunedCase, tuned_config
-from flysurgery.gpu.tiling import FusedConfig
+from flysurgery.gpu.table import TunedCase
 from flysurgery.patterns import Architecture
-
-FUSED = "fused_linear"
 
 
 class Product:
@@ -39,9 +36,9 @@ class Product:
 
     def cases(self, rows: int) -> list[TunedCase]:
         """The cases to autotune for calls with this many rows: one for each launch."""
-        device = torch.cuda.get_device_name(self.device_index)
         if isinstance(self.kernels, FusedLinear):
-            return [TunedCase(device, FUSED, self.architecture, self.mode, self.linears, rows)]
+            return self.kernels.cases(rows)
+        device = torch.cuda.get_device_name(self.device_index)
         return [TunedCase(device, SINGLE, Architecture((pattern,)), self.mode, 1, rows) for pattern in self.architecture]
 
     def pack(
@@ -107,19 +104,14 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
     """
     limit = shared_limit_of(device_index)
     if linears > 1 or fused_obstacle(architecture, mode, 1, limit) is None:
-        fields = tuned_config(FUSED, architecture, mode, linears, device_index, rows)
-        config = FusedLinear.tuned(architecture, mode, linears, fields, device_index=device_index) if fields else None
-        return _fused(architecture, mode, linears, device_index, config)
+        kernel = fused_kernel(architecture, mode, linears, rows, device_index=device_index)
+        return _product(architecture, mode, linears, device_index, kernel)
     singles = tuple(chosen_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))
-    return _chain(architecture, mode, device_index, singles)
+    return _product(architecture, mode, 1, device_index, singles)
 
 
 @cache
-def _fused(architecture: Architecture, mode: str, linears: int, device_index: int, config: FusedConfig | None) -> Product:
-    kernel = FusedLinear(architecture, mode, linears, config=config, device_index=device_index)
-    return Product(architecture, mode, linears, device_index, kernel)
-
-
-@cache
-def _chain(architecture: Architecture, mode: str, device_index: int, singles: tuple[FactorProduct, ...]) -> Product:
-    return Product(architecture, mode, 1, device_index, singles)
+def _product(
+    architecture: Architecture, mode: str, linears: int, device_index: int, kernels: FusedLinear | tuple[FactorProduct, ...]
+) -> Product:
+    return Product(architecture, mode, linears, device_index, kernels)

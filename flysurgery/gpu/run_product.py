@@ -9,13 +9,10 @@ from torch import Tensor
 
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.product import Product, product_of
-from flysurgery.gpu.table import rows_bucket
+from flysurgery.gpu.table import chosen_by_table, rows_bucket
 from flysurgery.gpu.tuning_record import meet
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture, Pattern
-
-ProductKey = tuple[tuple[torch.Size, ...], str, int, int, int, bool]
-_products: dict[ProductKey, Product] = {}
 
 
 def run_product(
@@ -51,15 +48,10 @@ def run_product(
 def product_for(factors: tuple[Tensor, ...], linears: int, mode: str, device_index: int, rows: int, transposed: bool) -> Product:
     """The kernels for factors of these shapes; the same object as long as the autotuned choices stay the same."""
     shapes = tuple(factor.shape for factor in factors[: len(factors) // linears])
-    key = (shapes, mode, linears, device_index, rows_bucket(rows), transposed)
-    product = _products.get(key)
-    if product is None:
-        architecture = Architecture(tuple(Pattern(*shape) for shape in shapes))
-        architecture = architecture.transpose if transposed else architecture
-        product = _products[key] = product_of(architecture, mode, linears, device_index, rows)
-    return product
+    return _chosen(shapes, mode, linears, device_index, rows_bucket(rows), transposed)
 
 
-def forget_products() -> None:
-    """Let the next call choose kernels again, after the table of configurations has changed."""
-    _products.clear()
+@chosen_by_table
+def _chosen(shapes: tuple[torch.Size, ...], mode: str, linears: int, device_index: int, rows: int, transposed: bool) -> Product:
+    architecture = Architecture(tuple(Pattern(*shape) for shape in shapes))
+    return product_of(architecture.transpose if transposed else architecture, mode, linears, device_index, rows)

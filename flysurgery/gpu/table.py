@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +20,10 @@ from flysurgery.patterns import Architecture
 
 SCHEMA = 1
 Config = TypeVar("Config")
+Chosen = TypeVar("Chosen")
+Given = ParamSpec("Given")
+_REMEMBERED = 4096
+_CHOICES: list[Callable[[], None]] = []
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
@@ -63,6 +67,13 @@ class TunedEntry:
         return cls(case, dict(fields["config"]), float(fields["median_us"]))
 
 
+def chosen_by_table(choose: Callable[Given, Chosen]) -> Callable[Given, Chosen]:
+    """Remember what a function chooses by the table, until the table changes. Its arguments are hashable."""
+    remembered = functools.lru_cache(maxsize=_REMEMBERED)(choose)
+    _CHOICES.append(remembered.cache_clear)
+    return remembered  # pyright: ignore[reportReturnType] - its annotation takes any arguments
+
+
 def rows_bucket(rows: int) -> int:
     """Rows in steps of a quarter of a power of two: within one, the choice of a configuration is the same."""
     if rows <= 4:
@@ -103,8 +114,14 @@ def save_entries(entries: Iterable[TunedEntry]) -> Path:
         Path(name).replace(path)
     except OSError as error:
         warn_unwritable("autotuned configurations", path.parent, error)
-    _by_case.cache_clear()
+    forget_choices()
     return path
+
+
+def forget_choices() -> None:
+    """Read the tables again, and choose again, at the next call."""
+    for forget in (_by_case.cache_clear, *_CHOICES):
+        forget()
 
 
 def user_table() -> Path:

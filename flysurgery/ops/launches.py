@@ -12,12 +12,10 @@ from flysurgery.gpu.dense import dense_advice, dense_gated_operator, dense_linea
 from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.few_rows import few_rows_operator, most_rows
 from flysurgery.gpu.ffn import ffn_obstacle, ffn_operator
-from flysurgery.gpu.fused_epilogue import epilogue_obstacle, ks_linear_epilogue_operator
+from flysurgery.gpu.fused_linears import fused_linears_obstacle, fused_linears_operator
 from flysurgery.gpu.gated import gated_obstacle, gated_operator
-from flysurgery.gpu.gated_linear import gated_linear_obstacle, gated_linear_operator
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, layer_norm_operator
 from flysurgery.gpu.modes import present_mode
-from flysurgery.gpu.norm_linear import norm_linear_obstacle, norm_linear_operator
 from flysurgery.gpu.some_rows import most_some_rows, some_rows_operator
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm
@@ -65,7 +63,7 @@ def linear_epilogue(
     mode, added = present_mode(x.dtype), None if residual is None else _rows(residual)
     if isinstance(linear, Dense):
         return _like(x, dense_linear_operator(_rows(x), linear.weight, linear.bias, activation, added, scale, mode))
-    return _like(x, ks_linear_epilogue_operator(_rows(x), list(linear.factors), linear.bias, activation, added, scale, mode))
+    return _like(x, _fused(_rows(x), None, (linear,), None, activation, added, scale))
 
 
 def epilogue_reason(linear: Linear, dtype: torch.dtype, device: torch.device, activation: str = "none") -> str | None:
@@ -75,7 +73,7 @@ def epilogue_reason(linear: Linear, dtype: torch.dtype, device: torch.device, ac
         return f"the fused operators take float32, float16 and bfloat16, not {dtype}"
     if isinstance(linear, Dense):
         return _dense_obstacle(*linear.sizes, mode, activation, device.index)
-    return _factors_obstacle(linear.shapes, mode, activation, device.index)
+    return _fused_obstacle(linear.shapes, mode, 1, activation, False, False, device.index)
 
 
 @constant
@@ -84,8 +82,22 @@ def _dense_obstacle(inputs: int, outputs: int, mode: str, activation: str, devic
 
 
 @constant
-def _factors_obstacle(shapes: Shapes, mode: str, activation: str, device_index: int) -> str | None:
-    return device_obstacle(device_index) or epilogue_obstacle(Architecture.of(*shapes), mode, activation, device_index)
+def _fused_obstacle(shapes: Shapes, mode: str, linears: int, activation: str, norm: bool, gated: bool, device_index: int) -> str | None:
+    obstacle = device_obstacle(device_index)
+    return obstacle or fused_linears_obstacle(Architecture.of(*shapes), mode, linears, activation, norm, gated, device_index)
+
+
+def _fused(
+    x: Tensor,  # shape: (rows, in_features)
+    norm: Norm | None,
+    group: Sequence[FusedFactors],
+    gate: int | None,
+    activation: str,
+    residual: Tensor | None = None,  # shape: (rows, sum of all out_features)
+    scale: Tensor | None = None,  # shape: (sum of all out_features,)
+) -> Tensor:  # shape: (rows, sum of all out_features), half of them where gated
+    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
+    return fused_linears_operator(x, *_parts(norm), factors, biases, gate, activation, residual, scale, present_mode(x.dtype))
 
 
 def epilogue_pays(linear: Linear, dtype: torch.dtype, device: torch.device) -> bool:
@@ -107,20 +119,15 @@ def fused_norm_linear(
     activation: str,
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """A norm and activated linears of one architecture, their outputs side by side, where ``in_one_launch`` holds."""
-    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    mode = present_mode(x.dtype)
-    return norm_linear_operator(x, norm.weight, norm.bias, norm.eps, factors, biases, len(group), activation, mode)
+    return _fused(x, norm, group, None, activation)
 
 
 def in_one_launch(x: Tensor, group: Sequence[FusedFactors]) -> bool:
     """Whether the fused kernel takes linears with their norm."""
     mode = present_mode(x.dtype)
-    return alike(group) and mode is not None and _norm_linear_obstacle(group[0].shapes, mode, len(group), x.device.index) is None
-
-
-@constant
-def _norm_linear_obstacle(shapes: Shapes, mode: str, linears: int, device_index: int) -> str | None:
-    return device_obstacle(device_index) or norm_linear_obstacle(Architecture.of(*shapes), mode, linears, device_index)
+    if mode is None or not alike(group):
+        return False
+    return _fused_obstacle(group[0].shapes, mode, len(group), "none", True, False, x.device.index) is None
 
 
 def alike(group: Sequence[FusedFactors]) -> bool:
@@ -208,20 +215,13 @@ def gated_factors(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> T
     """``activation(gate) * value`` of one layer of factors, with the norm before it where there is one, if ``takes_gated_factors``."""
     (both,) = up.members
     assert isinstance(both, FusedFactors), "the stages say so"
-    return _like(
-        x, gated_linear_operator(_rows(x), *_parts(norm), list(both.factors), both.bias, up.gate, activation, present_mode(x.dtype))
-    )
+    return _like(x, _fused(_rows(x), norm, (both,), up.gate, activation))
 
 
 def takes_gated_factors(x: Tensor, norm: bool, both: FusedFactors, activation: str) -> bool:
     """Whether the fused kernel takes a layer whose outputs are gate and value, and the norm before it where there is one."""
     mode = present_mode(x.dtype)
-    return mode is not None and _gated_linear_obstacle(both.shapes, mode, activation, norm, x.device.index) is None
-
-
-@constant
-def _gated_linear_obstacle(shapes: Shapes, mode: str, activation: str, norm: bool, device_index: int) -> str | None:
-    return device_obstacle(device_index) or gated_linear_obstacle(Architecture.of(*shapes), mode, activation, norm, device_index)
+    return mode is not None and _fused_obstacle(both.shapes, mode, 1, activation, norm, True, x.device.index) is None
 
 
 def gated_dense(x: Tensor, up: Gated, activation: str) -> Tensor:

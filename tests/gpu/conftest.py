@@ -10,6 +10,7 @@ import torch
 
 from flysurgery.gpu import run_product as multiplication
 from flysurgery.gpu.gradients import all_gradients, input_gradient
+from flysurgery.gpu.table import forget_choices
 from flysurgery.gpu.weight_cache import forget_derived
 from tests.gpu.dense_kernels import DenseKernel
 from tests.gpu.emulation import EmulatedProduct
@@ -67,8 +68,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(multiplication, "_products", {})
     EmulatedProduct.packs = 0
-    forget_derived()
+    for forget in (forget_derived, forget_choices):
+        forget()
     yield EmulatedProduct
-    forget_derived()
+    for forget in (forget_derived, forget_choices):
+        forget()

@@ -12,11 +12,10 @@ import torch
 from flysurgery.cli import main
 from flysurgery.errors import BackendError
 from flysurgery.gpu import autotune as tuning
-from flysurgery.gpu import run_product as multiplication
 from flysurgery.gpu import table
 from flysurgery.gpu.autotune import autotune
-from flysurgery.gpu.fused import FusedLinear
-from flysurgery.gpu.run_product import run_product
+from flysurgery.gpu.fused import fused_kernel
+from flysurgery.gpu.run_product import product_for, run_product
 from flysurgery.gpu.table import TunedCase, user_table
 from tests.gpu.emulation import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
@@ -50,7 +49,7 @@ def clock(emulated: type[EmulatedProduct], cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
     monkeypatch.setattr(tuning, "_configs", lambda case, index: [Candidate(name) for name in clock.times])
     monkeypatch.setattr(tuning, "_median_us", clock)
-    table._by_case.cache_clear()
+    table.forget_choices()
     return clock
 
 
@@ -74,8 +73,11 @@ def test_each_case_is_timed_once_and_the_fastest_kept(clock: Clock, monkeypatch:
 
 def test_kernels_are_chosen_anew_afterwards(clock: Clock) -> None:
     x, factors, biases = operands(SQUARE, 1)
+    case = tuple(factors), 1, "fp32", 0, len(x), False
+    before = product_for(*case)
+    assert product_for(*case) is before
     autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
-    assert not multiplication._products
+    assert product_for(*case) is not before
 
 
 def test_no_candidate_left_is_an_error(clock: Clock) -> None:
@@ -102,16 +104,15 @@ def test_without_a_device_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", [SQUARE, DEEP], ids=str)
 def test_tuned_kernels_are_used_and_right(architecture: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table._by_case.cache_clear()
+    table.forget_choices()
     layer, x = Layer(architecture).requires_grad_(False), rows_of(500, architecture=architecture)  # pyright: ignore[reportArgumentType]
     (first, *rest) = autotune(lambda: layer(x))
     assert len(rest) == (0 if architecture is SQUARE else len(DEEP) - 1)
     assert first.tried > 1 and first.entry.median_us > 0
     check(layer(x), layer, x)
     if architecture is SQUARE:
-        kernels = [product.kernels for product in multiplication._products.values()]
-        assert first.entry.config in [vars(kernel.config) for kernel in kernels if isinstance(kernel, FusedLinear)]
-    table._by_case.cache_clear()
+        assert first.entry.config == vars(fused_kernel(SQUARE, first.entry.case.mode, 1, 500, device_index=0).config)
+    table.forget_choices()
 
 
 @pytest.mark.gpu
@@ -124,10 +125,10 @@ def test_never_inside_a_graph(cache: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_verb_tunes_a_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table._by_case.cache_clear()
+    table.forget_choices()
     arguments = ["autotune", "vit_tiny_patch16_224", "--batch", "2", "--dtype", "float16", "--roles", "ffn"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "fused_linear" in said and str(user_table()) in said
     assert {entry.case.mode for entry in table._read(user_table())} == {"fp16"}
-    table._by_case.cache_clear()
+    table.forget_choices()

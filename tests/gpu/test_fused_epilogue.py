@@ -76,4 +76,5 @@ def test_the_operator_is_well_behaved(mode: str) -> None:
     arithmetic, architecture = ARITHMETICS[mode], LAYERS[0]
     x, residual = (make_input(70, 384, arithmetic, device="cuda") for _ in range(2))
     factors, bias = make_factors(architecture, arithmetic, device="cuda"), make_vector(384, arithmetic, device="cuda")
-    torch.library.opcheck(torch.ops.flysurgery.ks_linear_epilogue.default, (x, factors, bias, "gelu", residual, None, mode))
+    arguments = (x, None, None, None, factors, [bias], None, "gelu", residual, None, mode)
+    torch.library.opcheck(torch.ops.flysurgery.fused_linears.default, arguments)

@@ -129,7 +129,7 @@ def test_reasons() -> None:
 def test_the_operators_are_well_behaved() -> None:
     x, both = normal(70, 384, dtype=torch.float16), layer(monarch(2048, 384, 4), torch.float16)
     torch.library.opcheck(
-        torch.ops.flysurgery.gated_linear.default, (x, None, None, 1e-6, list(both.factors), both.bias, 1, "silu", "fp16")
+        torch.ops.flysurgery.fused_linears.default, (x, None, None, 1e-6, list(both.factors), [both.bias], 1, "silu", None, None, "fp16")
     )
     members = [dense(384, 1024, torch.float16) for _ in range(2)]
     weights, biases = [each.weight for each in members], [each.bias for each in members]

@@ -72,7 +72,8 @@ def test_the_operator_is_well_behaved(norm: Norm) -> None:
     x, group = normal(70, 384, dtype=torch.float16), [layer(gonon(384, 384), torch.float16) for _ in range(2)]
     weight, bias = (None if part is None else part.cuda() for part in (norm.weight, norm.bias))
     factors, biases = [factor for member in group for factor in member.factors], [member.bias for member in group]
-    torch.library.opcheck(torch.ops.flysurgery.norm_linear.default, (x, weight, bias, 1e-6, factors, biases, 2, "none", "fp16"))
+    arguments = (x, weight, bias, 1e-6, factors, biases, None, "none", None, None, "fp16")
+    torch.library.opcheck(torch.ops.flysurgery.fused_linears.default, arguments)
 
 
 def test_norms_without_parameters_of_strided_rows() -> None:

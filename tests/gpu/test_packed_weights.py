@@ -21,9 +21,9 @@ from flysurgery.gpu.ffn_image import pack_ffn
 from flysurgery.gpu.ffn_middle import pack_middle
 from flysurgery.gpu.ffn_tiling import FfnTiling, ffn_tiling
 from flysurgery.gpu.fused_configs import every_config
+from flysurgery.gpu.fused_linears import _fold
 from flysurgery.gpu.gather import _can_gather, make_tables
 from flysurgery.gpu.image import pack, panel_indices
-from flysurgery.gpu.norm_linear import fold
 from flysurgery.gpu.single import SingleFactor, candidates
 from flysurgery.gpu.single_tiling import HEADER_BYTES
 from flysurgery.gpu.some_rows import pack_floats
@@ -89,7 +89,7 @@ def test_a_norm_folded_into_fused_linears(architecture: Architecture, affine: st
     pairs = [[torch.randn(pattern.factor_shape).double() for pattern in architecture] for _ in range(2)]
     weight = torch.randn(inputs).double() if affine in ("weight", "both") else None
     shift = torch.randn(inputs).double() if affine in ("bias", "both") else None
-    folded, offset = fold([(left, right) for left, right in pairs], biases, weight, shift)
+    folded, offset = _fold([(left, right) for left, right in pairs], torch.cat(biases) if biases else None, weight, shift)
 
     def products(rows: Tensor, linears: Sequence[Sequence[Tensor]]) -> Tensor:
         return torch.cat([ks_einsum(ks_einsum(rows, right.double()), left.double()) for left, right in linears], dim=1)

@@ -80,7 +80,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, cache: object) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     for module in (configured, products):
         monkeypatch.setattr(module, "shared_limit_of", lambda index: HOPPER)
-    table._by_case.cache_clear()
+    table.forget_choices()
 
 
 @pytest.mark.usefixtures("hopper")

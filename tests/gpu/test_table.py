@@ -21,7 +21,7 @@ CASE = TunedCase("Some GPU", "fused_linear", SQUARE, "fp16", 1, 25088)
 def one_device(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     monkeypatch.setattr(table, "_SHIPPED", tmp_path / "shipped")
-    table._by_case.cache_clear()
+    table.forget_choices()
 
 
 def entry(rows: int, warps: int, **changes: object) -> TunedEntry:
