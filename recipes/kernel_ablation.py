@@ -10,13 +10,11 @@ from recipe import Run
 from tables import NEEDS_CUDA, Table
 
 from flysurgery.bench import TIMED_MODES
-from flysurgery.gpu.fused import FusedLinear
+from flysurgery.gpu.fused import FusedLinear, fused_kernel
 from flysurgery.gpu.fused_configs import configs, fits
 from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.product import FUSED
 from flysurgery.gpu.single import SingleFactor
-from flysurgery.gpu.table import tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.ops import FusedFactors, ks_linear
 from flysurgery.patterns import Architecture
@@ -51,8 +49,7 @@ def changes(architecture: Architecture, mode: str, rows: int) -> dict[str, Fused
     if not isinstance(tile, Tiling):
         return {}
     wgmma = not cuda or device_arch(0) == "sm_90a"
-    fields = tuned_config(FUSED, architecture, mode, 1, 0, rows) if cuda else None
-    tuned = configs(tile, limit, wgmma=wgmma)[0] if fields is None else FusedConfig(**fields)
+    tuned = fused_kernel(architecture, mode, 1, rows, device_index=0).config if cuda else configs(tile, limit, wgmma=wgmma)[0]
     return variants(tile, tuned, limit, wgmma=wgmma)
 
 

@@ -25,7 +25,6 @@ from flysurgery.gpu.attention import run_attention
 from flysurgery.gpu.dense import run_dense, run_dense_gated
 from flysurgery.gpu.dense_patches import run_patches
 from flysurgery.gpu.factor_gradients import factor_gradients
-from flysurgery.gpu.few_attention import run_few_attention
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.gpu.ffn import run_ffn
 from flysurgery.gpu.fused import FusedLinear
@@ -34,10 +33,9 @@ from flysurgery.gpu.fused_linears import run_fused_linears
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.layer_norm import run_layer_norm
-from flysurgery.gpu.modes import dtype_of
+from flysurgery.gpu.modes import HALF_MODES, dtype_of
 from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.product import product_of
-from flysurgery.gpu.short_attention import run_short_attention
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.some_rows import run_some_rows
 from flysurgery.gpu.tiling import Tiling, tiling
@@ -175,18 +173,9 @@ def run_attention_layer(mode: str) -> None:
     if device_arch(0) != "sm_90a":
         return
     for tokens, heads in ((1, 2), (75, 2), (197, blocks_at_once() // 2 + 1)):
-        q, k, v = torch.randn((2, tokens, 3, heads, 64), device="cuda").permute(2, 0, 3, 1, 4)
-        run_attention(q, k, v, 0.125, mode)
+        q, k, v = torch.randn((2, tokens, 3, heads, 64), device="cuda").to(dtype_of(mode)).permute(2, 0, 3, 1, 4)
+        run_attention(q, k, v, 0.125, mode, few=False)
     print(f"attention {mode}")
-
-
-def run_short_sequences(dtype: torch.dtype) -> None:
-    if device_arch(0) != "sm_90a":
-        return
-    for tokens, heads in ((1, 2), (75, 2), (197, blocks_at_once() // 2 + 1), (300, blocks_at_once() // 2 + 1)):
-        q, k, v = torch.randn((2, tokens, 3, heads, 64), device="cuda").to(dtype).permute(2, 0, 3, 1, 4)
-        run_short_attention(q, k, v, 0.125)
-    print(f"attention in short sequences {dtype}")
 
 
 def run_few(dtype: torch.dtype) -> None:
@@ -197,7 +186,7 @@ def run_few(dtype: torch.dtype) -> None:
         for _ in range(2):  # the second begins early
             run_few_rows(x, None, None, 1e-6, [weight], [0], [bias], "gelu", residual, bias)
             run_few_rows(x, None, None, None, [weight], [0], [bias], "none", None, None)
-            run_few_attention(heads, heads, heads, 0.125)
+            run_attention(heads, heads, heads, 0.125, HALF_MODES[dtype], few=True)
     print(f"few rows and queries {dtype}")
 
 
@@ -253,7 +242,7 @@ def cases() -> list[Callable[[], None]]:
     for mode in ("fp16", "fp32"):
         found += [partial(run_fused, SMALL, mode, 3), partial(run_fused, SMALL, mode, 3, norm=True), partial(run_fused, UNCHAINED, mode, 1)]
         found += [partial(run_fused, SMALL, mode, 1, (rows_of_two_rounds(),)), partial(run_single, Pattern(1, 48, 64, 1), mode)]
-    found += [partial(run_attention_layer, mode) for mode in ("tf32", "fp32")]
+    found += [partial(run_attention_layer, mode) for mode in ("fp16", "bf16", "tf32", "fp32")]
     for mode in ("tf32", "fp32"):
         found += [partial(run_float_feed_forward, (named(768, 192), named(192, 768)), mode) for named in (gonon, monarch)]
         found += [partial(run_float_feed_forward, (gonon(768, 192), gonon(192, 768)), mode, (128 * blocks_at_once() + 75,))]
@@ -261,7 +250,7 @@ def cases() -> list[Callable[[], None]]:
     for mode in ("fp16", "bf16"):
         dtype = dtype_of(mode)
         found += [partial(run_feed_forward, (named(768, 192), named(192, 768)), dtype) for named in (gonon, monarch)]
-        found += [partial(run_gather, mode), partial(run_by_factors, dtype), partial(run_few, dtype), partial(run_short_sequences, dtype)]
+        found += [partial(run_gather, mode), partial(run_by_factors, dtype), partial(run_few, dtype)]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         found += [partial(run_transposition, dtype), partial(run_norm, dtype), partial(run_factor_gradients, dtype)]
     found += [partial(run_feed_forward, (gonon(768, 192), gonon(192, 768)), torch.float16, (rows_of_two_rounds(),))]

@@ -1,90 +1,46 @@
-"""Scaled dot-product attention of float32 on tensor cores (sm_90a), with its registered operator."""
+"""Scaled dot-product attention in one launch, which reads q, k and v where they lie in memory, with its registered operator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.attended import AttentionLaunch, attended, tokens_before_heads
-from flysurgery.gpu.kernel import Kernel, load_kernel
-from flysurgery.gpu.modes import MODE_NUMBERS
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.registered import Operator
+from flysurgery.gpu.replay.recording import fresh
+from flysurgery.gpu.ring_attention import RingAttention, ring_attention
+from flysurgery.gpu.tensor_map import head_boxes
+
+_MOST_BLOCKS = 396
+"""Three blocks for each multiprocessor of an H200, which all run at once. PyTorch's kernels, with larger blocks, take more."""
+_STEPS = 2  # of 16 keys, of a warp
+_MOST_WARPS = 8
+_TILE = 16  # queries of a block
 
 
-@dataclass(frozen=True)
-class HeadAttention:
-    """Sizes of ``kernels/attention_wgmma.cu``, whose blocks stay and take head after head, of 64 features.
-
-    Attributes:
-        mode: ``"tf32"`` or ``"fp32"``.
-        chunk: keys whose scores a thread has at once.
-        chunks: of a sequence.
-        rows: of a slot, which holds the queries, the keys or the values of a head.
-        tiles: of 64 queries.
-        slots: of the ring.
-    """
-
-    mode: str
-    chunk: int
-    chunks: int
-    rows: int
-    tiles: int
-    slots: int
-
-    source = "attention_wgmma.cu"
-    warps = 16
-    head = 64
-    slot_counts = range(8, 2, -1)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: the ring, what the last tile reads beyond it, barriers, maxima, and exponents of rows."""
-        row = 2 * self.head
-        slot = (2 if self.mode == "fp32" else 1) * self.rows * row
-        return self.slots * (slot + 16 + 4 * 64 * self.tiles) + max(64 * self.tiles - self.rows, 0) * row + 32
-
-    def defines(self) -> dict[str, int]:
-        """The macros that the kernel is compiled with."""
-        sizes = {"CHUNK": self.chunk, "CHUNKS": self.chunks, "ROWS": self.rows, "TILES": self.tiles, "SLOTS": self.slots}
-        return {"MODE": MODE_NUMBERS[self.mode], **sizes, "BATCH": _BATCH[self.mode]}
-
-
-_MOST_CHUNK = {"tf32": 208, "fp32": 112}
-"""Keys whose scores a thread holds at once. More would leave too few registers."""
-_BATCH = {"tf32": 13, "fp32": 8}
-"""Pieces of rows on their way to a thread that brings, the faster of 4, 8 and 13."""
-
-
-def head_attention(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> HeadAttention | str:
-    """The sizes for heads of so many features, queries and keys, or the reason why the kernel takes none."""
-    if mode not in _BATCH:
-        return f"the attention kernel has the modes {', '.join(_BATCH)}, not '{mode}'"
-    if head != HeadAttention.head:
-        return f"the attention kernel takes heads of {HeadAttention.head} features, got {head}"
-    chunks = -(-keys // _MOST_CHUNK[mode])
-    chunk = _up(-(-keys // chunks), 16)
-    rows = max(chunk * chunks, _up(queries, 16))
-    for slots in HeadAttention.slot_counts:
-        sizes = HeadAttention(mode, chunk, chunks, rows, -(-queries // 64), slots)
-        if sizes.shared_bytes <= shared_limit:
-            return sizes
-    return f"{queries} queries and {keys} keys of {head} floats exceed {shared_limit} bytes of shared memory"
-
-
-_sizes = lru_cache(maxsize=1024)(head_attention)
-
-
-def _up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+def few_attention_obstacle(heads: int, queries: int, keys: int, head: int, dtype: torch.dtype) -> str | None:
+    """Why the kernel for few queries does not take this many heads, of all images, with this many queries and keys; None where it does."""
+    if dtype not in HALF_MODES:
+        return f"the attention kernel for few queries takes float16 and bfloat16, not {dtype}"
+    if head not in (32, 64):
+        return f"the attention kernel for few queries takes heads of 32 or 64 features, got {head}"
+    if keys > 16 * _STEPS * _MOST_WARPS:
+        return f"the attention kernel for few queries takes up to {16 * _STEPS * _MOST_WARPS} keys, got {keys}"
+    blocks = -(-queries // _TILE) * heads
+    if blocks > _MOST_BLOCKS:
+        most = f"{_MOST_BLOCKS} times {_TILE} queries of a head"
+        return f"PyTorch's attention of halves is on tensor cores, and a kernel takes only up to {most}, got {blocks}"
+    return None
 
 
 def attention_obstacle(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> str | None:
-    """Why the kernel takes no heads of so many features, queries and keys; None where it does."""
-    sizes = head_attention(head, queries, keys, mode, shared_limit)
+    """Why no kernel for whole heads takes so many features, queries and keys; None where one does."""
+    sizes = ring_attention(head, queries, keys, mode, shared_limit)
     return sizes if isinstance(sizes, str) else None
 
 
@@ -94,31 +50,71 @@ def run_attention(
     v: Tensor,  # shape: (batch, heads, keys, head)
     scale: float,
     mode: str,
+    few: bool,
 ) -> Tensor:  # shape: (batch, heads, queries, head), tokens before heads in memory
-    """``softmax(scale * q @ k.mT) @ v`` on the current stream; keys and values are read once.
+    """``softmax(scale * q @ k.mT) @ v`` on the current stream, sums and softmax in float32. Without queries nothing is launched.
+
+    ``few`` takes the kernel for few queries, which reads keys and values once for 16 of them; the others read each head once. Features must
+    be adjacent, and rows must begin at multiples of 16 bytes; inputs that lie differently are copied.
 
     Raises:
-        BackendError: sizes that ``attention_obstacle`` tells beforehand, or the kernel does not compile or launch.
+        BackendError: sizes that ``few_attention_obstacle`` or ``attention_obstacle`` tells beforehand, or the kernel does not launch.
     """
-    sizes = _sizes(q.shape[3], q.shape[2], k.shape[2], mode, shared_limit_of(q.device.index))
-    if isinstance(sizes, str):
-        raise BackendError(sizes)
-    if scale <= 0:  # the kernel takes the maximum before it scales
+    (batch, heads, queries, head), keys, device_index = q.shape, k.shape[2], q.device.index
+    y = tokens_before_heads(q)
+    if y.numel() == 0:
+        return y
+    sizes = None if few else _sizes(head, queries, keys, mode, shared_limit_of(device_index))
+    obstacle = few_attention_obstacle(batch * heads, queries, keys, head, q.dtype) if few else sizes
+    if isinstance(obstacle, str):
+        raise BackendError(obstacle)
+    if sizes is not None and scale <= 0:  # these kernels take the maximum before they scale
         q, scale = q * scale, 1.0
-    return attended(q, k, v, scale, partial(_launch, sizes=sizes))
+    q, k, v = [part if _readable(part) else part.contiguous() for part in (q, k, v)]
+    strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
+    numbers, stream = (queries, keys, heads), current_stream(device_index)
+    if isinstance(sizes, RingAttention):
+        places = [head_boxes(part, sizes.boxes) for part in (q, k, v, y)] if sizes.boxes else [q, k, v, y, *strides]
+        launch = (min(batch * heads, multiprocessors_of(device_index)), 1, 1), (sizes.threads, 1, 1), sizes.shared_bytes
+        # It may begin while the kernel before still runs, for which it waits by itself.
+        kernel = _ring_kernel(sizes, device_index)
+        kernel.launch(*launch, stream, *places, *numbers, batch * heads, float_bits(scale), early=True)
+        return y
+    warps = -(-keys // (16 * _STEPS))
+    bytes_of_warp = max(16 * _STEPS * (2 * head + 16), 4 * _TILE * (head + 8)) + 8 * _TILE
+    launch = (-(-queries // _TILE), batch * heads, 1), (32 * warps, 1, 1), warps * bytes_of_warp
+    _few_kernel(head, q.dtype, warps, device_index).launch(*launch, stream, q, k, v, y, *strides, *numbers, float_bits(scale))
+    return y
 
 
-def _launch(q: Tensor, k: Tensor, sizes: HeadAttention) -> AttentionLaunch:
-    heads = q.shape[0] * q.shape[1]
-    grid = (min(heads, multiprocessors_of(q.device.index)), 1, 1)
-    return AttentionLaunch(_kernel(sizes, q.device.index), grid, 32 * sizes.warps, sizes.shared_bytes, (heads,), early=True)
+def tokens_before_heads(q: Tensor) -> Tensor:  # shape: (batch, heads, queries, head)
+    """An empty tensor of the shape of q, tokens before heads in memory."""
+    batch, heads, queries, head = q.shape
+    return fresh((batch, queries, heads, head), q.dtype, q.device).transpose(1, 2)
+
+
+def _readable(part: Tensor) -> bool:
+    steps, unit = part.stride(), 16 // part.element_size()
+    aligned = part.data_ptr() % 16 == 0 and all(step % unit == 0 for step in steps[:3])
+    return aligned and steps[3] == 1 and all(step > 0 or size == 1 for step, size in zip(steps, part.shape, strict=True))
+
+
+_sizes = lru_cache(maxsize=1024)(ring_attention)
 
 
 @lru_cache(maxsize=64)
-def _kernel(sizes: HeadAttention, device_index: int) -> Kernel:
-    return load_kernel(sizes.source, sizes.defines(), name="attention", device_index=device_index)
+def _ring_kernel(sizes: RingAttention, device_index: int) -> Kernel:
+    return load_kernel(f"{sizes.name}_wgmma.cu", sizes.defines(), name=sizes.name, device_index=device_index)
+
+
+@lru_cache(maxsize=64)
+def _few_kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
+    defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": DTYPE_NUMBERS[dtype]}
+    return load_kernel("few_attention.cu", defines, name="few_attention", device_index=device_index)
 
 
 attention_operator = Operator(
-    "attention(Tensor q, Tensor k, Tensor v, float scale, str mode) -> Tensor", run_attention, lambda q, given: tokens_before_heads(q)
+    "attention(Tensor q, Tensor k, Tensor v, float scale, str mode, bool few) -> Tensor",
+    run_attention,
+    lambda q, given: tokens_before_heads(q),
 )

@@ -6,16 +6,13 @@ from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.attention import attention_obstacle, attention_operator
+from flysurgery.gpu.attention import attention_obstacle, attention_operator, few_attention_obstacle
 from flysurgery.gpu.device import device_obstacle, hopper_obstacle
-from flysurgery.gpu.few_attention import few_attention_obstacle, few_attention_operator
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.short_attention import short_attention_obstacle, short_attention_operator
 from flysurgery.ops.launches import constant
 from flysurgery.ops.ways import Stage, Stages
 
@@ -48,30 +45,22 @@ class Attention(NamedTuple):
 
     def stages(self, x: Tensor) -> Stages | str:
         (batch, heads, queries, head), keys, index = x.shape, self.k.shape[2], x.device.index
-        if x.dtype == torch.float32:
-            mode = str(present_mode(x.dtype))
-            obstacle = _hopper_obstacle("the attention kernel", index)
-            obstacle = obstacle or attention_obstacle(head, queries, keys, mode, _shared_limit(index))
-            return obstacle or (Stage((), partial(_floats, mode=mode)),)
-        obstacle = _device_obstacle(index)
+        mode, obstacle = str(present_mode(x.dtype)), _device_obstacle(index)
         if obstacle is not None:
             return obstacle
         if few_attention_obstacle(batch * heads, queries, keys, head, x.dtype) is None:
-            return (Stage((), lambda y, q, given: few_attention_operator(q, given.k, given.v, _scale(q, given))),)
-        obstacle = _hopper_obstacle("the attention kernel for short sequences", index)
-        obstacle = obstacle or short_attention_obstacle(head, queries, keys, x.dtype, _shared_limit(index))
-        return obstacle or (Stage((), lambda y, q, given: short_attention_operator(q, given.k, given.v, _scale(q, given))),)
+            return (Stage((), partial(_attended, mode=mode, few=True)),)
+        obstacle = _hopper_obstacle("the attention kernel for whole heads", index)
+        obstacle = obstacle or attention_obstacle(head, queries, keys, mode, _shared_limit(index))
+        return obstacle or (Stage((), partial(_attended, mode=mode, few=False)),)
 
     def plainly(self, x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, self.k, self.v, scale=self.scale)
 
 
-def _floats(y: Tensor, q: Tensor, given: Attention, mode: str) -> Tensor:
-    return attention_operator(q, given.k, given.v, _scale(q, given), mode)
-
-
-def _scale(q: Tensor, given: Attention) -> float:
-    return q.shape[-1] ** -0.5 if given.scale is None else given.scale
+def _attended(y: Tensor, q: Tensor, given: Attention, mode: str, few: bool) -> Tensor:
+    scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale
+    return attention_operator(q, given.k, given.v, scale, mode, few)
 
 
 @constant

@@ -18,17 +18,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernels that were asked, in turn; every device will do."""
     names: list[str] = []
 
-    def kernel(name: str) -> object:
-        def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            names.append(name)
-            return Attention(k, v, scale).plainly(q).transpose(1, 2).contiguous().transpose(1, 2)
-
-        return run
+    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mode: str, few: bool) -> Tensor:
+        names.append("few queries" if few else "whole heads")
+        return Attention(k, v, scale).plainly(q).transpose(1, 2).contiguous().transpose(1, 2)
 
     library = torch.library.Library("flysurgery", "IMPL")
-    for name in ("few_attention", "short_attention"):
-        library.impl(name, kernel(name), "CPU")
-        monkeypatch.setattr(getattr(attend, f"{name}_operator"), "run", kernel(name))
+    library.impl("attention", attention, "CPU")
+    monkeypatch.setattr(attend.attention_operator, "run", attention)
     monkeypatch.setattr(ways, "_decided", {})
     monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "device_obstacle", lambda _: None)
@@ -48,7 +44,7 @@ def test_few_queries_have_a_kernel_of_their_own(asked: list[str]) -> None:
     for images, tokens in ((1, 50), (60, 50), (1, 257)):
         q, k, v = operands(images, tokens)
         assert_equal(run(q, Attention(k, v)), Attention(k, v, None).plainly(q))
-    assert asked == ["few_attention", "short_attention", "short_attention"]
+    assert asked == ["few queries", "whole heads", "whole heads"]
 
 
 def test_long_sequences_are_left_to_pytorch(asked: list[str]) -> None:
@@ -62,12 +58,12 @@ def test_long_sequences_are_left_to_pytorch(asked: list[str]) -> None:
 def test_devices_before_hopper_are_left_to_pytorch(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "hopper_obstacle", lambda kernel, index: f"{kernel} needs Hopper")
     q, k, v = operands(60, 50)
-    assert reason(q, Attention(k, v)) == "the attention kernel for short sequences needs Hopper"
+    assert reason(q, Attention(k, v)) == "the attention kernel for whole heads needs Hopper"
     q, k, v = (part.float() for part in operands(60, 50))
-    assert reason(q, Attention(k, v)) == "the attention kernel needs Hopper"
+    assert reason(q, Attention(k, v)) == "the attention kernel for whole heads needs Hopper"
     q, k, v = operands(1, 50)
     run(q, Attention(k, v))
-    assert asked == ["few_attention"]
+    assert asked == ["few queries"]
 
 
 def test_compiled_in_one_graph_for_any_number_of_images(asked: list[str]) -> None:
@@ -76,4 +72,4 @@ def test_compiled_in_one_graph_for_any_number_of_images(asked: list[str]) -> Non
     for images in (60, 70, 1):
         q, k, v = operands(images, 50)
         assert_equal(compiled(q, k, v), run(q, Attention(k, v)))
-    assert asked == ["short_attention"] * 4 + ["few_attention"] * 2
+    assert asked == ["whole heads"] * 4 + ["few queries"] * 2

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
+from flysurgery.gpu.attention import run_attention
 from flysurgery.gpu.kernel import device_arch
-from flysurgery.gpu.short_attention import run_short_attention
 from tests.support.problems import keep_bits
 from tests.support.rounding import rounding_as
 from tests.support.tolerance import ARITHMETICS, FP16, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
@@ -44,7 +44,7 @@ class Attention:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         if self.kind == "short":
-            return run_short_attention(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+            return run_attention(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, self.mode, False)
         return ops.run(q, ops.Attention(k, v, scale))
 
     def yardstick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -171,11 +171,7 @@ def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
 @every
 def test_graphs_and_schema(kernel: Attention) -> None:
     q, k, v = kernel.operands(1 if kernel.kind == "few" else 50, 3, 197)
-    if kernel.kind == "whole heads":
-        torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, kernel.mode))
-    else:
-        operator = torch.ops.flysurgery.short_attention if kernel.kind == "short" else torch.ops.flysurgery.few_attention
-        torch.library.opcheck(operator.default, (q, k, v, 0.125))
+    torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, kernel.mode, kernel.kind == "few"))
     same = ops.run(q, ops.Attention(k, v))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

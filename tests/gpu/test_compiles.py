@@ -11,7 +11,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-from flysurgery.gpu.attention import head_attention
 from flysurgery.gpu.block_linear import ACTIVATIONS
 from flysurgery.gpu.compile import compile_cubin
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
@@ -21,7 +20,7 @@ from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
 from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.modes import MODE_NUMBERS
-from flysurgery.gpu.short_attention import short_attention
+from flysurgery.gpu.ring_attention import ring_attention
 from flysurgery.gpu.single import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
 from flysurgery.gpu.some_rows_tiling import some_rows_tiling
@@ -168,7 +167,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
         24,
         {
             f"{tokens} in {mode}": lambda limit, _, tokens=tokens, mode=mode: made(
-                head_attention(64, tokens, tokens, mode, limit)
+                ring_attention(64, tokens, tokens, mode, limit)
             ).defines()
             for tokens, mode in ((50, "tf32"), (257, "fp32"))
         },
@@ -177,7 +176,7 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
         HOPPER,
         0,
         {
-            str(tokens): lambda limit, _, tokens=tokens: made(short_attention(64, tokens, tokens, torch.float16, limit)).defines("bf16")
+            str(tokens): lambda limit, _, tokens=tokens: made(ring_attention(64, tokens, tokens, "bf16", limit)).defines()
             for tokens in (5, 197, 257)
         },
     ),

@@ -14,7 +14,6 @@ from flysurgery.gpu.dense_tiling import dense_tiling
 from flysurgery.gpu.few_rows import few_rows_tilings
 from flysurgery.gpu.ffn import size_obstacle
 from flysurgery.gpu.obstacles import product_obstacle
-from flysurgery.gpu.short_attention import short_attention_obstacle
 from flysurgery.gpu.single import single_reason
 from flysurgery.gpu.some_rows_tiling import most_rows, some_rows_tiling
 from flysurgery.gpu.tiling import tiling
@@ -64,11 +63,9 @@ REASONS: dict[str, tuple[Callable[[], object], str]] = {
     "a dense layer in another mode": (lambda: dense_tiling(384, 384, "exact", SHARED, wgmma=False), "no mode 'exact'"),
     "a single factor in another mode": (lambda: single_reason(Pattern(1, 16, 16, 1), "fp64", SHARED), "bf16"),
     "long heads": (lambda: attention_obstacle(64, 577, 577, "fp32", SHARED), "577 queries and 577 keys"),
-    "narrow heads": (lambda: attention_obstacle(32, 197, 197, "tf32", SHARED), "heads of 64 features, got 32"),
-    "heads in another mode": (lambda: attention_obstacle(64, 197, 197, "fp16", SHARED), "the modes tf32, fp32, not 'fp16'"),
-    "long heads of halves": (lambda: short_attention_obstacle(64, 577, 577, torch.float16, SHARED), "577 queries and 577 keys"),
-    "narrow heads of halves": (lambda: short_attention_obstacle(32, 8, 8, torch.float16, SHARED), "got 32 of torch.float16"),
-    "heads of another dtype": (lambda: short_attention_obstacle(64, 8, 8, torch.float64, SHARED), "torch.float64"),
+    "narrow heads": (lambda: attention_obstacle(32, 197, 197, "tf32", SHARED), "take 64 features, got 32"),
+    "heads in another mode": (lambda: attention_obstacle(64, 197, 197, "exact", SHARED), "the modes fp16, bf16, tf32, fp32, not 'exact'"),
+    "long heads of halves": (lambda: attention_obstacle(64, 577, 577, "fp16", SHARED), "577 queries and 577 keys"),
 }
 
 
@@ -106,8 +103,7 @@ def test_whole_blocks_and_heads_of_small_models_run(mode: str) -> None:
         assert block(gonon(4 * width, width), gonon(width, 4 * width), mode) is None
         assert block(monarch(4 * width, width), monarch(width, 4 * width), mode) is None
     for tokens in (1, 5, 50, 129, 197, 208, 257):
-        halves = short_attention_obstacle(64, tokens, tokens, torch.float16, SHARED)
-        assert (attention_obstacle(64, tokens, tokens, mode, SHARED) if mode in ("tf32", "fp32") else halves) is None
+        assert attention_obstacle(64, tokens, tokens, mode, SHARED) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
