@@ -36,18 +36,9 @@ def chosen_factor(pattern: Pattern, mode: str, device_index: int, rows: int) -> 
     return factor_product(pattern, mode, factor_config(pattern, mode, device_index, rows), shared_limit_of(device_index))
 
 
+@cache
 def factor_product(pattern: Pattern, mode: str, config: FactorConfig | None, shared_limit: int) -> FactorProduct:
     """The product with one factor in one configuration. None takes the first for ``SingleFactor``."""
     if isinstance(config, BatchedConfig):
-        return _batched_factor(pattern, mode, config)
-    return _single_factor(pattern, mode, config, shared_limit)
-
-
-@cache
-def _single_factor(pattern: Pattern, mode: str, config: SingleConfig | None, shared_limit: int) -> SingleFactor:
+        return BatchedFactor(pattern, mode, config)
     return SingleFactor(pattern, mode, config, shared_limit=shared_limit)
-
-
-@cache
-def _batched_factor(pattern: Pattern, mode: str, config: BatchedConfig) -> BatchedFactor:
-    return BatchedFactor(pattern, mode, config)

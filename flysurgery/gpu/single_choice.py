@@ -8,12 +8,12 @@ from functools import lru_cache
 from math import ceil
 
 from flysurgery.gpu.modes import MODES
-from flysurgery.gpu.search import most_promising
 from flysurgery.gpu.single_tiling import SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 
 _PLANNED_ROWS = 25088
 _MAX_BLOCKS = 4
+_CANDIDATES = 12
 _DRAM_ACCESS = 64
 _found_elsewhere: dict[tuple[Pattern, str, int], tuple[SingleConfig, ...]] = {}
 
@@ -28,11 +28,9 @@ def candidates(pattern: Pattern, mode: str, shared_limit: int) -> tuple[SingleCo
     """Configurations that fit, the most promising first; a dozen at most."""
     if (pattern, mode, shared_limit) in _found_elsewhere:
         return _found_elsewhere[pattern, mode, shared_limit]
-    return most_promising(
-        _enumerate(pattern, mode),
-        lambda config: _fill(SingleTiling(pattern, mode, config), shared_limit),
-        lambda config: _cost(SingleTiling(pattern, mode, config)),
-    )
+    filled = [_fill(SingleTiling(pattern, mode, config), shared_limit) for config in _enumerate(pattern, mode)]
+    fitting = [config for config in filled if config is not None]
+    return tuple(sorted(fitting, key=lambda config: _cost(SingleTiling(pattern, mode, config)))[:_CANDIDATES])
 
 
 def _enumerate(pattern: Pattern, mode: str) -> Iterator[SingleConfig]:

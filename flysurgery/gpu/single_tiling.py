@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from flysurgery.gpu.pattern_macros import pattern_macros
+from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.gpu.single_banks import best_pitch, reads, writes
 from flysurgery.patterns import Pattern
 
@@ -177,7 +177,8 @@ class SingleTiling:
         """The macros that the kernel is compiled with; x is copied ``x_vector`` bytes at a time."""
         config = self.config
         return {
-            **pattern_macros(self.pattern, self.mode),
+            **{f"PATTERN_{name}": size for name, size in zip("ABCD", self.pattern.factor_shape, strict=True)},
+            "MODE": MODE_NUMBERS[self.mode],
             "WM": config.row_warps,
             "WN": config.output_warps,
             "WJ": config.residue_warps,
