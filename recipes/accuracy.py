@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from flysurgery import surgery
+from flysurgery.bench import Record
 from flysurgery.checkpoint import build_base, load_dense, save_dense
 from flysurgery.errors import FlysurgeryError
 from flysurgery.evaluation import ImageData, evaluate, load_calibration, load_data
@@ -72,22 +73,11 @@ TINY_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "d
 TINY_IMAGES = 960
 
 
-@dataclass(frozen=True)
-class Row:
-    """One case. Accuracies are shares of ``samples``; ``finetune_share`` is the images of the fine-tuning over those of the training."""
+ERRORS = ("error_qkv", "error_ffn_in", "error_ffn_out")
+ACCURACIES = ("top1", "top1_finetuned", "samples", "finetune_share")
+"""Shares of ``samples``. ``finetune_share`` is the images of the fine-tuning over those of the training."""
 
-    model: str
-    target: str
-    method: str
-    replaced_share: float
-    model_params: int
-    error_qkv: float | None
-    error_ffn_in: float | None
-    error_ffn_out: float | None
-    top1: float
-    top1_finetuned: float
-    samples: int
-    finetune_share: float
+COLUMNS = ("model", "target", "method", "replaced_share", "model_params", *ERRORS, *ACCURACIES)
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class Subject:
             plan, _ = surgery.allocate(plan, self.dense, budget=BUDGETS[target], calibrate=self.calibration)
         return plan
 
-    def row(self, target: str, method: str, plan_of: Callable[[str], Plan]) -> Row:
+    def row(self, target: str, method: str, plan_of: Callable[[str], Plan]) -> Record:
         """Convert a copy, measure, fine-tune and measure again."""
         model, share, errors = copy.deepcopy(self.dense), 1.0, dict[str, float]()
         if target != DENSE:
@@ -118,22 +108,12 @@ class Subject:
             if method != "permuted":
                 images = torch.stack([self.held_out.dataset[index][0] for index in range(min(64, self.held_out.samples))])
                 errors = output_errors(self.dense, model, plan, images.to(self.calibration.device))
-        params, before = parameters(model), evaluate(model, self.held_out, batch_size=128).top1
+        row: Record = {"model": self.name, "target": target, "method": method, "replaced_share": share, "model_params": parameters(model)}
+        row |= {f"error_{role}": error for role, error in errors.items()}
+        row["top1"] = evaluate(model, self.held_out, batch_size=128).top1
         self.fine_tune(model)
-        return Row(
-            self.name,
-            target,
-            method,
-            share,
-            params,
-            error_qkv=errors.get("qkv"),
-            error_ffn_in=errors.get("ffn_in"),
-            error_ffn_out=errors.get("ffn_out"),
-            top1=before,
-            top1_finetuned=evaluate(model, self.held_out, batch_size=128).top1,
-            samples=self.held_out.samples,
-            finetune_share=self.finetune_share,
-        )
+        row["top1_finetuned"] = evaluate(model, self.held_out, batch_size=128).top1
+        return row | {"samples": self.held_out.samples, "finetune_share": self.finetune_share}
 
 
 def convert(model: nn.Module, plan: Plan, method: str, calibration: Tensor) -> tuple[Plan, float]:
@@ -263,7 +243,8 @@ def _learn(model: nn.Module, options: argparse.Namespace, *, seed: int, images: 
 
 def main() -> None:
     """Convert, measure and write."""
-    parser = recipe.arguments(__doc__)
+    parser = recipe.parser_of(__doc__)
+    recipe.add_options(parser)
     parser.add_argument("model", choices=("digits", "fractals"), metavar="MODEL", help="one of the models above")
     parser.add_argument("--targets", nargs="+", choices=TARGETS)
     parser.add_argument("--methods", nargs="+", choices=METHODS)
@@ -287,12 +268,12 @@ def main() -> None:
 
     plan_of = cache(lambda target: subject().plan(target))
 
-    def rows_of(target: str, method: str) -> list[Row]:
+    def rows_of(target: str, method: str) -> list[Record]:
         return [subject().row(target, method, plan_of)]
 
     cases = [(DENSE, DENSE), *((target, method) for target in targets for method in methods)]
     jobs = [({"model": options.model, "target": target, "method": method}, partial(rows_of, target, method)) for target, method in cases]
-    seen = ("target", "method", "replaced_share", "top1", "top1_finetuned", "error_qkv", "error_ffn_in", "error_ffn_out")
+    shown = ("target", "method", "replaced_share", "top1", "top1_finetuned", *ERRORS)
 
     def prepared(todo: list[recipe.Job]) -> list[recipe.Job]:
         """The jobs, once their dense model is there: without it none can run."""
@@ -301,7 +282,7 @@ def main() -> None:
         return todo
 
     failing = (FlysurgeryError, RuntimeError)
-    recipe.make(options, device, Row, jobs, seen, minutes=options.minutes, may_fail=failing, order=prepared)
+    recipe.make(options, device, COLUMNS, jobs, shown=shown, minutes=options.minutes, may_fail=failing, order=prepared)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from statistics import mean
-from typing import Any
 
 import recipe
 import timm
@@ -26,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flysurgery.bench import Record
 from flysurgery.bench.measuring import synchronize
 from flysurgery.calibration import Samples
 from flysurgery.surgery import PLACEHOLDER, Report, allocate, apply, plan
@@ -33,24 +32,10 @@ from flysurgery.surgery import PLACEHOLDER, Report, allocate, apply, plan
 CASES = ("calibrated", "permuted", "plan of budget 0.4")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One role in one case; errors are relative output errors on held-out samples, seconds those of the whole case."""
-
-    model: str
-    case: str
-    arch: str
-    samples: int
-    role: str
-    layers: int | None
-    mean_output_error: float | None
-    mean_plain_output_error: float | None
-    worst_ratio: float | None
-    forward_cpu_s: float
-    forward_wall_s: float
-    case_cpu_s: float
-    case_wall_s: float
-    beyond_forward_wall_s: float
+ERRORS = ("mean_output_error", "mean_plain_output_error", "worst_ratio")
+SECONDS = ("forward_cpu_s", "forward_wall_s", "case_cpu_s", "case_wall_s", "beyond_forward_wall_s")
+COLUMNS = ("model", "case", "arch", "samples", "role", "layers", *ERRORS, *SECONDS)
+"""Errors are relative output errors on held-out samples, seconds those of the whole case."""
 
 
 def smooth_images(count: int, device: torch.device) -> torch.Tensor:
@@ -86,7 +71,7 @@ def run_case(case: str, model: nn.Module, arch: str, samples: Samples) -> Report
     return apply(plan(model, arch), model, calibrate=samples, permute=case == "permuted")
 
 
-def rows_of(head: dict[str, Any], model: nn.Module, samples: Samples, forward: tuple[float, float]) -> list[Row]:
+def rows_of(head: Record, model: nn.Module, samples: Samples, forward: tuple[float, float]) -> list[Record]:
     """Time one case."""
     own = copy.deepcopy(model)
     cpu, wall, report = timed(lambda: run_case(head["case"], own, head["arch"], samples), samples.inputs.device)
@@ -94,18 +79,18 @@ def rows_of(head: dict[str, Any], model: nn.Module, samples: Samples, forward: t
     for role in ("all",) if report is None else ("qkv", "ffn_in", "ffn_out"):
         layers = () if report is None else report.replaced
         found = [row.calibration for row in layers if row.role == role and row.calibration is not None]
-        errors: tuple[Any, ...] = (None,) * 4
+        row = {**head, "role": role, **dict(zip(SECONDS, (*forward, cpu, wall, wall - forward[1]), strict=True))}
         if found:
             means = mean(each.output_error for each in found), mean(each.plain_output_error for each in found)
-            errors = len(found), *means, max(each.ratio for each in found)
-        cells: tuple[Any, ...] = *head.values(), role, *errors, *forward, cpu, wall, wall - forward[1]
-        rows.append(Row(*cells))
+            row |= {"layers": len(found), **dict(zip(ERRORS, (*means, max(each.ratio for each in found)), strict=True))}
+        rows.append(row)
     return rows
 
 
 def main() -> None:
     """Time the cases, print the rows and write them."""
-    parser = recipe.arguments(__doc__)
+    parser = recipe.parser_of(__doc__)
+    recipe.add_options(parser)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--arch", default="gonon")
     parser.add_argument("--samples", type=recipe.count, help="512 by default, 16 with --quick")
@@ -125,9 +110,8 @@ def main() -> None:
         cpu, wall, _ = timed(lambda: forward_passes(dense, samples), device)
         return dense, samples, (cpu, wall)
 
-    seconds = ("forward_wall_s", "case_cpu_s", "case_wall_s", "beyond_forward_wall_s")
-    seen = ("case", "arch", "role", "layers", "mean_output_error", "mean_plain_output_error", *seconds)
-    recipe.make(options, device, Row, [(head, partial(lambda head: rows_of(head, *prepared()), head)) for head in heads], seen)
+    jobs: list[recipe.Job] = [(head, partial(lambda head: rows_of(head, *prepared()), head)) for head in heads]
+    recipe.make(options, device, COLUMNS, jobs, shown=("case", "arch", "role", "layers", *ERRORS[:2], *SECONDS[1:]))
 
 
 if __name__ == "__main__":

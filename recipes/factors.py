@@ -17,7 +17,7 @@ The tables:
 with the same ``--out`` goes on. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
 a large copy and a large matrix product, measured in the same run, allow. On a CPU --quick gives the table of energy times without joules.
 
-Needs any device, and for energy an NVIDIA GPU and ``pip install 'flysurgery[bench]'``.
+Needs ``pip install 'flysurgery[bench]'``, any device, and for energy an NVIDIA GPU.
 Rows: recipes/results/patterns_h200.csv, recipes/results/energy_h200.csv, recipes/results/rivals_h200.csv
 """
 
@@ -25,38 +25,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+import energy
 import recipe
+from factor_cases import FACTOR_COLUMNS, compiled_ahead, factor_head, factor_rows
+from paper_patterns import ROWS, draw_boxes, energy_boxes, energy_patterns, panels, shares_table, shuffled, time_patterns, wins_table
+from rivals import CSR, DENSITIES, RIVAL_COLUMNS, rival_rows
 
-from flysurgery.bench import (
-    EnergyMeter,
-    EnergyRow,
-    FactorRow,
-    Meter,
-    NoMeter,
-    Record,
-    RivalRow,
-    bench_factor,
-    bench_rivals,
-    compiled_ahead,
-    draw_boxes,
-    draw_lines,
-    draw_ratios,
-    energy_boxes,
-    energy_of_factor,
-    energy_of_model,
-    factor_head,
-    layer_sizes,
-    measure_ceilings,
-    panels,
-    shares_table,
-    wins_table,
-)
-from flysurgery.bench.paper_patterns import ROWS, energy_patterns, shuffled, time_patterns
-from flysurgery.bench.rivals import CSR
+from flysurgery.bench import Record
+from flysurgery.bench.units import layer_sizes
 from flysurgery.cli.bench_run import TIMES
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import OptionError
@@ -86,27 +66,24 @@ def measure_patterns(options: argparse.Namespace) -> None:
     quickly = options.quick and device.type == "cpu"
     rows, protocol = options.rows or recipe.images(options, device) * TOKENS, recipe.protocol(options, 15)
     patterns = patterns_of(options, time_patterns(), 6 if options.quick else None, options.largest or (QUICK_LARGEST if quickly else None))
-    ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
-
-    def rows_of(pattern: Pattern, mode: str) -> list[FactorRow]:
-        return bench_factor(pattern, rows, mode, device, ceilings(mode), protocol)
 
     def ahead(jobs: list[recipe.Job]) -> Iterator[recipe.Job]:
         """The jobs, each when its kernels are compiled."""
-        return (job for job, _ in zip(jobs, compiled_ahead([work.args for _, work in jobs], rows, device), strict=True))
+        cases = [(Pattern(*(head[name] for name in "abcd")), head["mode"]) for head, _ in jobs]
+        return (job for job, _ in zip(jobs, compiled_ahead(cases, rows, device), strict=True))
 
-    cases = [(pattern, mode) for pattern in patterns for mode in modes]
-    jobs = [(factor_head(pattern, rows, mode, device), partial(rows_of, pattern, mode)) for pattern, mode in cases]
-    columns = ("a", "b", "c", "d", "mode", "layout", "candidate", "launch", *TIMES) if options.quick else None
-    records = recipe.make(options, device, FactorRow, jobs, columns, minutes=options.minutes, order=ahead)
+    what = [(pattern, rows, mode, device) for pattern in patterns for mode in modes]
+    jobs = [(factor_head(*each), partial(factor_rows, *each, protocol)) for each in what]
+    shown = (*"abcd", "mode", "layout", "candidate", "launch", *TIMES) if options.quick else ()
+    records = recipe.make(options, device, FACTOR_COLUMNS, jobs, shown=shown, minutes=options.minutes, order=ahead)
     titles = ("mode", "table", "claim", "holds", "median factor", "patterns", "paper (A100)")
     print_table(titles, wins_table(records, modes), right=("holds", "median factor", "patterns"))
     titles = ("mode", "share", "lower quartile", "median", "upper quartile", "patterns")
     print_table(titles, shares_table(records, modes), right=titles[2:])
     if options.plot is not None and records:
         for mode in modes:
-            title = f"{records[0]['device']}, {mode}, {rows} rows"
-            draw_boxes(panels(records, mode), recipe.of_mode(options.plot, mode), title=title)
+            picture = options.plot.with_name(f"{options.plot.stem}.{mode}{options.plot.suffix}")
+            draw_boxes(panels(records, mode), picture, title=f"{records[0]['device']}, {mode}, {rows} rows")
 
 
 def measure_energy(options: argparse.Namespace) -> None:
@@ -115,30 +92,25 @@ def measure_energy(options: argparse.Namespace) -> None:
     quickly = options.quick and device.type == "cpu"
     if device.type == "cpu" and not quickly:
         raise SystemExit("energy is read from an NVIDIA GPU's counter, and the device is cpu; --quick times calls without it, on few rows")
-    meter: Meter = NoMeter() if quickly else EnergyMeter(device)
+    meter: energy.Meter = energy.NoMeter() if quickly else energy.EnergyMeter(device)
     rows, batch = options.rows or recipe.images(options, device) * TOKENS, options.batch or recipe.images(options, device)
     how = {"seconds": 0.1 if quickly else 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
     patterns = patterns_of(options, energy_patterns(), 2 if options.quick else 60, QUICK_LARGEST if quickly else None)
-    ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
     candidates = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
 
-    def of_model(mode: str) -> list[EnergyRow]:
-        what = options.model, {}, "gonon", batch
-        return energy_of_model(meter, *what, mode, device, ceilings(mode), candidates=candidates, **how)
+    def jobs() -> Iterator[recipe.Job]:
+        for mode in modes:
+            measure = partial(energy.energy_of_model, meter, options.model, "gonon", batch, mode, device, candidates=candidates, **how)
+            yield {"what": options.model, "rows": batch, "mode": mode, "candidate": candidates[-1]}, measure
+        for pattern in patterns:
+            for mode in modes:
+                head = {"what": str(pattern), "rows": rows, "mode": mode}
+                yield head, partial(energy.energy_of_factor, meter, pattern, rows, mode, device, **how)
 
-    def of_factor(pattern: Pattern, mode: str) -> list[EnergyRow]:
-        return energy_of_factor(meter, pattern, rows, mode, device, ceilings(mode), **how)
-
-    # The last candidate stands for all: a file that lacks only the optimized ones gets the model's rows again.
-    models = [
-        ({"what": options.model, "rows": batch, "mode": mode, "candidate": candidates[-1]}, partial(of_model, mode)) for mode in modes
-    ]
-    factors = [
-        ({"what": str(pattern), "rows": rows, "mode": mode}, partial(of_factor, pattern, mode)) for pattern in patterns for mode in modes
-    ]
-    seen = ("what", "mode", "layout", "candidate", "joules", "above_idle_joules", "watts", "idle_watts", "call_ms", "share_of_bound")
-    records = recipe.make(options, device, EnergyRow, [*models, *factors], (*seen, "noise", "status"), minutes=options.minutes)
-    boxes, ratios = energy_boxes(records)
+    shown = ("what", "mode", "layout", "candidate", "joules", "watts", "call_ms", "share_of_bound", "noise", "status")
+    records = recipe.make(options, device, energy.ENERGY_COLUMNS, jobs(), shown=shown, minutes=options.minutes)
+    boxes = energy_boxes(records)
+    ratios = [ratio for values in boxes.values() for ratio in values]
     if ratios:
         share = sum(ratio < 1 for ratio in ratios) / len(ratios)
         print(f"energy of cuda over the least of bmm, einsum, bsr: median {median(ratios):.2f}, below 1 on {share:.0%} of {len(ratios)}")
@@ -152,30 +124,20 @@ def measure_rivals(options: argparse.Namespace) -> None:
     """Measure the layers; say where pruning crosses dense."""
     device, modes = recipe.device_and_modes(options)
     rows, protocol = options.rows or recipe.images(options, device) * TOKENS, recipe.protocol(options, 30)
-    ceilings = cache(partial(measure_ceilings, device=device, quick=options.quick))
-    densities = {"densities": (0.1,)} if options.quick else {}
 
-    def rows_of(layer: str, out_features: int, in_features: int, mode: str) -> list[RivalRow]:
-        head = options.arch, layer, out_features, in_features, rows, mode, device
-        return bench_rivals(*head, ceilings(mode), protocol, **densities)
+    def jobs() -> Iterator[recipe.Job]:
+        for mode in modes:
+            for layer, (out_features, in_features) in layer_sizes(options.width).items():
+                head = {"layer": layer, "arch": options.arch, "out_features": out_features, "in_features": in_features, "rows": rows}
+                head |= {"mode": mode, "device_type": device.type}
+                yield head, partial(rival_rows, head, device, protocol, (0.1,) if options.quick else DENSITIES)
 
-    jobs = [
-        (
-            {"layer": layer, "out_features": sizes[0], "rows": rows, "mode": mode, "arch": options.arch},
-            partial(rows_of, layer, *sizes, mode),
-        )
-        for mode in modes
-        for layer, sizes in layer_sizes(options.width).items()
-    ]
-    records = recipe.make(options, device, RivalRow, jobs, ("layer", "mode", "candidate", "density", "launch", *TIMES))
-    lines = csr_points(records)
-    for name, points in lines.items():
+    records = recipe.make(options, device, RIVAL_COLUMNS, jobs(), shown=("layer", "mode", "candidate", "density", "launch", *TIMES))
+    for name, points in csr_points(records).items():
         print(f"{CSR}, {name}: {crossing(points)}")
-    if options.plot is not None:
-        draw_rivals(records, lines, options.plot, f"{records[0]['device']}, {rows} rows")
 
 
-def csr_points(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+def csr_points(records: Sequence[Record]) -> Mapping[str, list[tuple[float, float]]]:
     """Share of the weights that magnitude pruning keeps and time over dense, of each layer and mode."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in records:
@@ -191,38 +153,27 @@ def crossing(points: Sequence[tuple[float, float]]) -> str:
     return f"faster than dense at {max(faster):.3g} of the weights" if faster else f"slower than dense down to {least:.3g} of the weights"
 
 
-def draw_rivals(records: Sequence[Record], lines: Mapping[str, list[tuple[float, float]]], plot: Path, title: str) -> None:
-    """Bars for each layer, CSR at the butterfly's density; in ``rivals.csr.png`` CSR at all densities."""
-    own = {(record["layer"], record["mode"]): record["density"] for record in records if record["candidate"] == "butterfly"}
-    bars = [each for each in records if each["candidate"] != CSR or each["density"] == own[each["layer"], each["mode"]]]
-    draw_ratios(bars, plot, group=("layer", "mode"), title=title)
-    if lines:
-        draw_lines(lines, recipe.of_mode(plot, "csr"), across="share of the weights that is kept", up="time / time of dense", title=title)
-
-
 def main() -> None:
     """Measure, print, write and draw."""
     parser = recipe.parser_of(__doc__)
-    commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
-    patterns, energy, rivals = (commands.add_parser(name, **recipe.as_it_stands(__doc__)) for name in ("patterns", "energy", "rivals"))
-    recipe.add_options(patterns, modes="fp32,fp16", seconds=0.05)
-    recipe.add_options(energy, modes="fp32")
-    recipe.add_options(rivals, modes="all", seconds=0.5)
-    for command in (patterns, energy, rivals):
+    add = recipe.tables_of(parser)
+    patterns = add("patterns", measure_patterns, modes="fp32,fp16", seconds=0.05)
+    energies = add("energy", measure_energy, modes="fp32")
+    rivals = add("rivals", measure_rivals, modes="all", seconds=0.5)
+    for command in (patterns, energies, rivals):
         command.add_argument("--rows", type=recipe.count, help=f"rows of x, {ROWS} by default: 128 images of {TOKENS} tokens")
-    for command, usual in ((patterns, "all 627 by default, 6 with --quick"), (energy, "60 by default, 2 with --quick")):
+    for command, usual in ((patterns, "all 627 by default, 6 with --quick"), (energies, "60 by default, 2 with --quick")):
         command.add_argument("--count", type=recipe.count, help=f"how many patterns in all; {usual}")
         command.add_argument("--minutes", type=recipe.duration, default=9.0, help="start no pattern after this time")
+        command.add_argument("--plot", type=Path, help="draw the paper's figures into this file, or into one for each mode, named after it")
     largest_help = f"only patterns with at most this many features in and out; {QUICK_LARGEST} with --quick on a CPU"
     patterns.add_argument("--largest", type=recipe.count, help=largest_help)
-    energy.add_argument("--windows", type=recipe.count, default=3, help="windows of the counter for each candidate")
-    energy.add_argument("--model", default=recipe.VIT_S, help="a ViT of timm")
-    energy.add_argument("--batch", type=recipe.count, help="images a forward, 128 by default")
-    energy.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
+    energies.add_argument("--windows", type=recipe.count, default=3, help="windows of the counter for each candidate")
+    energies.add_argument("--model", default=recipe.VIT_S, help="a ViT of timm")
+    energies.add_argument("--batch", type=recipe.count, help="images a forward, 128 by default")
+    energies.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
     rivals.add_argument("--arch", default="gonon", help="family of architectures")
     rivals.add_argument("--width", type=recipe.count, default=384, help="features of the model")
-    for command, work in ((patterns, measure_patterns), (energy, measure_energy), (rivals, measure_rivals)):
-        command.set_defaults(work=work)
     options = parser.parse_args()
     options.work(options)
 

@@ -31,17 +31,17 @@ from statistics import median
 
 import recipe
 import torch
-from gate_cases import CPU, GPU, QUICK, Row, work
+from gate_cases import CPU, GPU, QUICK, ROW, work
 
-from flysurgery.bench import Record, Stamp, check_file, write_records
-from flysurgery.bench.rows import cell, columns_of
+from flysurgery.bench import Record
+from flysurgery.bench.rows import STAMP, cell, check_file, write_records
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import FlysurgeryError, OptionError
 
 HERE = Path(__file__).resolve().parents[1]
 BEFORE, NOW = "before", "now"
 TURNS = 3
-COLUMNS = ("side", *columns_of(Row), *columns_of(Stamp))
+COLUMNS = ("side", *ROW, *STAMP)
 
 
 class Worker:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -17,11 +18,11 @@ import torch
 from recipe import VIT_S, Run
 from torch import Tensor, nn
 
-from flysurgery.bench import Protocol, in_mode, measure, take_stamp
+from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
 from flysurgery.bench.measuring import NOISE, checked_rows, one_line
-from flysurgery.bench.rows import records_of
+from flysurgery.bench.rows import cell
 from flysurgery.bench.units import Unit, units
-from flysurgery.bench.variants import VARIANTS, by_definition, fused_modules
+from flysurgery.bench.variants import by_definition, dense_copy, fused_modules
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, Pattern
@@ -33,9 +34,13 @@ PROTOCOL = Protocol("graph", 15, 0.15)
 DENSE_ENTRIES = 1 << 20
 """A factor of at most so many entries, zeros included, is timed as a dense matrix too."""
 
+ROW = ("case", "candidate", "status", "launch", "ms", "noise", "reference", "reference_ms", "ratio", "error", "most_error", "tolerance")
+"""``ratio`` is a time over the reference's, ``most_error`` what an error may be, ``tolerance`` the share by which a time may grow, and
+``noise`` that by which it differs between turns."""
+
 
 @dataclass(frozen=True)
-class Case:
+class Entry:
     """What is measured: ``part`` is a part of ``flysurgery.bench.units``, ``STEP`` or ``FACTOR``; each of ``own`` gets a row.
 
     ``batch`` counts samples. ``arch`` is a family of architectures, or of a factor its pattern.
@@ -59,61 +64,36 @@ class Case:
         """How many times the reference's error its own may be."""
         return 1.06 if self.mode in ("fp16", "bf16") and self.part != STEP else 2.0
 
+    def case(self, device: torch.device, dtype: torch.dtype) -> Case:
+        """Its own candidates and PyTorch's, ready to be measured.
+
+        No baseline is named, so that none is timed twice: noise is seen between turns.
+        """
+        if self.part == STEP:
+            case = step_case(self.model, self.arch, self.batch, device, dtype)
+        else:
+            case = (factor_case if self.part == FACTOR else module_case)(self, device, dtype)
+        return replace(case, baseline="", worst=math.inf)
+
 
 PATTERNS = ("1,64,64,8", "2,96,96,4", "4,128,128,4", "12,64,64,4")
 GPU = (
-    Case("model", "fp16", own=("optimized", "dense optimized")),
-    *(Case("model", mode) for mode in ("bf16", "tf32", "fp32")),
-    Case("model", "fp16", arch="monarch"),
-    Case("model", "fp16", model="vit_base_patch16_224"),
-    *(Case("model", "fp16", batch=images) for images in (1, 2, 8)),
-    *(Case("FFN", "fp16", arch=arch) for arch in ("gonon", "monarch")),
-    Case(STEP, "bf16", own=("converted",)),
-    *(Case(FACTOR, mode, 128 * 196, pattern, own=("layer",)) for mode in ("fp32", "fp16") for pattern in PATTERNS),
+    Entry("model", "fp16", own=("optimized", "dense optimized")),
+    *(Entry("model", mode) for mode in ("bf16", "tf32", "fp32")),
+    Entry("model", "fp16", arch="monarch"),
+    Entry("model", "fp16", model="vit_base_patch16_224"),
+    *(Entry("model", "fp16", batch=images) for images in (1, 2, 8)),
+    *(Entry("FFN", "fp16", arch=arch) for arch in ("gonon", "monarch")),
+    Entry(STEP, "bf16", own=("converted",)),
+    *(Entry(FACTOR, mode, 128 * 196, pattern, own=("layer",)) for mode in ("fp32", "fp16") for pattern in PATTERNS),
 )
-CPU = tuple(Case("model", "fp32", 16, arch, own=("converted",)) for arch in ("gonon", "monarch"))
+CPU = tuple(Entry("model", "fp32", 16, arch, own=("converted",)) for arch in ("gonon", "monarch"))
 QUICK = (
-    Case("model", "fp32", 2, "monarch", "test_vit", ("optimized", "converted", "dense optimized")),
-    Case("FFN", "fp32", 2, "monarch", "test_vit"),
-    Case(STEP, "bf16", 2, "monarch", "test_vit", ("converted",)),
-    Case(FACTOR, "fp32", 40, "2,8,4,3", own=("layer",)),
+    Entry("model", "fp32", 2, "monarch", "test_vit", ("optimized", "converted", "dense optimized")),
+    Entry("FFN", "fp32", 2, "monarch", "test_vit"),
+    Entry(STEP, "bf16", 2, "monarch", "test_vit", ("converted",)),
+    Entry(FACTOR, "fp32", 40, "2,8,4,3", own=("layer",)),
 )
-
-
-@dataclass(frozen=True)
-class Runs:
-    """A case, ready to be measured: its own candidates and PyTorch's, their input, and what they must give in float64.
-
-    ``rows`` are those of the results that the truths hold, and ``base`` what results are a change of, as in ``flysurgery.bench.measure``.
-    """
-
-    own: Mapping[str, Run]
-    references: Mapping[str, Run]
-    x: Tensor
-    truths: Tensor | Mapping[str, Tensor]
-    rows: Sequence[int] | None = None
-    base: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One candidate of one case. ``ratio`` is its time over the reference's, ``most_error`` what its error may be.
-
-    ``tolerance`` is the share by which the time may grow, ``noise`` that by which it differs between turns.
-    """
-
-    case: str
-    candidate: str
-    status: str
-    launch: str | None = None
-    ms: float | None = None
-    noise: float | None = None
-    reference: str | None = None
-    reference_ms: float | None = None
-    ratio: float | None = None
-    error: float | None = None
-    most_error: float | None = None
-    tolerance: float | None = None
 
 
 @cache
@@ -122,13 +102,13 @@ def parts(model: str, arch: str) -> Mapping[str, Unit]:
     return {unit.name: unit for unit in units("today", model, {}, arch, seed=0)}
 
 
-def module_runs(case: Case, device: torch.device, dtype: torch.dtype) -> Runs:
+def module_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
     """A model, or a feed-forward block with norm and residual, for inference."""
-    unit = parts(case.model, case.arch)[case.part]
+    unit = parts(entry.model, entry.arch)[entry.part]
     module = unit.make().to(device, dtype)
-    dense = VARIANTS["dense"](module)
-    x = torch.randn(case.batch, *unit.shape).to(device, dtype)
-    rows = checked_rows(case.batch, 4)
+    dense = dense_copy(module)
+    x = torch.randn(entry.batch, *unit.shape).to(device, dtype)
+    rows = checked_rows(entry.batch, 4)
     with torch.no_grad():
         truth = by_definition(module).double()(x[rows].double())
     ways: dict[str, Callable[[], nn.Module]] = {
@@ -136,21 +116,22 @@ def module_runs(case: Case, device: torch.device, dtype: torch.dtype) -> Runs:
         "optimized": lambda: fused_modules(module, x),
         "dense optimized": lambda: fused_modules(dense, x),
     }
-    return Runs({name: ways[name]() for name in case.own}, {"dense": dense}, x, truth, rows, x[rows] if case.part == "FFN" else None)
+    runs = {**{name: ways[name]() for name in entry.own}, "dense": dense}
+    return Case(runs, x, truth, rows, base=x[rows] if entry.part == "FFN" else None)
 
 
-def step_runs(case: Case, device: torch.device, dtype: torch.dtype) -> Runs:
+def step_case(model: str, arch: str, batch: int, device: torch.device, dtype: torch.dtype, *, compile_too: bool = False) -> Case:
     """A training step under autocast: forward, cross entropy, backward, AdamW. It gives a gradient of the first feed-forward layer.
 
     The learning rate is zero, so that every step gives the same gradient; it takes as long as any other.
     """
-    unit = parts(case.model, case.arch)["model"]
+    unit = parts(model, arch)["model"]
     module: Any = unit.make().to(device)
-    x = torch.randn(case.batch, *unit.shape).to(device)
-    labels = torch.randint(0, module.num_classes, (case.batch,)).to(device)
+    x = torch.randn(batch, *unit.shape).to(device)
+    labels = torch.randint(0, module.num_classes, (batch,)).to(device)
 
-    def backward(model: nn.Module, x: Tensor, labels: Tensor) -> None:
-        (nn.functional.cross_entropy(model(x), labels, reduction="sum") / case.batch).backward()
+    def backward(run: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> None:
+        (nn.functional.cross_entropy(run(x), labels, reduction="sum") / batch).backward()
 
     def gradient(model: Any) -> Tensor:
         found = max(model.blocks[0].mlp.fc1.parameters(), key=Tensor.numel).grad
@@ -159,90 +140,96 @@ def step_runs(case: Case, device: torch.device, dtype: torch.dtype) -> Runs:
 
     def exact(model: nn.Module) -> Tensor:
         double = by_definition(model).double().requires_grad_(True).train()
-        for few, their in zip(x.double().split(8), labels.split(8), strict=True):  # all at once would need much memory
-            backward(double, few, their)
+        with torch.enable_grad():
+            for few, their in zip(x.double().split(8), labels.split(8), strict=True):  # all at once would need much memory
+                backward(double, few, their)
         return gradient(double)
 
-    def step(model: nn.Module) -> Run:
+    def step(model: nn.Module, *, compiled: bool = False) -> Run:
         model.requires_grad_(True).train()
+        forward = torch.compile(model) if compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=device.type == "cuda")
 
+        @torch.enable_grad()
         def run(x: Tensor) -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
             with torch.autocast(device.type, dtype, cache_enabled=not capturing):
-                backward(model, x, labels)
+                backward(forward, x, labels)
             optimizer.step()
             return gradient(model)
 
         return run
 
-    own, dense = case.own[0], VARIANTS["dense"](module)
-    truths = {own: exact(module), "dense": exact(dense)}
-    return Runs({own: step(module)}, {"dense": step(dense)}, x, truths)
+    models = {"converted": module, "dense": dense_copy(module)}
+    truths, runs = {name: exact(each) for name, each in models.items()}, {name: step(each) for name, each in models.items()}
+    if compile_too:
+        runs |= {f"{name} compiled": step(copy.deepcopy(each), compiled=True) for name, each in models.items()}
+        truths |= {f"{name} compiled": truths[name] for name in models}
+    return Case(runs, x, truths)
 
 
-def factor_runs(case: Case, device: torch.device, dtype: torch.dtype) -> Runs:
+def factor_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
     """A layer of one factor."""
-    pattern = Pattern(*map(int, case.arch.split(",")))
+    pattern = Pattern(*map(int, entry.arch.split(",")))
     layer = ButterflyLinear(Architecture((pattern,)), bias=False).to(device, dtype).requires_grad_(False)
     factor = layer.factors[0]
-    x = torch.randn(case.batch, pattern.in_features).to(device, dtype)
-    rows = checked_rows(case.batch, 128)
-    references: dict[str, Run] = {"einsum": lambda x: ks_einsum(x, factor)}
+    x = torch.randn(entry.batch, pattern.in_features).to(device, dtype)
+    rows = checked_rows(entry.batch, 128)
+    runs: dict[str, Run] = {entry.own[0]: layer, "einsum": lambda x: ks_einsum(x, factor)}
     if pattern.in_features * pattern.out_features <= DENSE_ENTRIES:
         weight = factors_to_dense([factor.double()]).to(dtype)
-        references["dense"] = lambda x: nn.functional.linear(x, weight)
-    return Runs({case.own[0]: layer}, references, x, ks_einsum(x[rows].double(), factor.double()), rows)
+        runs["dense"] = lambda x: nn.functional.linear(x, weight)
+    return Case(runs, x, ks_einsum(x[rows].double(), factor.double()), rows)
 
 
-def made(case: Case, device: torch.device, dtype: torch.dtype) -> Runs:
-    """The case, ready to be measured."""
-    return {STEP: step_runs, FACTOR: factor_runs}.get(case.part, module_runs)(case, device, dtype)
-
-
-def turn(case: Case, runs: Runs) -> list[Row]:
-    """Check and time the candidates once. No baseline is named, so that none is timed twice: noise is seen between turns."""
-    given = {"baseline": "", "worst": math.inf, "rows": runs.rows, "base": runs.base, "protocol": PROTOCOL}
-    with torch.set_grad_enabled(case.part == STEP):
-        found = measure({**runs.own, **runs.references}, runs.x, runs.truths, **given)
-    timed = {name: ms for name in runs.references if (ms := found[name].median_ms) is not None}
+def turn(entry: Entry, case: Case) -> list[Record]:
+    """Check and time the candidates once."""
+    with torch.no_grad():
+        found = measure(case, PROTOCOL)
+    references = [name for name in case.runs if name not in entry.own]
+    timed = {name: ms for name in references if (ms := found[name].median_ms) is not None}
     if not timed:
-        statuses = ", ".join(found[name].status for name in runs.references)
-        return [Row(case.name, name, f"not compared with PyTorch: {statuses}") for name in runs.own]
+        statuses = ", ".join(found[name].status for name in references)
+        return [_row(entry, own, f"not compared with PyTorch: {statuses}") for own in entry.own]
     reference, reference_ms = min(timed.items(), key=lambda item: item[1])
-    most_error = case.worst * max(found[name].error or 0.0 for name in timed)
+    most_error = entry.worst * max(found[name].error or 0.0 for name in timed)
     rows = []
-    for name in runs.own:
+    for name in entry.own:
         own = found[name]
         ratio = None if own.median_ms is None else own.median_ms / reference_ms
-        times = own.launch, own.median_ms, None, reference, reference_ms, ratio
-        rows.append(Row(case.name, name, own.status, *times, own.error, most_error, NOISE[runs.x.device.type]))
+        times = {"launch": own.launch, "ms": own.median_ms, "reference": reference, "reference_ms": reference_ms, "ratio": ratio}
+        rows.append(_row(entry, name, own.status, **times, error=own.error, most_error=most_error, tolerance=NOISE[case.device.type]))
     return rows
 
 
-def work(cases: Sequence[Case], device: torch.device) -> None:
+def _row(entry: Entry, candidate: str, status: str, **numbers: Any) -> Record:
+    return dict.fromkeys(ROW) | {"case": entry.name, "candidate": candidate, "status": status, **numbers}
+
+
+def work(entries: Sequence[Entry], device: torch.device) -> None:
     """Serve the process that compares: say the names of all cases, then for each line of the input take a turn of the case it names."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints meanwhile
-    known = {case.name: case for case in cases}
+    known = {entry.name: entry for entry in entries}
     print(json.dumps(list(known)), file=answers, flush=True)
     for name, lines in groupby(sys.stdin, str.strip):
-        case, runs, stamp = known.get(name), None, None
+        entry, case, stamp = known.get(name), None, None
         for _ in lines:
-            rows: list[Row] = []
-            if case is not None:
+            rows: list[Record] = []
+            if entry is not None:
                 try:
-                    with in_mode(case.mode) as dtype:
-                        if runs is None:
+                    with in_mode(entry.mode) as dtype:
+                        if case is None:
                             torch.manual_seed(0)
-                            runs = made(case, device, dtype)
-                        rows = turn(case, runs)
+                            case = entry.case(device, dtype)
+                        rows = turn(entry, case)
                 except Exception as error:  # one case's failure is its row
-                    rows = [Row(case.name, own, f"failed: {one_line(error)}") for own in case.own]
-            stamp = stamp or take_stamp(device)
-            print(json.dumps(records_of(rows, stamp)), file=answers, flush=True)
-        del runs
+                    rows = [_row(entry, own, f"failed: {one_line(error)}") for own in entry.own]
+            stamp = stamp or asdict(take_stamp(device))
+            texts = [{name: cell(value) for name, value in (row | stamp).items()} for row in rows]
+            print(json.dumps(texts), file=answers, flush=True)
+        del case
         if device.type == "cuda":
             gc.collect()  # optimized models refer to themselves
             torch.cuda.empty_cache()

@@ -30,8 +30,8 @@ What they share:
 - `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
   device, versions and commit stay, whatever `--quick`, `--seconds` and `--candidates` they were measured with: for others name another
   file, or say `--fresh`.
-- `--plot FILE` draws the rows. `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the
-  measurement.
+- `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the measurement. `--plot FILE` draws
+  the paper's figures (`factors.py`) and the curve of `real_weights.py`.
 - Each candidate is compared with float64 before it is timed. A wrong one has a row that says so.
 - Dense is timed twice in the same shuffled run. Without a dense candidate, the one that ratios refer to is timed twice. If the two differ
   by more than 3 % (10 % on a CPU), all rows of that run say noisy.

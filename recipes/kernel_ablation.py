@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from kernel_operations import LAYERS, SHARED_LIMIT, Drawn, Operation, Ready, linears_of_group
-from recipe import Run
-from tables import NEEDS_CUDA, Table
+from kernel_operations import LAYERS, SHARED_LIMIT, Drawn, Operation, Place, linears_of_group
+from recipe import NEEDS_CUDA, Run
 
-from flysurgery.bench import TIMED_MODES
+from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.gpu.fused import FusedLinear, fused_kernel
 from flysurgery.gpu.fused_configs import configs, fits
 from flysurgery.gpu.kernel import device_arch
@@ -53,12 +52,12 @@ def changes(architecture: Architecture, mode: str, rows: int) -> dict[str, Fused
     return variants(tile, tuned, limit, wgmma=wgmma)
 
 
-def ablation(table: Table, mode: str, *, layer: str, rows: int) -> Ready:
+def ablation(place: Place, mode: str, *, layer: str, rows: int) -> Case:
     """The fused linear kernel in the configuration of the shipped or tuned table, and the same with one thing changed.
 
     A change that the kernel does not offer there, as it would not fit or is what stands already, is left out.
     """
-    (architecture, _), drawn = LAYERS[layer], Drawn(table.device, TIMED_MODES[mode])
+    (architecture, _), drawn = LAYERS[layer], Drawn(place.device, TIMED_MODES[mode])
     factors, bias = drawn.linear(architecture)
     found = changes(architecture, mode, rows)
     runs: dict[str, Run | str] = dict.fromkeys(("tuned", *found, "two launches"), NEEDS_CUDA)
@@ -68,7 +67,7 @@ def ablation(table: Table, mode: str, *, layer: str, rows: int) -> Ready:
         images = [kernel.pack(factor) for kernel, factor in zip(kernels, factors, strict=True)]
         return lambda x: kernels[0].run(kernels[1].run(x, images[1]), images[0], bias)
 
-    if table.on_cuda:
+    if place.on_cuda:
         runs["tuned"] = f"no: {tiling(architecture, mode)}"
         for change, config in found.items():
             kernel = FusedLinear(architecture, mode, config=config, device_index=0)
@@ -78,10 +77,10 @@ def ablation(table: Table, mode: str, *, layer: str, rows: int) -> Ready:
         if mode == "fp32":
             runs["two launches, FFMA in place of pairs"] = two_launches("exact")
     runs["einsum"] = lambda x: ks_linear(x, factors, bias, backend="einsum")
-    return Operation(linears_of_group, ([FusedFactors(factors, bias)],)).ready(
+    return Operation(linears_of_group, ([FusedFactors(factors, bias)],)).case(
         drawn.tensor(rows, architecture.in_features),
         runs,
         columns={"architecture": architecture},
-        notes={change: str(config) for change, config in found.items()},
-        baseline="tuned" if table.on_cuda else "einsum",
+        notes={"config": {change: str(config) for change, config in found.items()}},
+        baseline="tuned" if place.on_cuda else "einsum",
     )

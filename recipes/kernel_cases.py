@@ -19,7 +19,7 @@ from kernel_operations import (
     LAYERS,
     PATCHES,
     TOKENS,
-    Ready,
+    Place,
     attention,
     factor_gradients,
     few_rows,
@@ -29,9 +29,8 @@ from kernel_operations import (
     norm_linear,
     wide,
 )
-from tables import Table
 
-from flysurgery.bench import in_mode
+from flysurgery.bench import Case, in_mode
 
 
 @dataclass(frozen=True)
@@ -41,26 +40,22 @@ class Comparison:
     ``columns`` stand before the candidate's. ``cases`` are what tells them apart, beside the mode, in the column ``mode``, and the rows
     of x, in the column ``rows`` where ``tokens`` says how many an image has. ``quick`` is how many cases --quick takes. ``series`` is
     the column of the candidate's name, ``note`` that of what is said of it. ``ratios`` maps columns to the candidates that they refer
-    to. ``worst`` is how many times the baseline's error a candidate may have. There is a picture for each value of the column ``by``,
-    with bars for each value of those in ``group``. With ``copy`` a copy that moves as many bytes is timed too. With ``ahead`` the
-    kernels are compiled side by side before the first case.
+    to. ``worst`` is how many times the baseline's error a candidate may have. With ``ahead`` the kernels are compiled side by side
+    before the first case.
     """
 
     columns: tuple[str, ...]
     cases: Sequence[Mapping[str, Any]]
-    make: Callable[..., Ready]
-    group: tuple[str, ...]
+    make: Callable[..., Case]
     modes: str = "fp16,fp32"
     seconds: float = 0.5
     quick: int = 1
     tokens: int | None = None
     mode: str | None = "mode"
-    by: str = "mode"
     series: str = "candidate"
     note: str | None = None
     ratios: Mapping[str, str] = field(default_factory=lambda: {"ratio_to_dense": "dense"})
     worst: float = 2.0
-    copy: bool = False
     ahead: bool = False
 
 
@@ -81,7 +76,6 @@ TABLES: Mapping[str, Comparison] = {
         columns=("mode", "images", "tokens", "heads"),
         cases=[dict(zip(("images", "tokens", "heads"), size, strict=True)) for size in SIZES],
         make=attention,
-        group=("images", "tokens", "heads"),
         modes="fp16,bf16",
         seconds=0.1,
         ratios={"ratio_to_pytorch": "pytorch"},
@@ -91,29 +85,24 @@ TABLES: Mapping[str, Comparison] = {
         columns=("architecture", "mode", "rows"),
         cases=grid(architecture=FAMILIES),
         make=norm_linear,
-        group=("architecture",),
         modes="all",
         quick=2,
         tokens=TOKENS,
         ratios=TO_BOTH,
-        copy=True,
     ),
     "fused_linear": Comparison(
         columns=("layer", "architecture", "linears", "mode", "rows"),
         cases=grid(layer=LAYERS),
         make=linear,
-        group=("layer",),
         modes="all",
         tokens=PATCHES,
         note="backend",
         worst=16,
-        copy=True,
     ),
     "factor_gradients": Comparison(
         columns=("layer", "mode"),
         cases=grid(layer=LAYERS),
         make=factor_gradients,
-        group=("layer",),
         modes="bf16,fp32",
         seconds=0.1,
         ratios={"ratio_to_einsum": "einsum"},
@@ -124,11 +113,9 @@ TABLES: Mapping[str, Comparison] = {
         columns=("width", "architecture", "dtype", "activation", "rows"),
         cases=grid(width=(384, 192, 768), architecture=FAMILIES, activation=("gelu", "gelu_tanh")),
         make=ffn,
-        group=("width", "architecture", "activation"),
         modes="fp16,bf16,tf32,fp32",
         tokens=TOKENS,
         mode="dtype",
-        by="dtype",
         ratios=TO_BOTH,
         worst=3,
     ),
@@ -140,14 +127,12 @@ TABLES: Mapping[str, Comparison] = {
             part=("norm and q, k, v", "attention", "output projection", "feed-forward"),
         ),
         make=few_rows,
-        group=("part", "width", "rows"),
         quick=4,
     ),
     "gated_ffn": Comparison(
         columns=("model", "width", "hidden", "mode", "rows"),
         cases=grid(model=GATED_BLOCKS),
         make=gated_ffn,
-        group=("model",),
         tokens=TOKENS,
         note="launches",
     ),
@@ -158,19 +143,16 @@ TABLES: Mapping[str, Comparison] = {
             for (architecture, width), rows, part in product(WIDE, WIDE_ROWS, ("q, k and v", "feed-forward"))
         ],
         make=wide,
-        group=("architecture", "width", "rows"),
         modes="fp16",
         seconds=0.03,
         quick=2,
         mode=None,
-        by="part",
         ahead=True,
     ),
     "fused_ablation": Comparison(
         columns=("layer", "architecture", "mode", "rows"),
         cases=grid(layer=("square", "up", "down", "monarch square")),
         make=ablation,
-        group=("layer",),
         tokens=PATCHES,
         series="change",
         note="config",
@@ -181,19 +163,19 @@ TABLES: Mapping[str, Comparison] = {
 }
 
 
-def launched_once(name: str, table: Table, mode: str, case: Mapping[str, Any]) -> None:
+def launched_once(name: str, place: Place, mode: str, case: Mapping[str, Any]) -> None:
     """Launch each candidate once, which puts its kernels into the cache folder. What fails here has its row later."""
     try:
-        ready = TABLES[name].make(table, mode, **case)
         with in_mode(mode), torch.inference_mode():
-            for run in ready.runs.values():
+            ready = TABLES[name].make(place, mode, **case)
+            for candidate, run in ready.runs.items():
                 if not isinstance(run, str):
-                    run(ready.x)
+                    run(ready.input(candidate))
     except Exception as error:
         print(f"not compiled ahead: {name}, {mode}, {case}: {error}", flush=True)
 
 
-def compile_ahead(name: str, table: Table, cases: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def compile_ahead(name: str, place: Place, cases: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Compile the kernels of the cases side by side, in processes of their own."""
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(partial(launched_once, name, table), *zip(*cases, strict=True)))
+        list(pool.map(partial(launched_once, name, place), *zip(*cases, strict=True)))

@@ -1,22 +1,22 @@
-"""What the tables of kernels compare: operations, and one case of each, ready to be checked and timed."""
+"""What the tables of kernels compare: operations, and one case of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from recipe import Run
-from tables import Table, work_of
+from recipe import NEEDS_CUDA, Run
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from flysurgery import ops
-from flysurgery.bench import TIMED_MODES, Work, in_mode
+from flysurgery.bench import TIMED_MODES, Case, in_mode
+from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.kernel import device_arch
@@ -39,23 +39,24 @@ FAMILIES: Mapping[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "m
 
 
 @dataclass(frozen=True)
-class Ready:
-    """One case, ready to be checked and timed.
+class Place:
+    """Where cases are made: a device, and how many images a case has where none of its columns says so."""
 
-    ``truth`` is the result in float64 of the first rows of x, of as many as it has. ``base`` is what it is a change of. ``columns``
-    holds what the row says of the case beside what tells it from others, ``notes`` what it says of a candidate. ``moved`` counts the bytes
-    of inputs and outputs.
-    """
+    device: torch.device
+    images: int = 128
 
-    x: Tensor
-    runs: Mapping[str, Run | str]
-    truth: Tensor
-    works: Work | Mapping[str, Work]
-    columns: Mapping[str, object] = field(default_factory=dict)
-    notes: Mapping[str, str | None] = field(default_factory=dict)
-    baseline: str = "dense"
-    base: Tensor | None = None
-    moved: int = 0
+    @property
+    def on_cuda(self) -> bool:
+        """Whether kernels can run."""
+        return self.device.type == "cuda"
+
+    def kernel(self, run: Run) -> Run | str:
+        """A candidate that launches kernels, or why it cannot."""
+        return run if self.on_cuda else NEEDS_CUDA
+
+    def compiled(self, run: Run, mode: str = "default") -> Run | str:
+        """A module or function through ``torch.compile``, or why not."""
+        return torch.compile(run, mode=mode) if self.on_cuda else "left out on a CPU"
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,40 @@ class Operation:
         """The matrices or factors of all layers."""
         return [each for operand in self.operands for each in _weights(operand)]
 
-    def ready(
-        self, x: Tensor, runs: Mapping[str, Run | str], *, checked: int | None = None, flops: int | None = None, **more: Any
-    ) -> Ready:
-        """A case of this operation, of which the first ``checked`` rows are held against float64; ``flops`` where it has no weights."""
+    def case(
+        self,
+        x: Tensor,
+        runs: Mapping[str, Run | str],
+        *,
+        checked: int | None = None,
+        flops: int | None = None,
+        copy: bool = False,
+        **more: Any,
+    ) -> Case:
+        """A case of this operation, of which the first ``checked`` rows are held against float64.
+
+        ``flops`` are given where it has no weights. With ``copy`` a copy that moves as many bytes of inputs and outputs is timed too.
+        """
         exact = replace(self, operands=pytree.tree_map_only(Tensor, Tensor.double, self.operands))
         with torch.no_grad():
             truth = exact.by(plainly)(x[:checked].double())
         moved = x.nbytes + len(x) * truth[0].numel() * x.element_size()
+        rows = range(len(truth))
         if flops is not None:
-            return Ready(x, runs, truth, Work(moved, flops), **more)
+            return Case(runs, x, truth, rows, Work(moved, flops), **more)
         own, dense = (work_of(moved, operation.weights(), len(x)) for operation in (self, self.dense))
-        return Ready(x, runs, truth, {name: dense if name.startswith("dense") else own for name in runs}, moved=moved, **more)
+        works = {name: dense if name.startswith("dense") else own for name in runs}
+        if not copy:
+            return Case(runs, x, truth, rows, works, **more)
+        block = torch.ones(moved // 2, dtype=torch.uint8, device=x.device)
+        inputs, truths = dict.fromkeys(runs, x) | {"copy": block}, dict.fromkeys(runs, truth) | {"copy": block[: len(truth)].double()}
+        return Case({**runs, "copy": torch.clone}, inputs, truths, rows, works | {"copy": Work(moved, 0)}, **more)
+
+
+def work_of(moved: int, weights: Iterable[Tensor], rows: int) -> Work:
+    """What products with these matrices or factors must spend: ``moved`` bytes of inputs and outputs, weights once."""
+    weights = list(weights)
+    return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
 
 
 def _dense(operand: Any) -> Any:
@@ -168,7 +191,7 @@ def _attended(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens
     return _attention(compute, x).transpose(1, 2).flatten(2)
 
 
-def attention(table: Table, mode: str, *, images: int, tokens: int, heads: int) -> Ready:
+def attention(place: Place, mode: str, *, images: int, tokens: int, heads: int) -> Case:
     """q, k and v as views of what one linear gives."""
     operation = Operation(_attention)
 
@@ -183,15 +206,15 @@ def attention(table: Table, mode: str, *, images: int, tokens: int, heads: int) 
         "pytorch": operation.by(plainly),
         "cudnn": by(SDPBackend.CUDNN_ATTENTION),
         "flash": by(SDPBackend.FLASH_ATTENTION),
-        "flysurgery": table.kernel(operation.by(ops.run)),
+        "flysurgery": place.kernel(operation.by(ops.run)),
     }
-    x = Drawn(table.device, TIMED_MODES[mode]).tensor(images, tokens, 3 * heads * HEAD)
-    return operation.ready(x, runs, checked=8, flops=4 * images * heads * tokens * tokens * HEAD, baseline="pytorch")
+    x = Drawn(place.device, TIMED_MODES[mode]).tensor(images, tokens, 3 * heads * HEAD)
+    return operation.case(x, runs, checked=8, flops=4 * images * heads * tokens * tokens * HEAD, baseline="pytorch")
 
 
-def norm_linear(table: Table, mode: str, *, architecture: str, rows: int) -> Ready:
+def norm_linear(place: Place, mode: str, *, architecture: str, rows: int) -> Case:
     """The norm and q, k and v of a ViT-S/16."""
-    drawn = Drawn(table.device, TIMED_MODES[mode])
+    drawn = Drawn(place.device, TIMED_MODES[mode])
     norm, group = drawn.norm(384), [drawn.linear(FAMILIES[architecture](384, 384)) for _ in range(3)]
     operation = Operation(_norm_linear, (norm, group))
 
@@ -201,28 +224,28 @@ def norm_linear(table: Table, mode: str, *, architecture: str, rows: int) -> Rea
 
     dense = operation.dense.by(plainly)
     runs = {
-        "fused": table.kernel(operation.by(ops.run)),
-        "two launches": table.kernel(two_launches),
+        "fused": place.kernel(operation.by(ops.run)),
+        "two launches": place.kernel(two_launches),
         "dense": dense,
-        "dense compiled": table.compiled(dense),
+        "dense compiled": place.compiled(dense),
     }
-    return operation.ready(drawn.tensor(rows, 384), runs)
+    return operation.case(drawn.tensor(rows, 384), runs, copy=True)
 
 
-def ffn(table: Table, mode: str, *, width: int, architecture: str, activation: str, rows: int) -> Ready:
+def ffn(place: Place, mode: str, *, width: int, architecture: str, activation: str, rows: int) -> Case:
     """A feed-forward block with its norm and residual."""
-    drawn, family = Drawn(table.device, TIMED_MODES[mode]), FAMILIES[architecture]
+    drawn, family = Drawn(place.device, TIMED_MODES[mode]), FAMILIES[architecture]
     layers = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
     operation = Operation(_ffn, (drawn.norm(width), *layers, activation))
     dense = operation.dense.by(plainly)
     runs = {
-        "fused": table.kernel(operation.by(ops.run)),
+        "fused": place.kernel(operation.by(ops.run)),
         "composed": operation.by(plainly),
         "dense": dense,
-        "dense compiled": table.compiled(dense, "max-autotune-no-cudagraphs"),
+        "dense compiled": place.compiled(dense, "max-autotune-no-cudagraphs"),
     }
     x = drawn.tensor(rows, width)
-    return operation.ready(x, runs, base=x)
+    return operation.case(x, runs, base=x)
 
 
 @dataclass(frozen=True)
@@ -244,9 +267,9 @@ GATED_BLOCKS = {
 }
 
 
-def gated_ffn(table: Table, mode: str, *, model: str, rows: int) -> Ready:
+def gated_ffn(place: Place, mode: str, *, model: str, rows: int) -> Case:
     """A gated feed-forward block with norm, residual, and what else the model has there; Monarch with four blocks."""
-    block, drawn = GATED_BLOCKS[model], Drawn(table.device, TIMED_MODES[mode])
+    block, drawn = GATED_BLOCKS[model], Drawn(place.device, TIMED_MODES[mode])
     width, hidden = block.width, block.hidden
     sizes = [hidden, hidden] if block.apart else [2 * hidden]
     up, down = Gated(tuple(drawn.linear(monarch(size, width)) for size in sizes)), drawn.linear(monarch(width, hidden))
@@ -256,22 +279,24 @@ def gated_ffn(table: Table, mode: str, *, model: str, rows: int) -> Ready:
     launches: dict[str, str | None] = {}
     x = drawn.tensor(rows, width)
     for name, operation in {"dense": converted.dense, "converted": converted}.items():
-        runs |= {name: operation.by(plainly), f"{name} fused": table.kernel(operation.by(ops.run))}
-        if table.on_cuda:
+        runs |= {name: operation.by(plainly), f"{name} fused": place.kernel(operation.by(ops.run))}
+        if place.on_cuda:
             with in_mode(mode):
                 found = ops.way(x, ops.FeedForward(*operation.operands))
                 launches[f"{name} fused"] = None if isinstance(found, str) else " | ".join(found.launches())
     checked = min(4096, rows)
-    return converted.ready(x, runs, checked=checked, base=x[:checked], columns={"width": width, "hidden": hidden}, notes=launches)
+    return converted.case(
+        x, runs, checked=checked, base=x[:checked], columns={"width": width, "hidden": hidden}, notes={"launches": launches}
+    )
 
 
-def few_rows(table: Table, mode: str, *, width: int, rows: int, part: str) -> Ready:
+def few_rows(place: Place, mode: str, *, width: int, rows: int, part: str) -> Case:
     """A part of a block in the architectures of Gonon et al., dense and converted, for a few images."""
-    drawn = Drawn(table.device, TIMED_MODES[mode])
+    drawn = Drawn(place.device, TIMED_MODES[mode])
     if part == "attention":
         operation = Operation(_attended)
         plain, x = operation.by(plainly), drawn.tensor(rows // TOKENS, TOKENS, 3 * width)
-        return operation.ready(x, {"dense": plain, "dense fused": table.kernel(operation.by(ops.run))}, flops=4 * rows * TOKENS * width)
+        return operation.case(x, {"dense": plain, "dense fused": place.kernel(operation.by(ops.run))}, flops=4 * rows * TOKENS * width)
     norm, square = drawn.norm(width), gonon(width, width)
     if part == "norm and q, k, v":
         operation = Operation(_norm_linear, (norm, [drawn.linear(square) for _ in range(3)]))
@@ -282,10 +307,10 @@ def few_rows(table: Table, mode: str, *, width: int, rows: int, part: str) -> Re
     dense = operation.dense
     runs = {
         "dense": dense.by(plainly),
-        "dense fused": table.kernel(dense.by(ops.run)),
-        "converted fused": table.kernel(operation.by(ops.run)),
+        "dense fused": place.kernel(dense.by(ops.run)),
+        "converted fused": place.kernel(operation.by(ops.run)),
     }
-    return operation.ready(drawn.tensor(rows, width), runs)
+    return operation.case(drawn.tensor(rows, width), runs)
 
 
 LAYERS: dict[str, tuple[Architecture, int]] = {
@@ -300,11 +325,11 @@ LAYERS: dict[str, tuple[Architecture, int]] = {
 """The layers of a ViT-S/16's block, and how many linears each is."""
 
 
-def linear(table: Table, mode: str, *, layer: str, rows: int) -> Ready:
+def linear(place: Place, mode: str, *, layer: str, rows: int) -> Case:
     """A ButterflyLinear (for q, k and v a SplitLinear) as it stands in a model, beside the multiplications that others prepare."""
     (architecture, linears), dtype = LAYERS[layer], TIMED_MODES[mode]
     # Weights that do not train, made outside inference mode, are packed once; others at each call, so that changes are seen.
-    parts = [ButterflyLinear(architecture, device=table.device, dtype=dtype).requires_grad_(False) for _ in range(linears)]
+    parts = [ButterflyLinear(architecture, device=place.device, dtype=dtype).requires_grad_(False) for _ in range(linears)]
     operation = Operation(linears_of_group, ([FusedFactors(tuple(part.factors), part.bias) for part in parts],))
     runs: dict[str, Run | str] = {
         "dense": operation.dense.by(plainly),
@@ -313,15 +338,17 @@ def linear(table: Table, mode: str, *, layer: str, rows: int) -> Ready:
     for name in ("bmm", "einsum"):
         bound = [BACKENDS[name].bind(tuple(part.factors), part.bias) for part in parts]
         runs[name] = lambda x, bound=bound: bound[0](x) if len(bound) == 1 else torch.cat([run(x) for run in bound], dim=-1)
-    choice = explain(Problem(architecture, rows, dtype, table.device.type, bias=True, allow_tf32=mode == "tf32")).choice
-    x = Drawn(table.device, dtype).tensor(rows, architecture.in_features)
-    return operation.ready(x, runs, columns={"architecture": architecture, "linears": linears}, notes={"layer": choice})
+    choice = explain(Problem(architecture, rows, dtype, place.device.type, bias=True, allow_tf32=mode == "tf32")).choice
+    x = Drawn(place.device, dtype).tensor(rows, architecture.in_features)
+    return operation.case(
+        x, runs, columns={"architecture": architecture, "linears": linears}, notes={"backend": {"layer": choice}}, copy=True
+    )
 
 
-def wide(table: Table, mode: str, *, part: str, architecture: str, width: int, rows: int) -> Ready:
+def wide(place: Place, mode: str, *, part: str, architecture: str, width: int, rows: int) -> Case:
     """The launches between which the operators choose; what decides stands in ``flysurgery/ops/wide.py``."""
-    reason = "no: a launch a factor needs sm_90a" if table.on_cuda and device_arch(0) != "sm_90a" else None
-    drawn, family = Drawn(table.device, TIMED_MODES[mode]), FAMILIES[architecture]
+    reason = "no: a launch a factor needs sm_90a" if place.on_cuda and device_arch(0) != "sm_90a" else None
+    drawn, family = Drawn(place.device, TIMED_MODES[mode]), FAMILIES[architecture]
     norm, x = drawn.norm(width), drawn.tensor(rows, width)
     if part == "feed-forward":
         up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
@@ -337,14 +364,14 @@ def wide(table: Table, mode: str, *, part: str, architecture: str, width: int, r
             "factor by factor": lambda x: wide_group(x, norm, group),
             "one launch": lambda x: fused_norm_linear(x, norm, group, "none"),
         }
-    runs = {name: reason or table.kernel(run) for name, run in ways.items()} | {"dense": operation.dense.by(plainly)}
-    return operation.ready(x, runs, base=x if part == "feed-forward" else None)
+    runs = {name: reason or place.kernel(run) for name, run in ways.items()} | {"dense": operation.dense.by(plainly)}
+    return operation.case(x, runs, base=x if part == "feed-forward" else None)
 
 
-def factor_gradients(table: Table, mode: str, *, layer: str) -> Ready:
+def factor_gradients(place: Place, mode: str, *, layer: str) -> Case:
     """The gradients of a layer's factors. x holds the layer's inputs and its outputs' gradient."""
-    (architecture, linears), rows = LAYERS[layer], table.rows(PATCHES)
-    drawn = Drawn(table.device, TIMED_MODES[mode])
+    (architecture, linears), rows = LAYERS[layer], place.images * PATCHES
+    drawn = Drawn(place.device, TIMED_MODES[mode])
     factors = [factor for _ in range(linears) for factor in drawn.linear(architecture).factors]
 
     def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, in_features), (rows, linears * out_features)
@@ -355,10 +382,8 @@ def factor_gradients(table: Table, mode: str, *, layer: str) -> Ready:
         (x, dy), found = parts(both), list[Tensor]()
         for left, right, own in zip(factors[::2], factors[1::2], dy.chunk(linears, dim=1), strict=True):
             left, right = left.to(x.dtype), right.to(x.dtype)
-            for factor, ahead, behind in (
-                (left, own, ks_einsum(x, right)),
-                (right, ks_einsum(own, left.transpose(1, 2)), x),
-            ):
+            pairs = (left, own, ks_einsum(x, right)), (right, ks_einsum(own, left.transpose(1, 2)), x)
+            for factor, ahead, behind in pairs:
                 a, b, c, d = factor.shape
                 found.append(torch.einsum("nipj,niqj->ipqj", ahead.unflatten(1, (a, b, d)), behind.unflatten(1, (a, c, d))))
         return torch.cat([gradient.flatten() for gradient in found])
@@ -370,4 +395,4 @@ def factor_gradients(table: Table, mode: str, *, layer: str) -> Ready:
     both = drawn.tensor(rows * (architecture.in_features + linears * architecture.out_features))
     truth = einsum(both.double())
     work = work_of(both.nbytes, [truth.to(both.dtype)], rows)
-    return Ready(both, {"cuda": table.kernel(kernel), "einsum": einsum}, truth, work, baseline="einsum")
+    return Case({"cuda": place.kernel(kernel), "einsum": einsum}, both, truth, range(len(truth)), work, "einsum")

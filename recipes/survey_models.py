@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -236,13 +236,14 @@ def main() -> None:
     if not chosen:
         raise OptionError(f"--only {only.pattern} matches no model of {arguments.library}")
     torch.set_num_threads(1)  # as in the processes to come
-    with BenchRun(torch.device("cpu"), Row, arguments.out, fresh=arguments.fresh) as kept, ThreadPoolExecutor(arguments.jobs) as pool:
+    columns = [field.name for field in fields(Row)]
+    with BenchRun(torch.device("cpu"), columns, arguments.out, fresh=arguments.fresh) as kept, ThreadPoolExecutor(arguments.jobs) as pool:
         waiting = [case for case in chosen if not kept.has({"model": case.name, "library": library})]
         jobs = [pool.submit(in_process, case, arguments.timeout, arguments.tolerance) for case in waiting]
         try:
             for done in as_completed(jobs):
                 row = replace(done.result(), library=library)
-                kept.add([row], row.model)
+                kept.add([vars(row)], row.model)
                 print(f"{row.seconds:6.1f} s  {row.model}  {row.replaced} replaced, ratio {row.error_ratio}  {row.note}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for the rest

@@ -15,15 +15,17 @@ import math
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import recipe
 import timm
 import torch
-from safetensors.torch import save_file
+from timm.optim._param_groups import param_groups_weight_decay
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from flysurgery.checkpoint import save_dense
 from flysurgery.errors import OptionError
 from flysurgery.evaluation import Accuracy, digits, evaluate, load_data
 
@@ -38,7 +40,8 @@ DROP_PATH = 0.1
 
 BASE = "vit_tiny_patch16_224"
 BASE_ARGS = {"img_size": [8, 8], "patch_size": 2, "in_chans": 1, "num_classes": 10, "embed_dim": 96, "depth": 4, "num_heads": 3}
-DATA = {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5]}
+DATA: dict[str, Any] = {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5]}
+DATA |= {"fixed_input_size": True, "interpolation": "bilinear", "crop_pct": 1.0}
 BLACK = -1.0  # a pixel of value 0, normalized
 
 # Distortions, each uniform between minus and plus the number.
@@ -64,19 +67,11 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     return functional.grid_sample(images - BLACK, grid, align_corners=False) + BLACK
 
 
-def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, with weight decay for matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE)
-
-
 def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
     """Fit ``model`` to ``data`` in place."""
     images, classes = data.tensors
     generator = torch.Generator().manual_seed(SEED)
-    optimizer = optimizer_for(model)
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model, WEIGHT_DECAY), lr=LEARNING_RATE)
     steps = epochs * math.ceil(len(images) / BATCH_SIZE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=WARM_UP)
     model.train()
@@ -121,22 +116,11 @@ flysurgery convert checkpoints/digits_vit --arch monarch --evaluate digits
 """
 
 
-def write(model: nn.Module, folder: Path, accuracy: Accuracy, epochs: int, seconds: float) -> None:
-    """Write weights, timm-shaped configuration and model card."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
-    config = {
-        "architecture": BASE,
-        "num_classes": BASE_ARGS["num_classes"],
-        "num_features": BASE_ARGS["embed_dim"],
-        "model_args": BASE_ARGS,
-        "pretrained_cfg": DATA
-        | {"fixed_input_size": True, "interpolation": "bilinear", "crop_pct": 1.0, "num_classes": BASE_ARGS["num_classes"]}
-        | {"first_conv": "patch_embed.proj", "classifier": "head", "label_names": [str(digit) for digit in range(10)]},
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # safetensors makes files that only their owner may read.
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+def write(model: Any, folder: Path, accuracy: Accuracy, epochs: int, seconds: float) -> None:
+    """Write the model as timm opens it, and its card."""
+    labels = {"label_names": [str(digit) for digit in range(10)]}
+    model.pretrained_cfg = DATA | labels | {"num_classes": 10, "first_conv": "patch_embed.proj", "classifier": "head"}
+    save_dense(model, folder, BASE, BASE_ARGS, force=True)
     facts = {"base": BASE, "args": json.dumps(BASE_ARGS), "parameters": sum(parameter.numel() for parameter in model.parameters())}
     facts |= {"samples": accuracy.samples, "top1": accuracy.top1, "top5": accuracy.top5, "seed": SEED, "epochs": epochs, "seconds": seconds}
     facts |= {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}

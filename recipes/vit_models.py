@@ -4,186 +4,137 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from typing import Any, cast
 
-import gate_cases
+import energy
 import recipe
-import tables
 import timm
 import torch
-from torch import Tensor, nn
+from gate_cases import step_case
+from torch import Tensor
 
 import flysurgery
-from flysurgery.bench import EnergyMeter, Measured, Work, in_mode, measure
-from flysurgery.bench.ceilings import work_of, work_of_step
+from flysurgery.bench import TIMED_MODES, Case, Protocol, Record, in_mode, rows_of_case
+from flysurgery.bench.ceilings import Work, work_of_step
+from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.units import converted_timm
-from flysurgery.bench.variants import VARIANTS, by_definition
+from flysurgery.bench.variants import by_definition, definitions, dense_copy
+from flysurgery.cli.bench_run import TIMES
 from flysurgery.cli.options import names
-from flysurgery.errors import OptionError
 from flysurgery.walker import example_input
 
 CHECKED = 8
 """Images whose outputs are held against float64."""
 
 DENSE = "dense"
-TWINS = {DENSE: DENSE, "dense optimized": DENSE, "converted": "converted", "optimized": "converted"}
-"""Each candidate that nothing compiles, and the model without fusion that it computes."""
+HEAD = ("model", "arch", "mode", "batch")
+OPTIMIZED_COLUMNS = (*HEAD, "candidate", "fused", "joules", "joules_to_dense", *MEASURED)
+"""``fused`` counts the groups of layers that became fused modules. Joules are those of the whole batch."""
 
-COMPILED = {"dense compiled": DENSE, "optimized compiled": "optimized"}
-"""What goes through ``torch.compile``, and the candidate that it is made of. Of an optimized model it fuses what is between groups."""
+TRAINING_COLUMNS = (*HEAD, "what", "candidate", *MEASURED)
+"""``what`` a candidate does once or several times in a row; ``error`` is that of a gradient."""
 
 METERED = (DENSE, "dense optimized", "optimized")
 """The candidates whose joules are measured."""
 
-
-@dataclass(frozen=True)
-class Case:
-    """What is compared: ``compiled`` adds those through ``torch.compile``, ``energy`` joules."""
-
-    model: str
-    arch: str
-    mode: str
-    batch: int
-    compiled: bool = True
-    energy: bool = False
-
-
-HEADLINE = (
-    Case("vit_small_patch16_224", "gonon", "fp16", 128, energy=True),
-    Case("vit_small_patch16_224", "gonon", "fp16", 1, compiled=False),
-    Case("vit_base_patch16_224", "gonon", "fp16", 128),
-)
-
-
-@dataclass(frozen=True)
-class OptimizedRow:
-    """One candidate; ``fused`` counts the groups of layers that became fused modules. Joules are those of the whole batch."""
-
-    model: str
-    arch: str
-    mode: str
-    batch: int
-    candidate: str
-    fused: int
-    joules: float | None
-    joules_to_dense: float | None
-    measured: Measured
+HEADLINE = ((recipe.VIT_S, "gonon", "fp16", 128), (recipe.VIT_S, "gonon", "fp16", 1), ("vit_base_patch16_224", "gonon", "fp16", 128))
+"""The first of them has joules; one image is not compiled."""
 
 
 def measure_optimized(options: argparse.Namespace) -> None:
     """The table of optimized models."""
-    table = tables.table_of(options)
-    cases = [
-        Case(options.model, arch, mode, batch, compiled=not options.quick)
-        for batch in table.few(options.batches or (recipe.images(options, table.device), 1))
-        for mode in table.modes
-        for arch in table.few(names(options.archs, "--archs"))
-    ]
-    by_columns = {(case.model, case.arch, case.mode, case.batch): case for case in (HEADLINE if options.headline else cases)}
-    meter = _meter(table.device) if any(case.energy for case in by_columns.values()) else None
-
-    def rows_of(**columns: Any) -> list[OptimizedRow]:
-        return _optimized(table, by_columns[tuple(columns.values())], meter)
-
-    records = table.make(OptimizedRow, [dict(zip(("model", "arch", "mode", "batch"), each, strict=True)) for each in by_columns], rows_of)
-    tables.draw(options.plot, records, group=("model", "arch", "batch"))
+    device, modes = recipe.device_and_modes(options, quick_on_cpu=True)
+    batches = recipe.few(options, options.batches or (recipe.images(options, device), 1))
+    archs = recipe.few(options, names(options.archs, "--archs"))
+    known = [(options.model, arch, mode, batch) for batch, mode, arch in product(batches, modes, archs)]
+    meter = energy.meter_or_none(device) if options.headline else None
+    jobs = []
+    for case in HEADLINE if options.headline else known:
+        head: Record = dict(zip(HEAD, case, strict=True))
+        is_compiled = not options.quick and not (options.headline and case[-1] == 1)
+        own_meter = meter if case == HEADLINE[0] else None
+        jobs.append((head, partial(optimized_rows, head, device, recipe.protocol(options, 15), own_meter, is_compiled=is_compiled)))
+    recipe.make(options, device, OPTIMIZED_COLUMNS, jobs, shown=(*HEAD, "candidate", "joules", "joules_to_dense", "launch", *TIMES))
 
 
-def _optimized(table: tables.Table, case: Case, meter: EnergyMeter | None) -> list[OptimizedRow]:
+def optimized_rows(
+    head: Record, device: torch.device, protocol: Protocol, meter: energy.EnergyMeter | None, *, is_compiled: bool
+) -> list[Record]:
     """Check, time and meter all candidates of one case."""
-    device = table.device
-    with in_mode(case.mode) as dtype:
-        dense = timm.create_model(case.model, pretrained=False)
-        plain = {DENSE: dense, "converted": converted_timm(case.model, {}, case.arch)}
-        plain = {name: model.to(device, dtype).eval().requires_grad_(False) for name, model in plain.items()}
-        # Drawn on the CPU: a graph that could not be captured leaves CUDA's generator unusable.
-        x = torch.randn(case.batch, *cast(Tensor, example_input(dense)).shape[1:]).to(device, dtype)
-        models = {name: copy.deepcopy(plain[twin]) for name, twin in TWINS.items()}
-        fused = dict.fromkeys(models, 0)
-        for name in ("dense optimized", "optimized"):
-            report = flysurgery.optimize(models[name], x)
-            fused[name] = len(report.fused)
-            print(f"{name}: {report}", flush=True)
-        runs: dict[str, recipe.Run | str] = dict(models)
-        if case.compiled:
-            runs |= {name: table.compiled(models[plain_one]) for name, plain_one in COMPILED.items()}
-        twins = {name: TWINS.get(COMPILED.get(name, name), DENSE) for name in runs}
-        with torch.inference_mode():
-            rows = range(min(CHECKED, case.batch))
-            works = {name: work_of(by_definition(model), x) for name, model in plain.items()}
-            truths = {name: by_definition(model).double()(x[list(rows)].double()) for name, model in plain.items()}
-            checks = {name: truths[twin] for name, twin in twins.items()}, {name: works[twin] for name, twin in twins.items()}
-            found = table.measure(case.mode, runs, x, *checks, worst=16, rows=rows)
-            joules = _joules(meter, {name: models[name] for name in METERED if found[name].median_ms}, x) if case.energy and meter else {}
-    dense_joules = joules.get(DENSE)
-    ratios = {name: own / dense_joules for name, own in joules.items() if own and dense_joules}
-    head = (case.model, case.arch, case.mode, case.batch)
-    return [OptimizedRow(*head, name, fused.get(name, 0), joules.get(name), ratios.get(name), each) for name, each in found.items()]
+    made = cache(partial(optimized_case, **head, device=device, is_compiled=is_compiled))
+    rows = rows_of_case(head, made, head["mode"], protocol)
+    if meter is None:
+        return rows
+    metered = [row["candidate"] for row in rows if row["candidate"] in METERED and row["median_ms"]]
+    with in_mode(head["mode"]), torch.no_grad():
+        idle, runs, x = meter.idle_watts(), cast(dict[str, recipe.Run], made().runs), made().input(DENSE)
+        joules = {name: meter.measure(runs[name], x, windows=2, idle_watts=idle).joules for name in metered}
+    dense = joules.get(DENSE)
+    ratios = {name: own / dense for name, own in joules.items() if own and dense}
+    return [row | {"joules": joules.get(row["candidate"]), "joules_to_dense": ratios.get(row["candidate"])} for row in rows]
 
 
-def _joules(meter: EnergyMeter, models: Mapping[str, nn.Module], x: Tensor) -> dict[str, float | None]:
-    idle = meter.idle_watts()
-    return {name: meter.measure(model, x, windows=2, idle_watts=idle).joules for name, model in models.items()}
-
-
-def _meter(device: torch.device) -> EnergyMeter | None:
-    try:
-        return EnergyMeter(device)
-    except OptionError as error:
-        print(f"no joules: {error}")
-        return None
+def optimized_case(model: str, arch: str, mode: str, batch: int, *, device: torch.device, is_compiled: bool) -> Case:
+    """A dense model and the same converted, each as it is and optimized; compiled ones fuse what is between groups."""
+    dense, converted = timm.create_model(model, pretrained=False), converted_timm(model, {}, arch)
+    # Drawn on the CPU: a graph that could not be captured leaves CUDA's generator unusable.
+    x = torch.randn(batch, *cast(Tensor, example_input(dense)).shape[1:]).to(device, TIMED_MODES[mode])
+    dense, converted = (each.to(device, TIMED_MODES[mode]).eval().requires_grad_(False) for each in (dense, converted))
+    models = {DENSE: dense, "dense optimized": copy.deepcopy(dense), "converted": converted, "optimized": copy.deepcopy(converted)}
+    twins = {DENSE: dense, "dense optimized": dense, "converted": converted, "optimized": converted}
+    fused = dict.fromkeys(models, 0)
+    for name in ("dense optimized", "optimized"):
+        report = flysurgery.optimize(models[name], x)
+        fused[name] = len(report.fused)
+        print(f"{name}: {report}", flush=True)
+    runs: dict[str, recipe.Run | str] = dict(models)
+    if is_compiled:
+        for name, of in (("dense compiled", DENSE), ("optimized compiled", "optimized")):
+            runs[name], twins[name] = torch.compile(models[of]) if x.is_cuda else "left out on a CPU", twins[of]
+    rows = range(min(CHECKED, batch))
+    truths, works = definitions(twins, x, rows)
+    return Case(runs, x, truths, rows, works, notes={"fused": fused})
 
 
 GRAPH = "training step, CUDA graph"
-STEPS = {"training step": 1, "10 training steps": 10}
+STEPS = {"training step": 1, "10 training steps": 10, GRAPH: 1}
 """What is timed, and how many steps it makes."""
-
-
-@dataclass(frozen=True)
-class TrainingRow:
-    """One candidate: ``what`` it does once or several times in a row; ``error`` is that of a gradient."""
-
-    model: str
-    arch: str
-    mode: str
-    batch: int
-    what: str
-    candidate: str
-    measured: Measured
 
 
 def measure_training(options: argparse.Namespace) -> None:
     """The table of a training step: forward, backward and AdamW under autocast to bfloat16."""
-    table = tables.table_of(options)
-    head = {"model": options.model, "arch": options.arch, "mode": "bf16", "batch": options.batch or recipe.images(options, table.device)}
-    cases = [head | {"what": what} for what in (*STEPS, GRAPH)]
-    records = table.make(TrainingRow, cases, partial(_training, table))
-    tables.draw(options.plot, records, group=("what",), by="arch")
+    device, _ = recipe.device_and_modes(options, quick_on_cpu=True)
+    protocol = recipe.protocol(options, 15)
+
+    def jobs() -> Iterator[recipe.Job]:
+        for what in STEPS:
+            case = {"model": options.model, "arch": options.arch, "batch": options.batch or recipe.images(options, device)}
+            head = {**case, "mode": "bf16", "what": what}
+            how = replace(protocol, launch="graph" if what == GRAPH else "eager")
+            is_compiled = what == "training step" and not options.quick
+            make = partial(training_case, **case, what=what, device=device, is_compiled=is_compiled)
+            yield head, partial(rows_of_case, head, make, "bf16", how)
+
+    recipe.make(options, device, TRAINING_COLUMNS, jobs(), shown=("arch", "mode", "batch", "what", "candidate", "launch", *TIMES))
 
 
-def _training(table: tables.Table, model: str, arch: str, mode: str, batch: int, what: str) -> list[TrainingRow]:
-    """Check and time the step of each model, called from Python or as a CUDA graph."""
-    with in_mode(mode) as dtype:
-        case = gate_cases.Case(gate_cases.STEP, mode, batch, arch, model, own=("converted",))
-        ready = gate_cases.step_runs(case, table.device, dtype)
-        runs: dict[str, recipe.Run] = {
-            name: partial(_several, run, STEPS.get(what, 1)) for name, run in {**ready.references, **ready.own}.items()
-        }
-        labels = torch.zeros(batch, dtype=torch.int64)
-        module = converted_timm(model, {}, arch)
-        one = {DENSE: VARIANTS["dense"](module), "converted": by_definition(module)}
-        works = {name: work_of_step(each, ready.x.cpu(), labels) for name, each in one.items()}
-        works = {name: Work(STEPS.get(what, 1) * work.bytes_moved, STEPS.get(what, 1) * work.flops) for name, work in works.items()}
-        protocol = replace(table.protocol, launch="graph" if what == GRAPH else "eager")
-        refused = {}
-        if what == GRAPH and not table.on_cuda:
-            runs, refused = {}, dict.fromkeys(one, tables.NEEDS_CUDA)
-        given: dict[str, Any] = {"refused": refused, "works": works, "ceilings": table.ceilings(mode), "protocol": protocol}
-        found = measure(runs, ready.x, ready.truths, **given)
-    return [TrainingRow(model, arch, mode, batch, what, name, each) for name, each in found.items()]
+@torch.enable_grad()
+def training_case(model: str, arch: str, batch: int, what: str, device: torch.device, *, is_compiled: bool) -> Case:
+    """The step of a dense model and of the converted one, called from Python, compiled, or as a CUDA graph."""
+    steps = STEPS[what]
+    ready = step_case(model, arch, batch, device, TIMED_MODES["bf16"], compile_too=is_compiled)
+    runs: dict[str, Any] = {name: partial(_several, cast(recipe.Run, run), steps) for name, run in ready.runs.items()}
+    if what == GRAPH and device.type != "cuda":
+        runs = dict.fromkeys(ready.runs, recipe.NEEDS_CUDA)
+    module, labels = converted_timm(model, {}, arch), torch.zeros(batch, dtype=torch.int64)
+    plain = {DENSE: dense_copy(module), "converted": by_definition(module)}
+    one = {name: work_of_step(each, ready.input(DENSE).cpu(), labels) for name, each in plain.items()}
+    works = {name: one[name.removesuffix(" compiled")] for name in runs}
+    return replace(ready, runs=runs, works={name: Work(steps * work.bytes_moved, steps * work.flops) for name, work in works.items()})
 
 
 def _several(run: recipe.Run, times: int, x: Tensor) -> Tensor:

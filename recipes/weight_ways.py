@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from recipe import Run
 from torch import nn
+from vit_parts import INT8_ERROR
 
 from flysurgery import surgery
-from flysurgery.bench.variants import INT8_ERROR, forget_compiled
 from flysurgery.errors import FlysurgeryError, OptionError
 from flysurgery.patterns import named
 from flysurgery.surgery import LayerPlan, Plan
@@ -114,7 +114,7 @@ class Rival:
     def runs(self, model: nn.Module, linears: Collection[str]) -> dict[str, Run]:
         """The ways to run a converted model on CUDA, of which the fastest counts."""
         self.store(model, linears)
-        forget_compiled()
+        torch.compiler.reset()
         tuned = torch.compile(model, dynamic=False, options=dict(TUNED))
         return {"not compiled": model, "torch.compile": torch.compile(model, dynamic=False), "torch.compile, tuned": tuned}
 

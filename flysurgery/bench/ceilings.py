@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flysurgery.bench.timing import TIMED_MODES, in_mode, time_interleaved
+from flysurgery.bench.timing import in_mode, time_interleaved
 from flysurgery.patterns import Pattern
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 """Sizes that fill a device: larger than any cache, and with work for every core."""
+
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -38,33 +40,27 @@ class Ceilings:
 
 
 @cache
-def measure_ceilings(mode: str, device: torch.device, *, quick: bool = False) -> Ceilings:
+def measure_ceilings(mode: str, device: torch.device) -> Ceilings:
     """Time a copy far larger than the caches, and a large matrix product in ``mode``; once for each process.
 
     Mode ``fp32`` on CUDA takes the better of a float32 product and a third of the half-precision rate: three products of halves can
     make a product with the accuracy of float32.
     """
-    rounds = 5 if quick else 10
     kind = "cuda" if device.type == "cuda" else "cpu"
-    block = torch.ones((COPY_BYTES[kind] >> (2 * quick)) // 4, device=device)
-    copy = time_interleaved({"copy": _copy}, block, rounds=rounds)["copy"]
-    bytes_moved = 2 * block.nbytes
-    del block
-    size = PRODUCT_SIZE[kind] >> quick
-    rate = _product_rate(mode, size, device, rounds)
+    block = torch.ones(COPY_BYTES[kind] // 4, device=device)
+    # A kernel is faster than the copy engine on some devices.
+    copy = time_interleaved({"copy": lambda x: x + 1}, block, rounds=ROUNDS)["copy"]
+    rate = _product_rate(mode, PRODUCT_SIZE[kind], device)
     if mode == "fp32" and kind == "cuda":
-        rate = max(rate, _product_rate("fp16", size, device, rounds) / 3)
-    return Ceilings(bytes_moved / copy.median_ms, rate)
+        rate = max(rate, _product_rate("fp16", PRODUCT_SIZE[kind], device) / 3)
+    return Ceilings(2 * block.nbytes / copy.median_ms, rate)
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x + 1  # a kernel is faster than the copy engine on some devices
-
-
-def _product_rate(mode: str, size: int, device: torch.device, rounds: int) -> float:
-    with in_mode(mode), torch.inference_mode():
-        x = torch.randn(size, size, device=device, dtype=TIMED_MODES[mode])
-        return 2 * size**3 / time_interleaved({"product": lambda a: a @ a}, x, rounds=rounds)["product"].median_ms
+def _product_rate(mode: str, size: int, device: torch.device) -> float:
+    with in_mode(mode) as dtype, torch.inference_mode():
+        # Drawn on the CPU: a graph that could not be captured leaves CUDA's generator unusable.
+        x = torch.randn(size, size).to(device, dtype)
+        return 2 * size**3 / time_interleaved({"product": lambda a: a @ a}, x, rounds=ROUNDS)["product"].median_ms
 
 
 def work_of(module: nn.Module, x: Tensor) -> Work:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.timing import Run, Timing, time_interleaved
-
-Row = TypeVar("Row")
+from flysurgery.bench.ceilings import Work, measure_ceilings
+from flysurgery.bench.rows import Record
+from flysurgery.bench.timing import Run, Timing, in_mode, time_interleaved
+from flysurgery.errors import first_line
 
 WORST_ERROR = 16.0
 """A result is wrong, and gets no time, where its rms error exceeds that of the baseline by more than this factor."""
@@ -25,6 +25,50 @@ NOISE = {"cuda": 0.03, "cpu": 0.10}
 
 AGAIN = " again"
 """Ends the name of the baseline's twin, which is the baseline timed a second time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One computation, ready to be checked and timed.
+
+    Args:
+        runs: the candidates by name. A text in the place of one says why it cannot run here.
+        x: the input, one for all or one for each candidate.
+        truths: results in float64 of the checked rows, one for all or one for each candidate.
+        rows: which rows (first dimension) the truths hold; all where it is None.
+        works: what the computation must spend, one for all or one for each candidate.
+        baseline: the candidate that ratios refer to. It is timed twice.
+        worst: how many times the baseline's error a candidate may have.
+        allowed: rms errors that candidates may have on their own account, such as that of quantization.
+        base: what the results are a change of, for the checked rows. Errors are then relative to that change.
+        columns: what all rows say of the case.
+        notes: further columns, by name, and their values by candidate.
+    """
+
+    runs: Mapping[str, Run | str]
+    x: Tensor | Mapping[str, Tensor]
+    truths: Tensor | Mapping[str, Tensor]
+    rows: Sequence[int] | None = None
+    works: Work | Mapping[str, Work] | None = None
+    baseline: str = "dense"
+    worst: float = WORST_ERROR
+    allowed: Mapping[str, float] = field(default_factory=dict)
+    base: Tensor | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def input(self, name: str) -> Tensor:
+        """Give the input of a candidate."""
+        return _own(self.x, name)
+
+    def work(self, name: str) -> Work | None:
+        """Give what a candidate must spend."""
+        return self.works.get(name) if isinstance(self.works, Mapping) else self.works
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the inputs."""
+        return (self.x if isinstance(self.x, Tensor) else next(iter(self.x.values()))).device
 
 
 @dataclass(frozen=True)
@@ -50,6 +94,9 @@ class Measured:
     share_of_bound: float | None = None
 
 
+MEASURED = tuple(field.name for field in fields(Measured))
+
+
 @dataclass(frozen=True)
 class Protocol:
     """How a measurement is taken: samples, seconds for each candidate, launch, seed."""
@@ -59,13 +106,9 @@ class Protocol:
     seconds: float | None = 0.5
     seed: int = 0
 
-
-DEFAULT_PROTOCOL = Protocol()
-
-
-def launch_on(device: torch.device, protocol: Protocol) -> str:
-    """Say how calls are launched: there are no graphs without CUDA."""
-    return protocol.launch if device.type == "cuda" else "eager"
+    def on(self, device: torch.device) -> Protocol:
+        """The same where calls are launched on a device: there are no graphs without CUDA."""
+        return self if device.type == "cuda" else replace(self, launch="eager")
 
 
 def relative_error(got: Tensor, truth: Tensor, base: Tensor | None = None) -> float:
@@ -85,87 +128,66 @@ def checked_rows(rows: int, count: int) -> list[int]:
     return list(range(rows)) if rows <= 2 * count else [*range(count), *range(rows - count, rows)]
 
 
-def measure(
-    candidates: Mapping[str, Run],
-    x: Tensor | Mapping[str, Tensor],
-    truths: Tensor | Mapping[str, Tensor] | None,
-    *,
-    baseline: str = "dense",
-    worst: float = WORST_ERROR,
-    base: Tensor | None = None,
-    rows: Sequence[int] | None = None,
-    refused: Mapping[str, str] | None = None,
-    allowed: Mapping[str, float] | None = None,
-    works: Mapping[str, Work] | Work | None = None,
-    ceilings: Ceilings | None = None,
-    protocol: Protocol = DEFAULT_PROTOCOL,
-) -> dict[str, Measured]:
+def rows_of_case(head: Mapping[str, Any], make: Callable[[], Case], mode: str, protocol: Protocol) -> list[Record]:
+    """Make a case and measure it in one mode, without gradients, and give a row for each candidate: ``head``, its columns, its numbers."""
+    torch.manual_seed(protocol.seed)
+    with in_mode(mode), torch.no_grad():
+        case = make()
+        found = measure(case, protocol, mode)
+    rows = []
+    for name, measured in found.items():
+        notes = {column: values.get(name) for column, values in case.notes.items()}
+        rows.append({**head, **case.columns, "candidate": name, **notes, **asdict(measured)})
+    return rows
+
+
+def measure(case: Case, protocol: Protocol, mode: str | None = None) -> dict[str, Measured]:
     """Hold each candidate against the truth, time the right ones in one shuffled run, and say what is wrong with the others.
 
-    Args:
-        x: the input, one for all or one for each candidate by its name.
-        truths: results in float64 for the checked rows, one for all or one for each candidate; None if all are known to be right.
-        baseline: the candidate that ratios refer to. Its twin, named with ``AGAIN``, is timed with the others.
-        worst: how many times the baseline's error a candidate may have.
-        base: what the results are a change of, for the checked rows. Errors are then relative to that change.
-        rows: which rows (first dimension) the truths hold; all where it is None.
-        refused: candidates that cannot run, and why; they get a row.
-        allowed: rms errors that a candidate may have on its own account, such as that of quantization.
-        works: what the computation must spend, one for all or one for each candidate.
+    The baseline's twin stands behind it, named with ``AGAIN``. There are bounds where ``mode`` is named and the case has works.
     """
-    device = (x if isinstance(x, Tensor) else next(iter(x.values()))).device
-    protocol = replace(protocol, launch=launch_on(device, protocol))
-    errors: dict[str, float] = {}
-    statuses = dict.fromkeys(candidates, "ok")
-    if truths is not None:
-        errors, statuses = check(candidates, x, truths, rows=rows, baseline=baseline, base=base, worst=worst, allowed=allowed)
-    right = {name: run for name, run in candidates.items() if statuses[name] == "ok"}
-    if baseline in right:
-        right[baseline + AGAIN] = right[baseline]
-    inputs = {name: _own(x, name.removesuffix(AGAIN)) for name in right}
+    protocol = protocol.on(case.device)
+    ceilings = None if mode is None or case.works is None else measure_ceilings(mode, case.device)
+    errors, statuses = check(case)
+    right = {name: run for name, run in case.runs.items() if not isinstance(run, str) and statuses[name] == "ok"}
+    inputs = {name: case.input(name) for name in right}
+    if case.baseline in right:
+        right[case.baseline + AGAIN], inputs[case.baseline + AGAIN] = right[case.baseline], inputs[case.baseline]
     timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
-    noise = noise_of(timings, baseline)
-    right_status = status_of(noise, device.type, baseline)
-    found = {name: Measured(protocol.launch, reason) for name, reason in (refused or {}).items()}
-    for name in dict.fromkeys((*candidates, *right)):
-        plain = name.removesuffix(AGAIN)
-        work = works.get(plain) if isinstance(works, Mapping) else works
+    noise = noise_of(timings, case.baseline)
+    right_status = status_of(noise, case.device.type, case.baseline)
+    found: dict[str, Measured] = {}
+    for plain, run in case.runs.items():
+        work = None if isinstance(run, str) else case.work(plain)
         bound = None if work is None or ceilings is None else ceilings.bound_ms(work)
         spent: dict[str, Any] = {} if work is None else {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
-        if name not in timings:
-            found[name] = Measured(protocol.launch, statuses[name], errors.get(plain), noise, **spent)
-            continue
-        timing = timings[name]
-        ratio = timing.median_ms / timings[baseline].median_ms if baseline in timings else None
-        share = None if bound is None else bound / timing.median_ms
-        times = timing.median_ms, timing.iqr_ms, ratio
-        found[name] = Measured(timing.launch, right_status, errors.get(plain), noise, *times, **spent, share_of_bound=share)
+        for name in (plain, plain + AGAIN):
+            if name in timings:
+                timing = timings[name]
+                ratio = timing.median_ms / timings[case.baseline].median_ms if case.baseline in timings else None
+                share = None if bound is None else bound / timing.median_ms
+                times = timing.median_ms, timing.iqr_ms, ratio
+                found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **spent, share_of_bound=share)
+            elif name == plain:
+                found[name] = Measured(protocol.launch, statuses[name], errors.get(name), noise, **spent)
     return found
 
 
-def check(
-    candidates: Mapping[str, Run],
-    x: Tensor | Mapping[str, Tensor],
-    truths: Tensor | Mapping[str, Tensor],
-    *,
-    rows: Sequence[int] | None,
-    baseline: str,
-    base: Tensor | None = None,
-    worst: float = WORST_ERROR,
-    allowed: Mapping[str, float] | None = None,
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Give each candidate's relative rms error, and "ok" or what is wrong with it; the arguments are those of ``measure``."""
+def check(case: Case) -> tuple[dict[str, float], dict[str, str]]:
+    """Give the relative rms error of each candidate that runs, and of each "ok", or why it does not run, or what is wrong with it."""
     errors: dict[str, float] = {}
-    statuses = dict.fromkeys(candidates, "ok")
-    for name, run in candidates.items():
-        try:
-            got = run(_own(x, name))
-            errors[name] = relative_error(got if rows is None else got[list(rows)], _own(truths, name), base)
-            del got
-        except Exception as error:  # the failure of one candidate, of whatever library, is its row and does not end the others
-            statuses[name] = f"failed: {one_line(error)}"
+    statuses: dict[str, str] = {}
+    for name, run in case.runs.items():
+        statuses[name] = run if isinstance(run, str) else "ok"
+        if not isinstance(run, str):
+            try:
+                got = run(case.input(name))
+                errors[name] = relative_error(got if case.rows is None else got[list(case.rows)], _own(case.truths, name), case.base)
+                del got
+            except Exception as error:  # the failure of one candidate, of whatever library, is its row and does not end the others
+                statuses[name] = f"failed: {one_line(error)}"
     for name, error in errors.items():
-        most = max((allowed or {}).get(name, 0.0), min(MOST_ERROR, worst * errors.get(baseline, float("inf"))))
+        most = max(case.allowed.get(name, 0.0), min(MOST_ERROR, case.worst * errors.get(case.baseline, float("inf"))))
         if not error <= most:
             statuses[name] = f"wrong: relative error {error:.2g}"
     return errors, statuses
@@ -173,18 +195,6 @@ def check(
 
 def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:
     return each if isinstance(each, Tensor) else each[name]
-
-
-def rows_of(
-    kind: Callable[..., Row], head: Mapping[str, Any], found: Mapping[str, Measured], order: Iterable[str], **columns: Mapping[str, Any]
-) -> list[Row]:
-    """Make a row of the class ``kind`` for each measured candidate in ``order``, and for its twin.
-
-    ``head`` holds the columns that all rows share, ``columns`` further ones by candidate, None where a candidate is missing.
-    """
-    names = [name for each in order for name in (each, each + AGAIN) if name in found]
-    own = {name: {column: values.get(name) for column, values in columns.items()} for name in names}
-    return [kind(**head, **own[name], candidate=name, measured=found[name]) for name in names]
 
 
 def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | None:
@@ -203,7 +213,7 @@ def status_of(noise: float | None, device_type: str, baseline: str = "dense", me
 
 def one_line(error: BaseException) -> str:
     """Give the first line of an error's message, short enough for a table."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench.ceilings import measure_ceilings
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line, rows_of
+from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, one_line, rows_of_case
 from flysurgery.bench.rows import Record
-from flysurgery.bench.timing import in_mode
+from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.units import reset
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules
 from flysurgery.errors import OptionError, PatternError
@@ -31,33 +31,16 @@ CHECKED_ROWS = 256
 NBLOCKS = (2, 4, 8, 16)
 """The numbers of Monarch blocks that are searched."""
 
-LatencyRow = dict[str, str | float]
+ROW = ("model", "batch", "mode", "device_type", "layer", "role", "layers", "calls", "rows", "out_features", "in_features", "architecture")
+MODEL_COLUMNS = (*ROW, "candidate", "backend", "planned", *MEASURED)
+"""A row is of one candidate for one kind of layer, or for the model; ``layers`` is how many layers it stands for.
 
+``candidate`` is ``dense``, an architecture that every part of the layer gets, or ``converted``: the ``architecture`` that the plan
+gives, of the whole model all of them. Times are of one call; a layer is called ``calls`` times in a forward.
+"""
 
-@dataclass(frozen=True)
-class ModelRow:
-    """One candidate for one layer of a model, or for the model. ``layers`` is how many layers the row stands for.
-
-    ``candidate`` is ``dense``, an architecture that every part of the layer gets, or ``converted``: the ``architecture`` that the plan
-    gives, of the whole model all of them. Times are of one call; a layer is called ``calls`` times in a forward.
-    """
-
-    model: str
-    batch: int
-    mode: str
-    device_type: str
-    layer: str
-    role: str
-    layers: int
-    calls: int
-    rows: int
-    out_features: int
-    in_features: int
-    architecture: str
-    candidate: str
-    backend: str | None
-    planned: bool
-    measured: Measured
+Job = tuple[Record, Callable[[], list[Record]]]
+"""What tells a group of rows from others, and what measures them."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +65,17 @@ class ModelSettings:
     """
 
     name: str
+    device: torch.device
     batch: int = 1
     mode: str = "fp32"
     search: bool = True
     optimized: bool = False
-    quick: bool = False
     protocol: Protocol = field(default_factory=Protocol)
 
-    def head(self, device: torch.device) -> dict[str, Any]:
-        """Give the columns that all rows of a run share."""
-        return {"model": self.name, "batch": self.batch, "mode": self.mode, "device_type": device.type}
+    @property
+    def head(self) -> Record:
+        """The columns that all rows of a run share."""
+        return {"model": self.name, "batch": self.batch, "mode": self.mode, "device_type": self.device.type}
 
 
 def groups_of(plan: Plan) -> list[Group]:
@@ -125,121 +109,81 @@ def architectures_for(layer: LayerPlan) -> tuple[Architecture, ...]:
     return tuple(dict.fromkeys(each for each in found if each.num_parameters < out_features * in_features))
 
 
-def layer_head(settings: ModelSettings, device: torch.device, group: Group) -> dict[str, Any]:
-    """Give what identifies the rows of one kind of layer."""
+def layer_head(settings: ModelSettings, group: Group) -> Record:
+    """Give what tells the rows of one kind of layer from others."""
     layer = group.layer
-    return {
-        **settings.head(device),
-        "layer": group.name,
-        "role": layer.role,
-        "layers": len(group.fqns),
-        "calls": layer.calls,
-        "rows": settings.batch * group.rows,
-        "out_features": layer.out_features,
-        "in_features": layer.in_features,
-        "architecture": layer.architecture or "",
-    }
+    counts = {"layer": group.name, "role": layer.role, "layers": len(group.fqns), "calls": layer.calls}
+    sizes = {"rows": settings.batch * group.rows, "out_features": layer.out_features, "in_features": layer.in_features}
+    return settings.head | counts | sizes | {"architecture": layer.architecture or ""}
 
 
-def whole_head(settings: ModelSettings, device: torch.device, plan: Plan) -> dict[str, Any]:
-    """Give what identifies the rows of the whole model."""
-    return {
-        **settings.head(device),
-        "layer": WHOLE,
-        "role": "",
-        "layers": len(plan.replaced),
-        "calls": 1,
-        "rows": settings.batch,
-        "out_features": 0,
-        "in_features": 0,
-        "architecture": " + ".join(dict.fromkeys(layer.architecture or "" for layer in plan.replaced)),
-    }
+def whole_head(settings: ModelSettings, plan: Plan) -> Record:
+    """Give what tells the rows of the whole model from others."""
+    architectures = dict.fromkeys(layer.architecture or "" for layer in plan.replaced)
+    counts = {"layer": WHOLE, "role": "", "layers": len(plan.replaced), "calls": 1}
+    sizes = {"rows": settings.batch, "out_features": 0, "in_features": 0}
+    return settings.head | counts | sizes | {"architecture": " + ".join(architectures)}
 
 
-def bench_model_layers(
-    plan: Plan,
-    settings: ModelSettings,
-    device: torch.device,
-    *,
-    done: Callable[[Mapping[str, object]], bool] = lambda key: False,
-) -> Iterator[list[ModelRow]]:
-    """Measure each kind of layer that the plan replaces: dense, as planned, and further architectures. Random weights.
+def layer_jobs(plan: Plan, settings: ModelSettings) -> Iterator[Job]:
+    """List the kinds of layers that the plan replaces: dense, as planned, and further architectures. Random weights.
 
-    A kind of layer is left out where ``done`` knows all its candidates. After a quick run, which has none of the further ones, all are
-    timed in one run.
+    A kind of layer is told by its last candidate: after a quick run, which has none of the further ones, all are timed in one run.
     """
+    launch = {"launch": settings.protocol.on(settings.device).launch}
     for group in groups_of(plan):
-        head, searched = layer_head(settings, device, group), architectures_for(group.layer) if settings.search else ()
-        if not all(done(head | {"candidate": name}) for name in (DENSE, *searched)):
-            yield _layer_rows(head, group.layer, searched, settings, device)
+        head, searched = layer_head(settings, group), architectures_for(group.layer) if settings.search else ()
+        make = partial(layer_case, group.layer, head["rows"], searched, settings)
+        last = str(searched[-1]) if searched else DENSE
+        yield head | launch | {"candidate": last}, partial(rows_of_case, head, make, settings.mode, settings.protocol)
 
 
-def _layer_rows(
-    head: dict[str, Any],
-    layer: LayerPlan,
-    searched: Sequence[Architecture],
-    settings: ModelSettings,
-    device: torch.device,
-) -> list[ModelRow]:
-    with in_mode(settings.mode) as dtype:
-        torch.manual_seed(settings.protocol.seed)
-        layers = {PLANNED: _converted(layer, [part.architecture for part in layer.parts])}
-        layers |= {str(architecture): _converted(layer, [architecture] * len(layer.parts)) for architecture in searched}
-        layers = {name: module.to(device, dtype).requires_grad_(False).eval() for name, module in layers.items()}
-        modules: dict[str, nn.Module] = {DENSE: dense_linear(layers[PLANNED]), **layers}
-        x = torch.randn(head["rows"], layer.in_features, device=device, dtype=dtype)
-        found = _measured(modules, x, CHECKED_ROWS, settings)
-    backends = {name: chosen_backends(module, x, allow_tf32=settings.mode == "tf32", rows=len(x)) for name, module in modules.items()}
-    return _rows(head, found, backends)
+def layer_case(layer: LayerPlan, rows: int, searched: Sequence[Architecture], settings: ModelSettings) -> Case:
+    """Make one layer ready: dense, as planned, and in further architectures."""
+    device, dtype = settings.device, TIMED_MODES[settings.mode]
+    layers = {PLANNED: _converted(layer, [part.architecture for part in layer.parts])}
+    layers |= {str(architecture): _converted(layer, [architecture] * len(layer.parts)) for architecture in searched}
+    layers = {name: module.to(device, dtype).requires_grad_(False).eval() for name, module in layers.items()}
+    x = torch.randn(rows, layer.in_features, device=device, dtype=dtype)
+    modules: dict[str, nn.Module] = {DENSE: dense_linear(layers[PLANNED]), **layers}
+    allow_tf32 = settings.mode == "tf32"
+    backends = {name: chosen_backends(module, x, allow_tf32=allow_tf32, rows=rows) for name, module in modules.items()}
+    return _case(modules, x, CHECKED_ROWS, backend=backends)
 
 
-def bench_whole_model(
-    plan: Plan, build: Callable[[], nn.Module], settings: ModelSettings, device: torch.device, stay_dense: Mapping[str, str]
-) -> list[ModelRow]:
-    """Measure one forward of the model: dense, converted by ``plan``, and converted except for the layers ``stay_dense`` (with reasons).
+def whole_case(plan: Plan, build: Callable[[], nn.Module], settings: ModelSettings, stay_dense: Mapping[str, str]) -> Case:
+    """Make the model ready: dense, converted by ``plan``, and converted except for the layers ``stay_dense`` (with reasons).
 
-    The last is left out where all layers stay dense. With ``settings.optimized`` each is also measured as ``optimize`` makes it.
+    The last is left out where all layers stay dense. With ``settings.optimized`` each is also there as ``optimize`` makes it.
     ``build`` makes the dense model, with any weights; ``plan`` must say what a forward takes (``plan.example``).
+
+    Raises:
+        OptionError: a forward takes something else than one tensor.
     """
-    with in_mode(settings.mode) as dtype:
-        torch.manual_seed(settings.protocol.seed)
-        models: dict[str, nn.Module] = {DENSE: build().eval()}
-        models[PLANNED] = _installed(plan, models[DENSE])
-        if stay_dense:
-            partly = plan.keeping({fqn: Reason("slower", text) for fqn, text in stay_dense.items()})
-            if partly.replaced:
-                models[WHERE_FASTER] = _installed(partly, models[DENSE])
-        models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
-        refused: dict[str, str] = {}
-        x = _example(plan, settings, device, dtype)
-        for name in list(models) if settings.optimized else ():
-            try:
-                models[name + OPTIMIZED] = fused_modules(models[name], x)
-            except Exception as error:  # the other rows stand without it
-                refused[name + OPTIMIZED] = f"failed: {one_line(error)}"
-        found = _measured(models, x, 2, settings, refused)
-    return _rows(whole_head(settings, device, plan), found, {})
+    device, dtype = settings.device, TIMED_MODES[settings.mode]
+    x = _example(plan, settings)
+    models: dict[str, nn.Module] = {DENSE: build().eval()}
+    models[PLANNED] = _installed(plan, models[DENSE])
+    if stay_dense:
+        partly = plan.keeping({fqn: Reason("slower", text) for fqn, text in stay_dense.items()})
+        if partly.replaced:
+            models[WHERE_FASTER] = _installed(partly, models[DENSE])
+    models = {name: model.to(device, dtype).requires_grad_(False) for name, model in models.items()}
+    runs: dict[str, nn.Module | str] = dict(models)
+    for name, model in models.items() if settings.optimized else ():
+        try:
+            runs[name + OPTIMIZED] = fused_modules(model, x)
+        except Exception as error:  # the other rows stand without it
+            runs[name + OPTIMIZED] = f"failed: {one_line(error)}"
+    return _case(runs, x, 2)
 
 
-def _measured(
-    modules: Mapping[str, nn.Module],
-    x: Tensor,
-    count: int,
-    settings: ModelSettings,
-    refused: Mapping[str, str] | None = None,
-) -> dict[str, Measured]:
-    """Time the modules, each held against its own definition, or that of the module that was optimized, on ``count`` rows at either end."""
-    checked = checked_rows(len(x), count)
-    with torch.inference_mode():
-        ceilings = measure_ceilings(settings.mode, x.device, quick=settings.quick)
-        truths, works = definitions({name: modules[name.removesuffix(OPTIMIZED)] for name in modules}, x, checked)
-        return measure(modules, x, truths, rows=checked, refused=refused, works=works, ceilings=ceilings, protocol=settings.protocol)
-
-
-def _rows(head: Mapping[str, Any], found: Mapping[str, Measured], backends: Mapping[str, str | None]) -> list[ModelRow]:
-    """Make the rows: dense first, then what the plan gives, then the others as they come."""
-    order = [name for name in dict.fromkeys((DENSE, PLANNED, *found)) if not name.endswith(AGAIN)]
-    return rows_of(ModelRow, head, found, order, backend=backends, planned={name: name == PLANNED for name in found})
+def _case(runs: Mapping[str, nn.Module | str], x: Tensor, count: int, **notes: Mapping[str, Any]) -> Case:
+    """Hold each module against its own definition, or that of the module that was optimized, on ``count`` rows at either end."""
+    rows = checked_rows(len(x), count)
+    plain = {name: runs[name.removesuffix(OPTIMIZED)] for name in runs}
+    truths, works = definitions({name: module for name, module in plain.items() if isinstance(module, nn.Module)}, x, rows)
+    return Case(runs, x, truths, rows, works, notes={**notes, "planned": {name: name == PLANNED for name in runs}})
 
 
 def _converted(layer: LayerPlan, architectures: list[Architecture | None]) -> ButterflyLinear | SplitLinear:
@@ -254,11 +198,11 @@ def _converted(layer: LayerPlan, architectures: list[Architecture | None]) -> Bu
     return SplitLinear({part.name or str(index): module for index, (part, module) in enumerate(zip(layer.parts, parts, strict=True))})
 
 
-def _example(plan: Plan, settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _example(plan: Plan, settings: ModelSettings) -> Tensor:
     first = plan.example[0] if plan.example is not None and len(plan.example) == 1 else None
     if not isinstance(first, ExampleInput):
         raise OptionError("bench model times models that take one tensor; time this one's layers with bench multiply")
-    return torch.randn(settings.batch, *first.shape[1:], device=device, dtype=dtype)
+    return torch.randn(settings.batch, *first.shape[1:], device=settings.device, dtype=TIMED_MODES[settings.mode])
 
 
 def _installed(plan: Plan, dense: nn.Module) -> nn.Module:
@@ -287,9 +231,9 @@ def slower_layers(records: Sequence[Record], groups: Sequence[Group]) -> dict[st
     return found
 
 
-def latency_table(records: Sequence[Record], groups: Sequence[Group]) -> list[LatencyRow]:
+def latency_table(records: Sequence[Record], groups: Sequence[Group]) -> list[Record]:
     """Make the table that ``convert --latency`` reads: milliseconds of each layer and architecture in one forward, all calls and parts."""
-    rows: list[LatencyRow] = []
+    rows: list[Record] = []
     for group in groups:
         planned = _own_architecture(group)
         times: dict[str, float] = {}

@@ -7,44 +7,20 @@ import io
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
 import torch
 
 from flysurgery.bench.stamp import Stamp, take_stamp
 from flysurgery.errors import OptionError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 Record = dict[str, Any]
 
+STAMP = tuple(field.name for field in fields(Stamp))
 SETTING = ("device", "driver", "threads", "torch", "flysurgery", "commit")
 """The columns of a stamp in which kept rows must agree with this run: neither the date nor the clocks."""
-
-
-def flat(row: DataclassInstance) -> Record:
-    """Give the fields of a row by name. The fields of a dataclass in one of its fields take that field's place."""
-    record: Record = {}
-    for field in fields(row):
-        value = getattr(row, field.name)
-        if is_dataclass(value) and not isinstance(value, type):
-            record |= flat(value)
-        else:
-            record[field.name] = value
-    return record
-
-
-def columns_of(kind: type[DataclassInstance]) -> list[str]:
-    """Give the names that ``flat`` gives to the rows of a class, in their order."""
-    hints = get_type_hints(kind)
-    found: list[str] = []
-    for field in fields(kind):
-        inner = hints[field.name]
-        found += columns_of(inner) if isinstance(inner, type) and is_dataclass(inner) else [field.name]
-    return found
 
 
 def cell(value: object) -> str:
@@ -54,16 +30,10 @@ def cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def records_of(rows: Iterable[DataclassInstance], stamp: Stamp) -> list[Record]:
-    """Give the rows with their stamp, as a CSV file shows them."""
-    return [{key: cell(value) for key, value in (flat(row) | flat(stamp)).items()} for row in rows]
-
-
-def typed(records: Sequence[Record]) -> dict[str, Any]:
+def typed(records: Sequence[Record]) -> Record:
     """Give records as one JSON document: the stamp of the last row once, numbers as numbers, None for an empty cell."""
-    names = columns_of(Stamp)
-    stamp = {name: records[-1][name] or None for name in names} if records else {}
-    return {"stamp": stamp, "rows": [{key: _value(text) for key, text in record.items() if key not in names} for record in records]}
+    stamp = {name: records[-1][name] or None for name in STAMP} if records else {}
+    return {"stamp": stamp, "rows": [{key: _value(text) for key, text in record.items() if key not in STAMP} for record in records]}
 
 
 def _value(text: str) -> object:
@@ -149,7 +119,7 @@ def check_apart(files: Mapping[str, Path | None]) -> None:
 
 
 class Sheet:
-    """Rows of the class ``kind`` as texts, and in a CSV file where one is named, which is complete after each addition.
+    """Rows with the given columns and a stamp, as texts, and in a CSV file where one is named, which is complete after each addition.
 
     Rows of an earlier run are kept where their device, driver, threads and all versions are those of this run. Changed sources all count
     as one commit, ``uncommitted``: after a further change to them start anew. ``fresh`` keeps no rows.
@@ -158,12 +128,12 @@ class Sheet:
         OptionError: the file cannot be written, or holds something else than such rows; with ``fresh``, no measurements at all.
     """
 
-    def __init__(self, path: Path | None, device: torch.device, kind: type[DataclassInstance], *, fresh: bool = False) -> None:
+    def __init__(self, path: Path | None, device: torch.device, columns: Iterable[str], *, fresh: bool = False) -> None:
         self.path = path
         self.device = device
+        self.columns = tuple(columns)
         self.records: list[Record] = []
         self.dropped = 0
-        self._columns = [*columns_of(kind), *columns_of(Stamp)]
         self._found: dict[tuple[str, ...], set[tuple[str | None, ...]]] = {}
         if path is not None:
             check_file(path, "--out")
@@ -176,7 +146,7 @@ class Sheet:
         except (ValueError, csv.Error):
             columns, found = ["no text"], []
         measurements = set(SETTING) <= set(columns)
-        if columns and not (measurements if fresh else columns == self._columns):
+        if columns and not (measurements if fresh else columns == [*self.columns, *STAMP]):
             what = "a table of other measurements, or of another version" if measurements else "no table of measurements"
             names = ", ".join((*columns[:8], *(["..."] if len(columns) > 8 else ())))
             raise OptionError(f"{path} is {what}, with the columns {names}; name another file with --out")
@@ -199,14 +169,14 @@ class Sheet:
             self._found[names] = {tuple(record.get(name) for name in names) for record in self.records}
         return tuple(cell(value) for value in key.values()) in self._found[names]
 
-    def add(self, rows: Sequence[DataclassInstance]) -> list[Record]:
-        """Add rows with a stamp of now, write the file, and give the rows as texts."""
-        if not rows:
-            return []
-        new = records_of(rows, take_stamp(self.device))
-        self.records += new
-        self._found.clear()
-        self._text += as_csv(new, header=not self._text)
-        if self.path is not None:
-            _replace_text(self.path, self._text)
+    def add(self, rows: Iterable[Mapping[str, object]]) -> list[Record]:
+        """Add rows with a stamp of now, write the file, and give the rows as texts. A column that a row lacks is an empty cell."""
+        stamp = asdict(take_stamp(self.device))
+        new = [{name: cell((row | stamp).get(name)) for name in (*self.columns, *STAMP)} for row in map(dict, rows)]
+        if new:
+            self.records += new
+            self._found.clear()
+            self._text += as_csv(new, header=not self._text)
+            if self.path is not None:
+                _replace_text(self.path, self._text)
         return new

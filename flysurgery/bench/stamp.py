@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +18,7 @@ import flysurgery
 class Stamp:
     """What a row needs besides its numbers so that it can be compared or repeated.
 
-    ``driver`` and ``clocks_mhz`` (multiprocessors/memory, at the time of the stamp) are None on the CPU.
+    ``driver`` and ``clocks_mhz`` (multiprocessors/memory, at the time of the stamp) are None where nvidia-smi does not tell them.
     """
 
     date: str
@@ -36,42 +34,23 @@ class Stamp:
 def take_stamp(device: torch.device) -> Stamp:
     """Describe this machine, the software on it and the state of the sources now."""
     cuda = device.type == "cuda"
+    driver, *clocks = _asked_of_gpu(device) if cuda else [""]
     return Stamp(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         device=torch.cuda.get_device_name(device) if cuda else _cpu_name(),
-        driver=_driver() if cuda else None,
+        driver=driver or None,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         flysurgery=flysurgery.__version__,
         commit=_commit(),
-        clocks_mhz=clocks_mhz(device),
+        clocks_mhz="/".join(clocks) or None,
     )
 
 
-def nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
-    """Give NVML and its handle of a CUDA device; None without ``nvidia-ml-py``, without a driver, or where NVML does not see the device."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-    except Exception:  # NVML makes its error classes at run time
-        return None
-
-
-def clocks_mhz(device: torch.device) -> str | None:
-    """Give the present clocks of multiprocessors and memory as ``"1980/3201"``; None away from CUDA or where they cannot be read."""
-    if device.type != "cuda":
-        return None
-    found = nvml_handle(device)
-    if found is None:
-        clocks = _nvidia_smi("clocks.sm,clocks.mem", device.index or 0)
-        return clocks and clocks.replace(", ", "/")
-    nvml, handle = found
-    try:
-        return f"{nvml.nvmlDeviceGetClockInfo(handle, 1)}/{nvml.nvmlDeviceGetClockInfo(handle, 2)}"
-    except Exception:  # a virtual device may not tell
-        return None
+def _asked_of_gpu(device: torch.device) -> list[str]:
+    query = "--query-gpu=driver_version,clocks.sm,clocks.mem"
+    line = _first_line("nvidia-smi", query, "--format=csv,noheader,nounits", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return line.split(", ") if line else [""]
 
 
 def _cpu_name() -> str:
@@ -81,11 +60,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-@cache
-def _driver() -> str | None:
-    return _nvidia_smi("driver_version")
 
 
 @cache
@@ -100,10 +74,6 @@ def _commit() -> str:
     if _first_line(*git, "status", "--porcelain", "--", ".") is not None:
         return "uncommitted"
     return _first_line(*git, "rev-parse", "--short=12", "HEAD") or "uncommitted"
-
-
-def _nvidia_smi(query: str, index: int = 0) -> str | None:
-    return _first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={index}")
 
 
 def _first_line(*command: str) -> str | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated
 
 import torch
 import typer
 
-from flysurgery import bench as measuring
 from flysurgery import surgery
+from flysurgery.bench import model as models
+from flysurgery.bench import modes_of, rows_of_case
+from flysurgery.bench import multiply as multiplying
+from flysurgery.bench.plots import draw_ratios
+from flysurgery.bench.rows import check_apart, check_file, typed, write_records
+from flysurgery.bench.units import model_name
 from flysurgery.cli import bench_run as own
 from flysurgery.cli import options
 from flysurgery.cli.bench_run import TIMES, BenchRun
@@ -25,18 +29,13 @@ QUICK_ROWS, ROWS = 788, 3152
 """Four and sixteen images at 197 tokens."""
 
 Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Rows of x, that is tokens of all images; by default 3152.")]
-PART_HELP = "Only these parts: linear*, qkv*, FFN, attention, block, model; separated by commas."
-PROTOCOL_HELP = "today (timm's model), paper (separate q, k, v, plain attention), or both."
-LAUNCHES_HELP = "Out of graph, eager, compile and max-autotune; separated by commas."
-LAYER_BATCH_HELP = "Images a forward; by default 128, on a CPU with --quick one."
 MODE_HELP = "One precision: fp32, tf32 (CUDA), fp16 or bf16."
 OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
 TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
 
-MULTIPLY_COLUMNS = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
-LAYER_COLUMNS = ("protocol", "unit", "mode", "launch", "compiled", "candidate", "backend", *TIMES)
-MODEL_COLUMNS = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
-PROJECTION_COLUMNS = ("arch", "layer", "out_features", "in_features", "density", "matrix", "seconds", "relative_error", "status")
+MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
+MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
+PROJECTION_SHOWN = ("arch", "layer", "out_features", "in_features", "density", "matrix", "seconds", "relative_error", "status")
 
 
 @app.callback(invoke_without_command=True)
@@ -65,66 +64,17 @@ def multiply(
 ) -> None:
     """Time every backend on the layers of a transformer block."""
     target = own.prepare(device, threads)
-    modes = measuring.modes_of(mode, target)
+    modes = modes_of(mode, target)
     protocol = own.protocol_of(launch, rounds, seed, quick=quick, seconds=(0.2, 1.0))
     count = rows or (QUICK_ROWS if quick else ROWS)
-    with BenchRun(target, measuring.MultiplyRow, out, fresh=fresh, plot=plot) as run:
+    families = [each.value for each in arch or (own.Family.gonon, own.Family.monarch)]
+    with BenchRun(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh, plot=plot) as run:
         for name in modes:
-            for family in [each.value for each in arch or (own.Family.gonon, own.Family.monarch)]:
-                for group in measuring.bench_multiply(
-                    family, width=width, rows=count, mode=name, device=target, protocol=protocol, quick=quick, done=run.has
-                ):
-                    run.add(group, f"{family} {group[0].layer} {name}")
+            for family in families:
+                run.fill(multiplying.multiply_jobs(family, width, count, name, target, protocol))
     if plot is not None:
-        title = f"{run.records[0]['device']}, {count} rows"
-        measuring.draw_ratios(run.records, plot, group=("arch", "layer", "mode"), title=title)
-    run.print(MULTIPLY_COLUMNS, as_json=as_json)
-
-
-@app.command("layer")
-def layer(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A ViT of timm.")] = "vit_small_patch16_224",
-    model_args: options.ModelArgs = None,
-    arch: options.Arch = "gonon",
-    part: Annotated[str | None, typer.Option("--part", help=PART_HELP)] = None,
-    protocol: Annotated[str, typer.Option("--protocol", help=PROTOCOL_HELP)] = "today",
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help=LAYER_BATCH_HELP)] = None,
-    mode: own.Modes = "fp32",
-    launch: Annotated[str, typer.Option("--launch", help=LAUNCHES_HELP, metavar="NAMES")] = "graph,eager",
-    device: options.Device = None,
-    threads: own.Threads = None,
-    rounds: own.Rounds = None,
-    seed: options.Seed = 0,
-    quick: own.Quick = False,
-    out: own.Out = None,
-    fresh: own.Fresh = False,
-    plot: own.Plot = None,
-    as_json: options.Json = False,
-) -> None:
-    """Time the parts of a ViT with random weights: linears, FFN, attention, block, model."""
-    target = own.prepare(device, threads)
-    batch = batch or (1 if quick and target.type == "cpu" else 128)
-    settings = measuring.LayerSettings(
-        model=model,
-        model_args=options.model_arguments(model_args),
-        arch=arch,
-        protocols=measuring.PROTOCOLS if protocol == "both" else (protocol,),
-        modes=measuring.modes_of(mode, target),
-        launches=options.names(launch, "--launch"),
-        names=None if part is None else options.names(part, "--part"),
-        batch=batch,
-        rounds=rounds or (7 if quick else 30),
-        seconds=0.1 if quick else 0.5,
-        seed=seed,
-        quick=quick,
-    )
-    with BenchRun(target, measuring.LayerRow, out, fresh=fresh, plot=plot) as run:
-        for group in measuring.bench_layers(settings, target, done=run.has):
-            run.add(group, f"{group[0].protocol} {group[0].unit} {group[0].mode}")
-    if plot is not None:
-        title = f"{model}, batch {batch}, {arch}"
-        measuring.draw_ratios(run.records, plot, group=("protocol", "unit", "mode", "launch"), title=title)
-    run.print(LAYER_COLUMNS, as_json=as_json)
+        draw_ratios(run.records, plot, group=("arch", "layer", "mode"), title=f"{run.records[0]['device']}, {count} rows")
+    run.print(MULTIPLY_SHOWN, as_json=as_json)
 
 
 @app.command("model")
@@ -155,7 +105,7 @@ def model(
 ) -> None:
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
     target = own.prepare(device, threads)
-    precision, *others = measuring.modes_of(mode, target)
+    precision, *others = modes_of(mode, target)
     if others:
         raise OptionError(f"bench model takes one mode at a time, got {mode}")
     source = find_dense(model, base=base, model_args=model_args)
@@ -172,34 +122,33 @@ def model(
         base_args=skeleton.base_args,
     )
     protocol = own.protocol_of(launch, rounds, seed, quick=quick, seconds=(0.1, 0.5))
-    name = measuring.model_name(source.name, options.model_arguments(model_args))
-    settings = measuring.ModelSettings(name, batch, precision, search=not quick, optimized=optimized, quick=quick, protocol=protocol)
-    groups = measuring.groups_of(plan)
-    launched = {"launch": measuring.launch_on(target, protocol)}
-    whole = measuring.whole_head(settings, target, plan) | launched
-    measuring.check_apart({"--out": out, "--plot": plot, "--table": table})
+    name = model_name(source.name, options.model_arguments(model_args))
+    settings = models.ModelSettings(name, target, batch, precision, search=not quick, optimized=optimized, protocol=protocol)
+    groups = models.groups_of(plan)
+    launched = {"launch": protocol.on(target).launch}
+    whole = models.whole_head(settings, plan)
+    check_apart({"--out": out, "--plot": plot, "--table": table})
     if table is not None:
-        measuring.check_file(table, "--table")
-    with BenchRun(target, measuring.ModelRow, out, fresh=fresh, plot=plot) as run:
-        for group in measuring.bench_model_layers(plan, settings, target, done=lambda key: run.has({**key, **launched})):
-            run.add(group, group[0].layer)
-        found = [row for group in groups for row in run.rows(measuring.layer_head(settings, target, group) | launched)]
+        check_file(table, "--table")
+    with BenchRun(target, models.MODEL_COLUMNS, out, fresh=fresh, plot=plot) as run:
+        run.fill(models.layer_jobs(plan, settings))
+        found = [row for group in groups for row in run.rows(models.layer_head(settings, group) | launched)]
         rows = list({(row["layer"], row["candidate"]): row for row in found}.values())  # the last where quick ones came before
-        if not run.has(whole | {"candidate": "converted, optimized" if optimized else "converted"}):
-            build = partial(source.build, pretrained=False, seed=seed, device=target)
-            slower = measuring.slower_layers(rows, groups)
-            run.add(measuring.bench_whole_model(plan, build, settings, target, slower), measuring.WHOLE)
-        rows += run.rows(whole)
+        build = partial(source.build, pretrained=False, seed=seed, device=target)
+        make = partial(models.whole_case, plan, build, settings, models.slower_layers(rows, groups))
+        last = "converted, optimized" if optimized else "converted"
+        run.fill([(whole | launched | {"candidate": last}, partial(rows_of_case, whole, make, precision, protocol))])
+        rows += run.rows(whole | launched)
     if table is not None:
-        measuring.write_records(table, measuring.latency_table(rows, groups))
+        write_records(table, models.latency_table(rows, groups))
     if plot is not None:
         drawn = [each for each in rows if not each["candidate"].startswith("(")]  # the searched ones would fill the picture
-        measuring.draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
-    answer = measuring.sentence(rows, groups)
+        draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
+    answer = models.sentence(rows, groups)
     if as_json:
-        print_json({"answer": answer, "stay_dense": list(measuring.slower_layers(rows, groups)), **measuring.typed(rows)})
+        print_json({"answer": answer, "stay_dense": list(models.slower_layers(rows, groups)), **typed(rows)})
         return
-    own.print_records(rows, MODEL_COLUMNS)
+    own.print_records(rows, MODEL_SHOWN)
     typer.echo(answer)
 
 
@@ -212,26 +161,11 @@ def projection(
     quick: own.Quick = False,
     out: own.Out = None,
     fresh: own.Fresh = False,
-    plot: own.Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Time the projection of the layers of a transformer block onto each family of architectures."""
     own.prepare("cpu", threads)
-    with BenchRun(torch.device("cpu"), measuring.ProjectionRow, out, fresh=fresh, plot=plot) as run:
-        for family in [each.value for each in arch or own.Family]:
-            for group in measuring.bench_projection(family, width=width, runs=1 if quick else 3, seed=seed, done=run.has):
-                run.add(group, f"{family} {group[0].layer}")
-    if plot is not None:
-        _draw_projection(run.records, plot)
-    run.print(PROJECTION_COLUMNS, as_json=as_json)
-
-
-def _draw_projection(records: list[measuring.Record], plot: Path) -> None:
-    """A line for each family and kind of matrix; layers of one size, as up and down, are one point, their mean."""
-    times: dict[str, dict[int, list[float]]] = {}
-    for each in records:
-        if each["seconds"]:
-            weights = int(each["out_features"]) * int(each["in_features"])
-            times.setdefault(f"{each['arch']}, {each['matrix']}", {}).setdefault(weights, []).append(float(each["seconds"]))
-    series = {name: [(weights, fmean(seconds)) for weights, seconds in points.items()] for name, points in times.items()}
-    measuring.draw_lines(series, plot, across="weights of the dense matrix", up="seconds", level=None)
+    with BenchRun(torch.device("cpu"), multiplying.PROJECTION_COLUMNS, out, fresh=fresh) as run:
+        for family in arch or own.Family:
+            run.fill(multiplying.projection_jobs(family.value, width, 1 if quick else 3, seed))
+    run.print(PROJECTION_SHOWN, as_json=as_json)

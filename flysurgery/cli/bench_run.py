@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
-from flysurgery.bench import Protocol, Record, Sheet, check_apart, check_plot, typed
+from flysurgery.bench import Protocol, Record, Sheet, check_plot
+from flysurgery.bench.rows import check_apart, typed
 from flysurgery.cli import options
 from flysurgery.cli.tables import print_json, print_table, progress
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 class Family(str, Enum):
@@ -62,7 +60,7 @@ def protocol_of(launch: str, rounds: int | None, seed: int, *, quick: bool, seco
 
 
 class BenchRun:
-    """Rows of the class ``kind``, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
+    """Rows with the given columns, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
 
     Raises:
         OptionError: ``--plot`` cannot be drawn, or ``--out`` cannot be written or names a file that holds something else, or both name
@@ -70,11 +68,11 @@ class BenchRun:
     """
 
     def __init__(
-        self, device: torch.device, kind: type[DataclassInstance], out: Path | None, *, fresh: bool = False, plot: Path | None = None
+        self, device: torch.device, columns: Iterable[str], out: Path | None, *, fresh: bool = False, plot: Path | None = None
     ) -> None:
         check_apart({"--out": out, "--plot": plot})
         check_plot(plot)
-        self._sheet = Sheet(out, device, kind, fresh=fresh)
+        self._sheet = Sheet(out, device, columns, fresh=fresh)
         if self._sheet.dropped:
             typer.echo(f"{out}: {self._sheet.dropped} rows of another device or version are measured anew", err=True)
         if self._sheet.records:
@@ -103,7 +101,13 @@ class BenchRun:
         """The rows with these values."""
         return self._sheet.rows(key)
 
-    def add(self, rows: Sequence[DataclassInstance], what: str) -> list[Record]:
+    def fill(self, jobs: Iterable[tuple[Mapping[str, object], Callable[[], Iterable[Mapping[str, object]]]]]) -> None:
+        """Make and keep the rows of each job that has none yet; a job is what tells its rows from others, and what makes them."""
+        for key, make in jobs:
+            if not self.has(key):
+                self.add(make(), ", ".join(map(str, key.values())))
+
+    def add(self, rows: Iterable[Mapping[str, object]], what: str) -> list[Record]:
         """Keep rows; ``what`` names them to whoever watches."""
         self._groups += 1
         if self._step is not None:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from flysurgery import plan as make_plan
-from flysurgery.bench import (
+from flysurgery.bench import Protocol, rows_of_case
+from flysurgery.bench.model import (
     ModelSettings,
-    Protocol,
-    bench_model_layers,
-    bench_whole_model,
+    architectures_for,
     groups_of,
     latency_table,
+    layer_jobs,
     sentence,
     slower_layers,
+    whole_case,
 )
-from flysurgery.bench.model import architectures_for
 from flysurgery.checkpoint import build_base
 from flysurgery.surgery import Plan
 
 MODEL, SIZES = "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
-CPU = torch.device("cpu")
 LOW_RANK = "(1,48,8,1),(1,8,192,1)"
-SETTINGS = ModelSettings("tiny", batch=2, quick=True, protocol=Protocol(rounds=2, seconds=0.01))
+PROTOCOL = Protocol(rounds=2, seconds=0.01)
+SETTINGS = ModelSettings("tiny", torch.device("cpu"), batch=2, protocol=PROTOCOL)
 QKV, FC1, FC2 = "blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2"
 
 
@@ -38,31 +38,28 @@ def plan() -> Plan:
 def test_layers_that_are_alike_are_timed_once_and_stand_for_all(plan: Plan) -> None:
     groups = groups_of(plan)
     assert {(group.name, len(group.fqns), group.rows) for group in groups} == {(QKV, 2, 17), (FC1, 2, 17), (FC2, 2, 17)}
-    rows = next(bench_model_layers(plan, SETTINGS, CPU))
-    assert {row.rows for row in rows} == {34}
-    timed = {row.candidate: row.measured for row in rows}
+    timed = {row["candidate"]: row for row in next(iter(layer_jobs(plan, SETTINGS)))[1]()}
+    assert {row["rows"] for row in timed.values()} == {34}
     assert list(timed)[:3] == ["dense", "dense again", "converted"]
     searched = {str(architecture) for architecture in architectures_for(groups[0].layer)}
     assert searched < timed.keys() and "(1,24,6,2),(2,6,24,1)" in searched
-    assert all(each.error is not None and each.error < 1e-6 and each.median_ms is not None for each in timed.values())
+    assert all(row["error"] < 1e-6 and row["median_ms"] is not None for row in timed.values())
 
 
 def test_whole_models_are_timed_with_and_without_the_slow_layers_and_optimized(plan: Plan) -> None:
-    settings = replace(SETTINGS, optimized=True)
-    rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), settings, CPU, {"blocks.0.mlp.fc1": "slower"})
-    by_name = {row.candidate: row.measured for row in rows}
-    flops = {name: each.flops for name, each in by_name.items() if each.flops is not None}
+    def rows(stay_dense: dict[str, str], **settings: Any) -> dict[str, dict[str, Any]]:
+        make = lambda: whole_case(plan, lambda: build_base(MODEL, SIZES), replace(SETTINGS, **settings), stay_dense)  # noqa: E731
+        return {row["candidate"]: row for row in rows_of_case({"layer": "(model)"}, make, "fp32", PROTOCOL)}
+
+    by_name = rows({"blocks.0.mlp.fc1": "slower"}, optimized=True)
+    flops = {name: row["flops"] for name, row in by_name.items()}
     assert flops["converted"] < flops["converted where faster"] < flops["dense"]
     for name in ("dense", "converted", "converted where faster"):
-        assert by_name[name].median_ms and by_name[f"{name}, optimized"].median_ms
+        assert by_name[name]["median_ms"] and by_name[f"{name}, optimized"]["median_ms"]
         assert flops[f"{name}, optimized"] == flops[name]
-    words = sentence([asdict(row) | asdict(row.measured) for row in rows], groups_of(plan))
-    assert "optimized without conversion" in words
-
-
-def test_where_all_layers_stay_dense_dense_is_not_timed_once_more(plan: Plan) -> None:
-    rows = bench_whole_model(plan, lambda: build_base(MODEL, SIZES), SETTINGS, CPU, {layer.fqn: "slower" for layer in plan.replaced})
-    assert {row.candidate for row in rows} == {"dense", "dense again", "converted"}
+    assert "optimized without conversion" in sentence(list(by_name.values()), groups_of(plan))
+    all_slower = rows({layer.fqn: "slower" for layer in plan.replaced})
+    assert all_slower.keys() == {"dense", "dense again", "converted"}, "dense is not timed once more"
 
 
 def record(layer: str, candidate: str, ms: float, ratio: float, status: str = "ok") -> dict[str, Any]:

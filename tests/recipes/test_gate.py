@@ -114,47 +114,48 @@ def test_both_checkouts_take_turns_and_their_rows_are_kept(run_gate: RunGate, tm
 def test_every_kind_of_case_is_right_and_timed() -> None:
     import gate_cases as cases
 
-    for case in cases.QUICK:
+    for entry in cases.QUICK:
         torch.manual_seed(0)
-        with in_mode(case.mode) as dtype:
-            rows = cases.turn(case, cases.made(case, torch.device("cpu"), dtype))
-        assert [(row.case, row.candidate, row.status, row.launch) for row in rows] == [(case.name, own, "ok", "eager") for own in case.own]
+        with in_mode(entry.mode) as dtype:
+            rows = cases.turn(entry, entry.case(torch.device("cpu"), dtype))
+        said = [(row["case"], row["candidate"], row["status"], row["launch"]) for row in rows]
+        assert said == [(entry.name, own, "ok", "eager") for own in entry.own]
         for row in rows:
-            assert 0 < row.error <= row.most_error < 0.05 and row.ratio == row.ms / row.reference_ms and row.tolerance == 0.1
+            assert (
+                0 < row["error"] <= row["most_error"] < 0.05 and row["ratio"] == row["ms"] / row["reference_ms"] and row["tolerance"] == 0.1
+            )
     for table in (cases.GPU, cases.CPU, cases.QUICK):
-        assert len({case.name for case in table}) == len(table)
+        assert len({entry.name for entry in table}) == len(table)
 
 
 def test_a_wrong_result_and_a_failure_are_rows() -> None:
     import gate
     import gate_cases as cases
 
-    case = next(case for case in cases.QUICK if case.part == cases.FACTOR)
-    runs = cases.made(case, torch.device("cpu"), torch.float32)
-    right = runs.own["layer"]
-
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such kernel")
 
+    entry = next(entry for entry in cases.QUICK if entry.part == cases.FACTOR)
+    case = entry.case(torch.device("cpu"), torch.float32)
+    right: Any = case.runs["layer"]
     own = {"layer": lambda x: 1.1 * right(x), "rounded": lambda x: right(x.bfloat16().float()), "other": broken}
-    wrong, rounded, failed = cases.turn(case, replace(runs, own=own))
-    assert (wrong.status, wrong.ms, failed.status) == ("wrong: relative error 0.1", None, "failed: no such kernel")
-    text = {name: str(value) for name, value in vars(rounded).items()}
-    assert rounded.status == "ok" and gate.verdict(None, text).startswith("wrong: its error is 0.00")
-    (alone,) = cases.turn(case, replace(runs, references={"einsum": broken}))
-    assert alone.status == "not compared with PyTorch: failed: no such kernel"
+    wrong, rounded, failed = cases.turn(replace(entry, own=tuple(own)), replace(case, runs={**case.runs, **own}))
+    assert (wrong["status"], wrong["ms"], failed["status"]) == ("wrong: relative error 0.1", None, "failed: no such kernel")
+    text = {name: str(value) for name, value in rounded.items()}
+    assert rounded["status"] == "ok" and gate.verdict(None, text).startswith("wrong: its error is 0.00")
+    (alone,) = cases.turn(entry, replace(case, runs={"layer": right, "einsum": broken}))
+    assert alone["status"] == "not compared with PyTorch: failed: no such kernel"
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype is not supported")
 def test_a_step_without_rounding_gives_the_exact_gradient_each_time() -> None:
     import gate_cases as cases
 
-    case = next(case for case in cases.QUICK if case.part == cases.STEP)
     torch.manual_seed(0)
-    runs = cases.made(case, torch.device("cpu"), torch.float32)
-    for name, run in {**runs.own, **runs.references}.items():
+    case = cases.step_case("test_vit", "monarch", 2, torch.device("cpu"), torch.float32)
+    for name, run in case.runs.items():
         for _ in range(2):
-            assert relative_error(run(runs.x), runs.truths[name]) < 1e-5
+            assert relative_error(run(case.x), case.truths[name]) < 1e-5  # pyright: ignore
 
 
 def test_bad_input_is_one_sentence(run_gate: RunGate, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

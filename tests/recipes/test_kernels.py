@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flysurgery.bench import Measured, Protocol, Work
-from flysurgery.bench.rows import columns_of, read_table
+from flysurgery.bench.rows import read_table
 from tests.recipes.conftest import RECIPES, RunRecipe
 
 TIMED: dict[str, set[str]] = {
@@ -35,65 +33,41 @@ def cases() -> Any:
     return kernel_cases
 
 
-def table_of(device: str, modes: tuple[str, ...], **options: Any) -> Any:
-    import tables
-
-    return tables.Table(argparse.Namespace(**options), torch.device(device), modes, Protocol())
-
-
-def test_a_time_stands_beside_its_work_and_bound() -> None:
-    import tables
-
-    dense, failed = Measured("graph", "ok", 1e-3, 0.01, 2.0, 0.1, 1.0, 100, 30, 0.3, 0.15), Measured("graph", "needs CUDA")
-    times, ratio, none, judged = tables.cells(Measured("graph", "ok", 1e-3, 0.01, 0.5, 0.1, 0.25, 100, 5, 0.1, 0.2), dense, failed)
-    assert times == tables.Times("graph", 1e-3, 500.0, 100.0) and ratio == 0.25 and none is None
-    assert judged == tables.Judged(100, 5, 100.0, 0.2, 0.01, "ok")
-    times, ratio, judged = tables.cells(failed, dense)
-    assert times == tables.Times("graph", None, None, None) and ratio is None and judged.status == "needs CUDA"
-    weights = (torch.zeros(4, 3, dtype=torch.float16), torch.zeros(2, 4, dtype=torch.float16))
-    assert tables.work_of(1000, weights, rows=10) == Work(1000 + 2 * 20, 2 * 10 * 20), "weights are read once"
-
-
 @pytest.mark.parametrize("name", TIMED)
-def test_the_committed_rows_are_of_the_cases_that_are_measured_now(cases: Any, tmp_path: Path, name: str) -> None:
+def test_the_committed_rows_are_of_the_cases_that_are_measured_now(cases: Any, name: str) -> None:
     import kernel_tables
-    import tables
 
     comparison = cases.TABLES[name]
     rows = [row for row in read_table(RECIPES / "results" / "kernels_h200.csv")[1] if row["table"] == name]
-    assert {*comparison.columns, comparison.series, *comparison.ratios} <= {name for row in rows for name, text in row.items() if text}
-    assert set(comparison.columns) <= set(columns_of(kernel_tables.row_of(comparison)))
+    filled = {name for row in rows for name, text in row.items() if text}
+    assert {*comparison.columns, comparison.series, *comparison.ratios} <= filled & {*kernel_tables.columns_of(comparison)}
     modes = tuple(dict.fromkeys(row[comparison.mode] for row in rows)) if comparison.mode else ("fp16",)
-    found = kernel_tables.cases_of(comparison, table_of("cuda", modes, quick=False))
+    found = kernel_tables.cases_of(comparison, modes, 128)
     keys = {tuple(str(value) for value in case.values()) for case in found}
     assert keys >= {tuple(row[column] for column in found[0]) for row in rows}
-    (ratio, *_) = comparison.ratios
-    few = [row for row in rows if row[comparison.by] == rows[0][comparison.by]][:6]
-    tables.draw(tmp_path / "picture.png", few, group=comparison.group, ratio=ratio, series=comparison.series, by=comparison.by)
-    assert len([*tmp_path.glob("picture.*.png")]) == 1
 
 
 @pytest.mark.parametrize("name", TIMED)
 def test_every_case_can_be_made(cases: Any, name: str) -> None:
     """On a CPU and few rows: each candidate that runs there gives what the truth says, and each has its work."""
-    comparison, table = cases.TABLES[name], table_of("cpu", ("fp32",), quick=True, rows=16)
+    comparison, place = cases.TABLES[name], cases.Place(torch.device("cpu"), 1)
     small = {"rows": cases.TOKENS if name == "few_rows" else 16, "images": 2}
     known = {key for case in comparison.cases for key in case} | ({"rows"} if comparison.tokens else set())
     sizes = {key: value for key, value in small.items() if key in known}
-    for case in {tuple((dict(case) | sizes).items()): None for case in comparison.cases}:
-        ready = comparison.make(table, "fp32", **dict(case))
-        assert {*ready.columns, *dict(case), *filter(None, [comparison.mode])} == set(comparison.columns)
-        assert {ready.baseline} <= ready.runs.keys()
-        for candidate, run in ready.runs.items():
-            work = ready.works[candidate] if isinstance(ready.works, dict) else ready.works
-            assert work.bytes_moved > ready.x.nbytes and work.flops > 0
-            if not isinstance(run, str) and candidate != "cudnn":
-                torch.testing.assert_close(run(ready.x)[: len(ready.truth)].double(), ready.truth, rtol=1e-3, atol=1e-3)
+    for columns in {tuple((dict(case) | sizes).items()): None for case in comparison.cases}:
+        case = comparison.make(place, "fp32", **dict(columns))
+        assert {*case.columns, *dict(columns), *filter(None, [comparison.mode])} == set(comparison.columns)
+        assert case.baseline in case.runs
+        for candidate, run in case.runs.items():
+            assert case.work(candidate).bytes_moved > 0
+            if not isinstance(run, str) and candidate not in ("cudnn", "copy"):
+                truth = case.truths[candidate] if isinstance(case.truths, dict) else case.truths
+                torch.testing.assert_close(run(case.input(candidate))[: len(truth)].double(), truth, rtol=1e-3, atol=1e-3)
 
 
 def test_cases_are_compiled_ahead_in_processes_of_their_own(cases: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    table = table_of("cpu", ("fp32",), quick=True, rows=16)
-    cases.compile_ahead("factor_gradients", table, [("fp32", cases.TABLES["factor_gradients"].cases[0]), ("fp32", {"layer": "none"})])
+    known = "fp32", cases.TABLES["factor_gradients"].cases[0]
+    cases.compile_ahead("factor_gradients", cases.Place(torch.device("cpu"), 1), [known, ("fp32", {"layer": "none"})])
     (failed,) = capfd.readouterr().out.splitlines()
     assert failed.startswith("not compiled ahead: factor_gradients, fp32, {'layer': 'none'}: ")
 
@@ -113,7 +87,7 @@ def test_quick_runs_on_a_cpu_and_goes_on(
         assert not row["median_us"] or (float(row["error"]) < 1e-5 and row["noise"] and float(row["flops"]) >= 0)
     said = capsys.readouterr().out
     assert all(row[key] in said and row["status"][:10] in said for row in rows)
-    monkeypatch.setattr("tables.measure", None)
+    monkeypatch.setattr("flysurgery.bench.measuring.measure", None)
     assert run_recipe(f"kernel_tables.py {name}") == rows, "nothing is measured again"
 
 
@@ -130,23 +104,23 @@ def test_one_of_the_cases_is_chosen_by_its_columns(run_recipe: RunRecipe) -> Non
 
 
 def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import tables
+    import kernel_tables
 
-    right, copies = tables.Table.copy, []
+    right, calls = kernel_tables.rows_of_case, []
 
-    def interrupted(table: tables.Table, mode: str, bytes_moved: int) -> Measured:
-        copies.append(bytes_moved)
-        if len(copies) == 2:
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        return right(table, mode, bytes_moved)
+        return right(*arguments)
 
-    monkeypatch.setattr(tables.Table, "copy", interrupted)
+    monkeypatch.setattr("flysurgery.bench.rows_of_case", interrupted)
     with pytest.raises(SystemExit, match="130"):
         run_recipe("kernel_tables.py norm_linear")
     kept = read_table(tmp_path / "rows.csv")[1]
     assert {row["architecture"] for row in kept} == {"gonon"}
     rows = run_recipe("kernel_tables.py norm_linear")
-    assert rows[: len(kept)] == kept and len(copies) == 3
+    assert rows[: len(kept)] == kept and len(calls) == 3
     assert [row["architecture"] for row in rows] == ["gonon"] * len(kept) + ["monarch"] * len(kept)
 
 

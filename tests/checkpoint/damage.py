@@ -1,12 +1,7 @@
-"""Load damaged and forged folders by the thousand, and count what comes of it.
-
-    python recipes/fuzz_loader.py --cases 1000000 --out faults    # --quick: 500 cases; --seed; --minutes
+"""Damaged and forged folders, as many as one likes, and what comes of loading one.
 
 Each case changes one to three things in a small valid folder: arguments, plan, configuration, header, tensors, bytes; hashes mostly
-match. Every eighth is opened by timm. What is loaded must be what the files say, or the folder is refused in one sentence, within a
-second, and the process grows by at most 200 MB. Anything else is a fault: its files are kept under ``--out``, and the exit status is 1.
-
-Needs a CPU, hours for a million cases.
+match. What is loaded must be what the files say, or the folder is refused in one sentence, within ``MAX_SECONDS``.
 """
 
 from __future__ import annotations
@@ -15,21 +10,14 @@ import copy
 import hashlib
 import inspect
 import json
-import math
 import random
-import resource
-import shutil
-import sys
-import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import recipe
 import timm
 import torch
 from torch import nn
@@ -41,12 +29,8 @@ from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES
 from flysurgery.errors import CheckpointError
 from flysurgery.surgery import install, plan, plan_of
 
-QUICK_CASES = 500
-TIMM_EVERY = 8
-MAX_BYTES = 200 << 20
-FINE = ("equal", "refused")
-MAX_SECONDS = 1.0
-"""The most computing that loading a damaged folder may take."""
+MAX_SECONDS = 3.0
+"""The most computing that loading a damaged folder may take, on a slow machine."""
 
 MAX_MESSAGE = 400
 
@@ -344,56 +328,3 @@ def _edit(value: Any, draw: random.Random) -> str:
 
 CHANGES = (*(set_argument,) * 6, *(edit_json,) * 8, *(edit_tensor,) * 3, add_to_config, edit_alias, edit_data, edit_bytes)
 """All kinds of changes, some more often than others."""
-
-
-def run(cases: int, minutes: float | None, seed: int, out: Path) -> tuple[Counter[str], float, int]:
-    """The number of cases of each outcome, the slowest's seconds, and by how many bytes the process's peak grew."""
-    counts: Counter[str] = Counter()
-    slowest, end = 0.0, math.inf if minutes is None else time.perf_counter() + 60 * minutes
-    with tempfile.TemporaryDirectory() as home:
-        valid = valid_folders(Path(home))
-        folder = Path(home) / "case"
-        folder.mkdir()
-        for each in valid:  # so that what is loaded once, modules above all, counts for nobody
-            for by_timm in (False, True):
-                outcome_of(folder, Case(each.files), by_timm=by_timm)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for number in range(cases):
-            if time.perf_counter() > end:
-                break
-            draw = random.Random(f"{seed} {number}")
-            case = damaged(draw.choice(valid), draw)
-            outcome = outcome_of(folder, case, by_timm=number % TIMM_EVERY == 0)
-            counts[outcome.kind] += 1
-            slowest = max(slowest, outcome.seconds)
-            if outcome.kind not in FINE:
-                _keep(folder, case, outcome, out / f"{seed}-{number}")
-        return counts, slowest, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-
-
-def _keep(folder: Path, case: Case, outcome: Outcome, kept: Path) -> None:
-    shutil.copytree(folder, kept, dirs_exist_ok=True)
-    changes = "\n".join(case.changes)
-    (kept / "fault.txt").write_text(f"{outcome.kind}, {outcome.seconds:.2f} s\n{changes}\n\n{outcome.text}\n", encoding="utf-8")
-    print(f"{kept}: {outcome.kind}; {'; '.join(case.changes)}", flush=True)
-
-
-def main() -> None:
-    """Load, count, and keep the faults."""
-    parser = recipe.parser_of(__doc__)
-    parser.add_argument("--cases", type=recipe.count, default=10_000, help="how many folders (10,000)")
-    parser.add_argument("--minutes", type=recipe.duration, help="stop after so many")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("faults"), help="where the files of faults are kept (faults)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_CASES} cases")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    counts, slowest, grown = run(QUICK_CASES if options.quick else options.cases, options.minutes, options.seed, options.out)
-    print(", ".join(f"{number:,} {kind}" for kind, number in sorted(counts.items())), end="; ")
-    print(f"slowest {slowest:.2f} s, memory grew by {grown / 1e6:.0f} MB")
-    if set(counts) - set(FINE) or grown > MAX_BYTES:
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    recipe.main(main)

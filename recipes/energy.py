@@ -1,25 +1,27 @@
-"""Measures the energy of one factor and of whole models, from the counter that NVML keeps for the whole device."""
+"""The energy of one factor and of whole models, from the counter that NVML keeps for the whole device."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, quantiles
 from typing import Any
 
 import torch
+from factor_cases import FIRST, LAST, factor_runs, problem_of_factor
 from torch import Tensor
+from vit_parts import VARIANTS
 
-from flysurgery.bench.ceilings import Ceilings, Work, work_of_factor
-from flysurgery.bench.factor import FIRST, LAST, factor_runs, problem_of_factor
+from flysurgery.bench import TIMED_MODES, Case, Record, in_mode, time_interleaved
+from flysurgery.bench.ceilings import measure_ceilings, work_of_factor
 from flysurgery.bench.measuring import AGAIN, check, checked_rows, status_of
-from flysurgery.bench.stamp import nvml_handle
-from flysurgery.bench.timing import Run, all_calls, in_mode, rotating, time_interleaved
+from flysurgery.bench.timing import Run, all_calls, rotating
 from flysurgery.bench.units import converted_timm
-from flysurgery.bench.variants import OPTIMIZED, VARIANTS, definitions, fused_modules
+from flysurgery.bench.variants import OPTIMIZED, definitions, dense_copy, fused_modules
 from flysurgery.errors import OptionError
 from flysurgery.factors import ks_einsum
 from flysurgery.patterns import Pattern
@@ -58,25 +60,10 @@ class Energy:
     window_s: float | None = None
 
 
-@dataclass(frozen=True)
-class EnergyRow:
-    """One candidate. ``what`` is a pattern "(a,b,c,d)" or a model's name; ``rewriting`` is d(b+c)/(bc), or None.
-
-    ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` is the time that the ceilings of this run allow for it,
-    and ``share_of_bound`` is the bound over ``call_ms``.
-    """
-
-    what: str
-    rewriting: float | None
-    rows: int
-    mode: str
-    layout: str
-    candidate: str
-    energy: Energy
-    bytes_moved: int
-    flops: int
-    bound_ms: float
-    share_of_bound: float | None
+HEAD = ("what", "rewriting", "rows", "mode", "layout")
+ENERGY_COLUMNS = (*HEAD, "candidate", *(field.name for field in fields(Energy)), "bytes_moved", "flops", "bound_ms", "share_of_bound")
+"""``what`` is a pattern "(a,b,c,d)" or a model's name; ``rewriting`` is d(b+c)/(bc), or None. ``bound_ms`` is the time that the ceilings
+of this run allow for what the computation must spend, and ``share_of_bound`` is the bound over ``call_ms``."""
 
 
 class EnergyMeter:
@@ -89,13 +76,15 @@ class EnergyMeter:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise OptionError(f"energy is read from an NVIDIA GPU's counter, and the device is {device}; there is none for a CPU here")
-        found = nvml_handle(device)
-        if found is None:
-            raise OptionError("energy is read through NVML, which needs nvidia-ml-py and a driver: pip install 'flysurgery[bench]'")
         self._device = device
-        self._nvml, self._handle = found
         try:
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
             self.joules()
+        except ImportError as error:
+            raise OptionError("energy is read through NVML, which needs nvidia-ml-py: pip install 'flysurgery[bench]'") from error
         except Exception as error:  # NVML makes its error classes at run time
             raise OptionError(f"this device has no energy counter that NVML may read: {error}") from error
 
@@ -129,7 +118,7 @@ class EnergyMeter:
         return Energy("ok", None, middle, upper - lower, above, watts, idle_watts, mean(call_ms), len(spent), min(lengths))
 
     def _watts(self, meanwhile: Callable[[], object], seconds: float) -> tuple[float, float]:
-        """Give the mean power between two steps of the counter at least ``seconds`` apart, and how far apart they were.
+        """The mean power between two steps of the counter at least ``seconds`` apart, and how far apart they were.
 
         ``meanwhile`` runs over and over. The first step is not counted: it holds energy of the time before.
         """
@@ -151,16 +140,25 @@ class NoMeter:
     """Takes the place of a meter where there is no counter: it measures how long calls take, and no joules."""
 
     def idle_watts(self) -> float:
-        """Give zero, as nothing is known."""
+        """Zero, as nothing is known."""
         return 0.0
 
     def measure(self, run: Run, x: Tensor, *, windows: int = 3, seconds: float = WINDOW_SECONDS, idle_watts: float) -> Energy:
-        """Measure the time of a call alone."""
+        """The time of a call alone."""
         timing = time_interleaved({"call": run}, x, rounds=windows, seconds=seconds)["call"]
         return Energy("no joules: they need an NVIDIA GPU's counter", call_ms=timing.median_ms)
 
 
 Meter = EnergyMeter | NoMeter
+
+
+def meter_or_none(device: torch.device) -> EnergyMeter | None:
+    """The meter of a device; where there is none, say why."""
+    try:
+        return EnergyMeter(device)
+    except OptionError as error:
+        print(f"no joules: {error}")
+        return None
 
 
 class Busy:
@@ -194,99 +192,83 @@ class Busy:
 
 
 def _mark() -> torch.cuda.Event:
-    """Mark a point in time on the device, behind all that was launched."""
+    """A point in time on the device, behind all that was launched."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def energy_of_factor(
-    meter: Meter, pattern: Pattern, rows: int, mode: str, device: torch.device, ceilings: Ceilings, **how: Any
-) -> list[EnergyRow]:
+def energy_of_factor(meter: Meter, pattern: Pattern, rows: int, mode: str, device: torch.device, **how: Any) -> list[Record]:
     """Measure cuda, bmm, einsum and bsr, the last three in both memory layouts; bmm twice in each.
 
     ``how`` holds the keywords of the meter's ``measure``: ``windows``, ``seconds`` and ``idle_watts``.
     """
-    found: list[EnergyRow] = []
+    found: list[Record] = []
     rewriting = pattern.d * (pattern.b + pattern.c) / (pattern.b * pattern.c)
     with in_mode(mode) as dtype, torch.no_grad():
         x = torch.randn(rows, pattern.in_features, device=device, dtype=dtype)
         factor = torch.randn(pattern.factor_shape, device=device, dtype=dtype)
         checked = range(min(64, rows))
         truth = ks_einsum(x[: len(checked)].double(), factor.double())
-        problem = problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32")
+        problem = problem_of_factor(pattern, x, allow_tf32=mode == "tf32")
         work = work_of_factor(pattern, rows, x.element_size())
         for layout in (FIRST, LAST):
-            runs, refused = factor_runs(factor, layout, problem, names=("cuda", "bmm", "einsum", "bsr"))
-            arranged = x if layout == FIRST else x.T.contiguous()
-            energies = _metered(meter, runs, arranged, dict.fromkeys(runs, truth), checked, "bmm", how)
-            energies |= {name: Energy(reason) for name, reason in refused.items()}
-            found += [_row(str(pattern), rewriting, rows, mode, layout, name, each, work, ceilings) for name, each in energies.items()]
+            runs = factor_runs(factor, layout, problem, names=("cuda", "bmm", "einsum", "bsr"))
+            case = Case(runs, x if layout == FIRST else x.T.contiguous(), truth, checked, work, "bmm")
+            found += _rows((str(pattern), rewriting, rows, mode, layout), case, _metered(meter, case, how))
             torch.cuda.empty_cache()
     return found
 
 
 def energy_of_model(
-    meter: Meter,
-    model: str,
-    arguments: Mapping[str, Any],
-    arch: str,
-    batch: int,
-    mode: str,
-    device: torch.device,
-    ceilings: Ceilings,
-    *,
-    candidates: Sequence[str] = ("dense", "layer", "bmm"),
-    **how: Any,
-) -> list[EnergyRow]:
+    meter: Meter, model: str, arch: str, batch: int, mode: str, device: torch.device, *, candidates: Sequence[str], **how: Any
+) -> list[Record]:
     """Measure one forward of a timm ViT, converted beside dense, which is measured twice; joules are for the whole batch.
 
     ``candidates`` are names of ``VARIANTS``, followed by ``OPTIMIZED`` for what ``optimize`` makes of them. ``how`` is as in
     ``energy_of_factor``.
     """
     torch.manual_seed(0)
-    with in_mode(mode) as dtype, torch.no_grad():
-        module: Any = converted_timm(model, arguments, arch).to(device, dtype).requires_grad_(False)
-        x = torch.randn(batch, 3, *module.patch_embed.img_size, device=device, dtype=dtype)
-        dense = VARIANTS["dense"](module)
-        runs = {}
+    with in_mode(mode), torch.no_grad():
+        module: Any = converted_timm(model, {}, arch).to(device, TIMED_MODES[mode]).requires_grad_(False)
+        x = torch.randn(batch, 3, *module.patch_embed.img_size, device=device, dtype=TIMED_MODES[mode])
+        dense, runs = dense_copy(module), {}
         for name in candidates:
-            variant = VARIANTS[name.removesuffix(OPTIMIZED)](module)
+            variant = VARIANTS[name.removesuffix(OPTIMIZED)](module, x)
             runs[name] = fused_modules(variant, x) if name.endswith(OPTIMIZED) else variant
         checked = checked_rows(batch, 1)
         truths, works = definitions({name: dense if name.startswith("dense") else module for name in runs}, x, checked)
-        energies = _metered(meter, runs, x, truths, checked, "dense", how)
-    return [_row(model, None, batch, mode, FIRST, name, each, works[name.removesuffix(AGAIN)], ceilings) for name, each in energies.items()]
+        case = Case(runs, x, truths, checked, works)
+        found = _metered(meter, case, how)
+    return _rows((model, None, batch, mode, FIRST), case, found)
 
 
-def _row(
-    what: str, rewriting: float | None, rows: int, mode: str, layout: str, name: str, energy: Energy, work: Work, ceilings: Ceilings
-) -> EnergyRow:
-    bound = ceilings.bound_ms(work)
-    share = bound / energy.call_ms if energy.call_ms else None
-    return EnergyRow(what, rewriting, rows, mode, layout, name, energy, work.bytes_moved, work.flops, bound, share)
+def _rows(values: tuple[Any, ...], case: Case, found: Mapping[str, Energy]) -> list[Record]:
+    head: Record = dict(zip(HEAD, values, strict=True))
+    ceilings, rows = measure_ceilings(head["mode"], case.device), []
+    for name, energy in found.items():
+        work = case.work(name.removesuffix(AGAIN))
+        assert work is not None, "every candidate has its work"
+        bound = ceilings.bound_ms(work)
+        spent = {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
+        share = bound / energy.call_ms if energy.call_ms else None
+        rows.append({**head, "candidate": name, **asdict(energy), **spent, "share_of_bound": share})
+    return rows
 
 
-def _metered(
-    meter: Meter,
-    runs: Mapping[str, Run],
-    x: Tensor,
-    truths: Mapping[str, Tensor],
-    rows: Sequence[int],
-    baseline: str,
-    how: Mapping[str, Any],
-) -> dict[str, Energy]:
+def _metered(meter: Meter, case: Case, how: Mapping[str, Any]) -> dict[str, Energy]:
     """Hold each candidate against its truth, and meter the right ones in shuffled order, the baseline among them twice."""
-    _, statuses = check(runs, x, truths, rows=rows, baseline=baseline)
+    _, statuses = check(case)
     energies = {name: Energy(status) for name, status in statuses.items()}
-    right = [name for name, status in statuses.items() if status == "ok"]
-    twins = [baseline, baseline + AGAIN] if baseline in right else []
-    right += twins[1:]
-    for name in random.Random(0).sample(right, len(right)):
-        energies[name] = meter.measure(runs[name.removesuffix(AGAIN)], x, **how)
+    right = {name: run for name, run in case.runs.items() if statuses[name] == "ok" and not isinstance(run, str)}
+    twins = [case.baseline, case.baseline + AGAIN] if case.baseline in right else []
+    order = [*right, *twins[1:]]
+    for name in random.Random(0).sample(order, len(order)):
+        plain = name.removesuffix(AGAIN)
+        energies[name] = meter.measure(right[plain], case.input(plain), **how)
     joules = [each for name in twins if (each := energies[name].joules)]
     if len(joules) == 2:
         noise = abs(joules[1] / joules[0] - 1)
-        status = status_of(noise, x.device.type, baseline, "metered")
-        energies |= {name: replace(energies[name], status=status, noise=noise) for name in right}
+        status = status_of(noise, case.device.type, case.baseline, "metered")
+        energies |= {name: replace(energies[name], status=status, noise=noise) for name in order}
     return energies

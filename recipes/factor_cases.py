@@ -1,21 +1,19 @@
-"""Times one factor by every implementation and in both memory layouts: Tables 2, 4 and 7 of Gonon et al. 2024."""
+"""One factor by every implementation and in both memory layouts: Tables 2, 4 and 7 of Gonon et al. 2024."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_all_start_methods, get_context
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flysurgery.bench.ceilings import Ceilings, work_of_factor
-from flysurgery.bench.measuring import Measured, Protocol, checked_rows, measure, rows_of
-from flysurgery.bench.timing import in_mode
+from flysurgery.bench import TIMED_MODES, Case, Protocol, Record, rows_of_case
+from flysurgery.bench.ceilings import work_of_factor
+from flysurgery.bench.measuring import MEASURED, checked_rows
 from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.gpu.configured import factor_configs, factor_product
@@ -28,10 +26,9 @@ from flysurgery.ops import BACKENDS, Problem
 from flysurgery.patterns import Architecture, Pattern
 
 Run = Callable[[Tensor], Tensor]
-Case = tuple[Pattern, str]
-"""A pattern and a mode."""
+PatternAndMode = tuple[Pattern, str]
 
-NAMES = ("dense", "cuda", "bmm", "einsum", "bsr", "sparse")
+NAMES = ("dense", "bmm", "cuda", "einsum", "bsr", "sparse")
 
 FIRST, LAST = "first", "last"
 """Batch-size-first: x of shape (rows, features), as models have it. Batch-size-last: (features, rows)."""
@@ -39,7 +36,9 @@ FIRST, LAST = "first", "last"
 PRODUCT_ONLY = "bmm product only"
 """The batched product of bmm on blocks that are ready, without the copies before and after it."""
 
-ORDER = ("dense", "bmm", "cuda", "einsum", "bsr", "sparse", PRODUCT_ONLY)
+HEAD = ("a", "b", "c", "d", "rewriting", "size", "rows", "mode", "device_type", "layout")
+FACTOR_COLUMNS = (*HEAD, "candidate", *MEASURED)
+"""``rewriting`` is (b+c)/(bc). Where dense is left out there is no ratio, and bmm is timed twice."""
 
 CHECKED_ROWS = 128
 
@@ -56,80 +55,51 @@ MOST_PROCESSES = 8
 """This many processes prepare cases faster than the cases are timed, and leave cores to the timing."""
 
 
-@dataclass(frozen=True)
-class FactorRow:
-    """One implementation of one factor. ``rewriting`` is (b+c)/(bc). Where dense is left out there is no ratio, and bmm is timed twice."""
-
-    a: int
-    b: int
-    c: int
-    d: int
-    rewriting: float
-    size: int
-    rows: int
-    mode: str
-    device_type: str
-    layout: str
-    candidate: str
-    measured: Measured
+def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) -> Record:
+    """What tells the rows of one pattern from others."""
+    return dict(zip("abcd", pattern.factor_shape, strict=True)) | {"rows": rows, "mode": mode, "device_type": device.type}
 
 
-def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) -> dict[str, Any]:
-    """Give what identifies the rows of one pattern."""
-    a, b, c, d = pattern.factor_shape
-    return {"a": a, "b": b, "c": c, "d": d, "rows": rows, "mode": mode, "device_type": device.type}
-
-
-def bench_factor(pattern: Pattern, rows: int, mode: str, device: torch.device, ceilings: Ceilings, protocol: Protocol) -> list[FactorRow]:
-    """Measure one factor, weights uniform with variance 1/(3c) and Gaussian x, first in one layout, then in the other."""
-    found: list[FactorRow] = []
-    head: dict[str, Any] = factor_head(pattern, rows, mode, device)
-    head |= {"rewriting": (pattern.b + pattern.c) / (pattern.b * pattern.c), "size": pattern.in_features * pattern.out_features}
-    with in_mode(mode) as dtype, torch.no_grad():
-        generator = torch.Generator(device=device).manual_seed(protocol.seed)
-        x = torch.randn(rows, pattern.in_features, generator=generator, device=device, dtype=dtype)
-        factor = torch.empty(pattern.factor_shape, device=device).uniform_(-(pattern.c**-0.5), pattern.c**-0.5, generator=generator)
-        factor = factor.to(dtype)
-        for layout in (FIRST, LAST):
-            measured = _one_layout(x, factor, pattern, layout, mode, ceilings, protocol)
-            found += rows_of(FactorRow, head | {"layout": layout}, measured, ORDER)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+def factor_rows(pattern: Pattern, rows: int, mode: str, device: torch.device, protocol: Protocol) -> list[Record]:
+    """Measure one factor first in one layout, then in the other."""
+    sizes = {"rewriting": (pattern.b + pattern.c) / (pattern.b * pattern.c), "size": pattern.in_features * pattern.out_features}
+    found = []
+    for layout in (FIRST, LAST):
+        head = factor_head(pattern, rows, mode, device) | sizes | {"layout": layout}
+        measured = rows_of_case(head, partial(factor_case, pattern, rows, mode, layout, device, protocol.seed), mode, protocol)
+        has_dense = any(row["candidate"] == "dense" and row["median_ms"] for row in measured)
+        without_ratio = {"ratio_to_dense": None}
+        found += [row | (without_ratio if row["candidate"] == PRODUCT_ONLY or not has_dense else {}) for row in measured]
     return found
 
 
-def _one_layout(
-    x: Tensor, factor: Tensor, pattern: Pattern, layout: str, mode: str, ceilings: Ceilings, protocol: Protocol
-) -> dict[str, Measured]:
-    rows = len(x)
-    runs, refused = factor_runs(factor, layout, problem_of_factor(pattern, rows, x, allow_tf32=mode == "tf32"))
+def factor_case(pattern: Pattern, rows: int, mode: str, layout: str, device: torch.device, seed: int) -> Case:
+    """One factor in one layout, weights uniform with variance 1/(3c) and Gaussian x."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(rows, pattern.in_features, generator=generator, device=device, dtype=TIMED_MODES[mode])
+    factor = torch.empty(pattern.factor_shape, device=device).uniform_(-(pattern.c**-0.5), pattern.c**-0.5, generator=generator)
+    factor = factor.to(x.dtype)
     checked = checked_rows(rows, CHECKED_ROWS)
     truth = ks_einsum(x[checked].double(), factor.double())
+    runs = factor_runs(factor, layout, problem_of_factor(pattern, x, allow_tf32=mode == "tf32"))
     arranged = x if layout == FIRST else x.T.contiguous()
-    inputs = dict.fromkeys(runs, arranged) | {PRODUCT_ONLY: blocks_of(arranged, pattern, layout).contiguous()}
-    truths = dict.fromkeys(runs, truth) | {PRODUCT_ONLY: truth.unflatten(1, (pattern.a, pattern.b, pattern.d))}
-    measured = measure(
+    work = work_of_factor(pattern, rows, x.element_size())
+    return Case(
         runs | {PRODUCT_ONLY: product_only(factor, layout)},
-        inputs,
-        truths,
-        baseline="dense" if "dense" in runs else "bmm",
-        rows=checked,
-        refused=refused,
-        works=work_of_factor(pattern, rows, x.element_size()),
-        ceilings=ceilings,
-        protocol=protocol,
+        dict.fromkeys(runs, arranged) | {PRODUCT_ONLY: blocks_of(arranged, pattern, layout).contiguous()},
+        dict.fromkeys(runs, truth) | {PRODUCT_ONLY: truth.unflatten(1, (pattern.a, pattern.b, pattern.d))},
+        checked,
+        work,
+        "bmm" if isinstance(runs["dense"], str) else "dense",
     )
-    without_ratio = (PRODUCT_ONLY,) if "dense" in runs else tuple(measured)
-    return measured | {name: replace(measured[name], ratio_to_dense=None) for name in without_ratio}
 
 
-def factor_runs(factor: Tensor, layout: str, problem: Problem, names: Sequence[str] = NAMES) -> tuple[dict[str, Run], dict[str, str]]:
-    """Give implementations with their weights prepared, by name, and those that cannot run, with the reason.
+def factor_runs(factor: Tensor, layout: str, problem: Problem, names: Sequence[str] = NAMES) -> dict[str, Run | str]:
+    """Implementations with their weights prepared, by name, or why one cannot run.
 
     An implementation takes x in ``layout`` and gives a tensor of shape (rows, out_features), which is a view for batch-size-last.
     """
-    runs: dict[str, Run] = {}
-    refused: dict[str, str] = {}
+    runs: dict[str, Run | str] = {}
     pattern = problem.architecture.patterns[0]
     for name in names:
         reason = BACKENDS[name].can_run(problem)
@@ -140,25 +110,25 @@ def factor_runs(factor: Tensor, layout: str, problem: Problem, names: Sequence[s
         if name == "cuda" and layout == LAST:
             reason = "no: our kernels take batch-size-first, as models have it"
         if reason is not None:
-            refused[name] = reason
+            runs[name] = reason
         else:
             runs[name] = BACKENDS[name].bind((factor,), None) if layout == FIRST else _last(name, factor, pattern)
-    return runs, refused
+    return runs
 
 
 def most_dense_entries(problem: Problem) -> int:
-    """Give the entries of the largest dense matrix that is timed."""
+    """The entries of the largest dense matrix that is timed."""
     halves = problem.device_type == "cuda" and problem.dtype.itemsize == 2
     return MOST_DENSE_ENTRIES_OF_HALVES if halves else MOST_DENSE_ENTRIES
 
 
-def problem_of_factor(pattern: Pattern, rows: int, x: Tensor, *, allow_tf32: bool) -> Problem:
-    """Describe the multiplication of one factor."""
-    return Problem(Architecture((pattern,)), rows, x.dtype, x.device.type, allow_tf32=allow_tf32)
+def problem_of_factor(pattern: Pattern, x: Tensor, *, allow_tf32: bool) -> Problem:
+    """The multiplication of x with one factor."""
+    return Problem(Architecture((pattern,)), len(x), x.dtype, x.device.type, allow_tf32=allow_tf32)
 
 
 def blocks_of(x: Tensor, pattern: Pattern, layout: str) -> Tensor:
-    """Arrange x as the batched product wants it: (a*d, rows, c), or (a*d, c, rows) with the batch last."""
+    """x as the batched product wants it: (a*d, rows, c), or (a*d, c, rows) with the batch last."""
     a, _, c, d = pattern.factor_shape
     if layout == FIRST:
         return x.view(-1, a, c, d).permute(1, 3, 0, 2).reshape(a * d, -1, c)
@@ -166,7 +136,7 @@ def blocks_of(x: Tensor, pattern: Pattern, layout: str) -> Tensor:
 
 
 def product_only(factor: Tensor, layout: str) -> Run:
-    """Make the batched product alone, for an x that ``blocks_of`` made; it gives a view of shape (rows, a, b, d)."""
+    """The batched product alone, for an x that ``blocks_of`` made; it gives a view of shape (rows, a, b, d)."""
     blocks, (a, _, _, d) = to_blocks(factor).contiguous(), factor.shape
     if layout == FIRST:
         return lambda x: torch.bmm(x, blocks.mT).unflatten(0, (a, d)).permute(2, 0, 3, 1)
@@ -174,7 +144,7 @@ def product_only(factor: Tensor, layout: str) -> Run:
 
 
 def _last(name: str, factor: Tensor, pattern: Pattern) -> Run:
-    """Make an implementation for x of shape (features, rows)."""
+    """An implementation for x of shape (features, rows)."""
     if name == "dense":
         dense = factor_to_dense(factor)
         return lambda x: (dense @ x).T
@@ -194,8 +164,8 @@ def _unblocked(product: Tensor, pattern: Pattern) -> Tensor:  # shapes: (a*d, b,
     return product.unflatten(0, (pattern.a, pattern.d)).transpose(1, 2).flatten(0, 2)
 
 
-def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> Iterator[Case]:
-    """Give the cases in their order, each when its kernels are in the cache folder; at once without CUDA.
+def compiled_ahead(cases: Sequence[PatternAndMode], rows: int, device: torch.device) -> Iterator[PatternAndMode]:
+    """The cases in their order, each when its kernels are in the cache folder; at once without CUDA.
 
     Other processes search for kernels and compile them meanwhile, so that a run of many patterns does not wait for each.
     """
@@ -209,7 +179,7 @@ def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> It
     has_server = "forkserver" in get_all_start_methods()
     context = get_context("forkserver" if has_server else "spawn")
     if has_server:
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(["flysurgery.ops"])
     pool = ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), mp_context=context)
     try:
         for (pattern, mode), found in zip(cases, pool.map(prepare, cases), strict=True):
@@ -219,7 +189,7 @@ def compiled_ahead(cases: Sequence[Case], rows: int, device: torch.device) -> It
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def prepared(case: Case, *, rows: int, shared_limit: int, arch: str) -> tuple[SingleConfig, ...]:
+def prepared(case: PatternAndMode, *, rows: int, shared_limit: int, arch: str) -> tuple[SingleConfig, ...]:
     """Compile what the product takes without a tuned table, and give the configurations that were found for it."""
     pattern, mode = case
     found = candidates(pattern, mode, shared_limit)

@@ -1,4 +1,4 @@
-"""Times a butterfly layer beside other ways to make a linear layer cheaper, each on weights of its own."""
+"""A butterfly layer beside other ways to make a linear layer cheaper, each on weights of its own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import copy
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from flysurgery.bench.ceilings import Ceilings, Work
-from flysurgery.bench.measuring import AGAIN, Measured, Protocol, checked_rows, measure, one_line
-from flysurgery.bench.timing import in_mode
-from flysurgery.bench.variants import by_definition, dense_linear, forget_compiled
+from flysurgery.bench import TIMED_MODES, Case, Protocol, Record, rows_of_case
+from flysurgery.bench.ceilings import Work
+from flysurgery.bench.measuring import AGAIN, MEASURED, checked_rows, one_line
+from flysurgery.bench.variants import by_definition, dense_linear
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, low_rank, named
 
@@ -36,93 +36,69 @@ TORCHAO = {
 CHECKED_ROWS = 256
 
 
-@dataclass(frozen=True)
-class RivalRow:
-    """One way to make a layer cheaper. ``density`` is the share of the dense weights that it keeps."""
-
-    layer: str
-    arch: str
-    out_features: int
-    in_features: int
-    rows: int
-    mode: str
-    device_type: str
-    candidate: str
-    density: float
-    note: str
-    measured: Measured
+RIVAL_COLUMNS = (
+    *("layer", "arch", "out_features", "in_features", "rows", "mode", "device_type", "candidate", "density", "note"),
+    *MEASURED,
+)
+"""``density`` is the share of the dense weights that a candidate keeps."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One way. ``run`` is None where it cannot run here, for the ``reason``.
+    """One way. ``run`` is a text where it cannot run here: the reason.
 
     ``exact`` is the same function in float64, ``allowed`` the relative rms error that its coarser numbers may have.
     """
 
     name: str
     density: float
-    run: Run | None
-    exact: Run | None
-    reason: str = ""
+    run: Run | str
+    exact: Run | None = None
     allowed: float = 0.0
     note: str = ""
 
 
-def bench_rivals(
-    arch: str,
-    layer: str,
-    out_features: int,
-    in_features: int,
-    rows: int,
-    mode: str,
-    device: torch.device,
-    ceilings: Ceilings,
-    protocol: Protocol,
-    *,
-    densities: tuple[float, ...] = DENSITIES,
-) -> list[RivalRow]:
-    """Measure one layer with bias: dense, the butterfly of the family ``arch``, and the rivals of both."""
-    torch.manual_seed(protocol.seed)
-    with in_mode(mode) as dtype, torch.no_grad():
-        found = {_key(each): each for each in rivals(named(arch, out_features, in_features), device, dtype, densities=densities)}
-        x = torch.randn(rows, in_features, device=device, dtype=dtype)
-        checked = checked_rows(rows, CHECKED_ROWS)
+def rival_rows(head: Record, device: torch.device, protocol: Protocol, densities: Sequence[float]) -> list[Record]:
+    """Measure one layer with bias: dense, the butterfly of a family of architectures, and the rivals of both."""
+    found: dict[str, Rival] = {}
+
+    def make() -> Case:
+        torch.compiler.reset()  # after eight linears of torchao the compiler would leave the next ones as they are
+        out_features, in_features, dtype = head["out_features"], head["in_features"], TIMED_MODES[head["mode"]]
+        architecture = named(head["arch"], out_features, in_features)
+        found.update({_key(each): each for each in rivals(architecture, device, dtype, densities)})
+        x = torch.randn(head["rows"], in_features, device=device, dtype=dtype)
+        checked = checked_rows(len(x), CHECKED_ROWS)
         wide = x[checked].double()
-        measured = measure(
-            {name: each.run for name, each in found.items() if each.run is not None},
+        return Case(
+            {name: each.run for name, each in found.items()},
             x,
             {name: each.exact(wide) for name, each in found.items() if each.exact is not None},
-            rows=checked,
-            refused={name: each.reason for name, each in found.items() if each.run is None},
+            checked,
+            {name: _work(each.density, out_features, x) for name, each in found.items()},
             allowed={name: each.allowed for name, each in found.items()},
-            works={name: _work(each, out_features, in_features, rows, x.element_size()) for name, each in found.items()},
-            ceilings=ceilings,
-            protocol=protocol,
         )
-    head = (layer, arch, out_features, in_features, rows, mode, device.type)
-    result = []
-    for name, each in found.items():
-        result.append(RivalRow(*head, each.name, each.density, each.note, measured[name]))
-        if name + AGAIN in measured:
-            result.append(RivalRow(*head, each.name + AGAIN, each.density, each.note, measured[name + AGAIN]))
-    return result
+
+    rows = []
+    for row in rows_of_case(head, make, head["mode"], protocol):
+        plain = row["candidate"].removesuffix(AGAIN)
+        rival = found[plain]
+        rows.append(row | {"candidate": row["candidate"].replace(plain, rival.name), "density": rival.density, "note": rival.note})
+    return rows
 
 
 def _key(rival: Rival) -> str:
     return "dense" if rival.name == "dense" else f"{rival.name} {rival.density:.4f}"
 
 
-def _work(rival: Rival, out_features: int, in_features: int, rows: int, size: int) -> Work:
-    weights = round(rival.density * out_features * in_features)
-    return Work(size * (rows * (out_features + in_features) + weights + out_features), 2 * rows * weights)
+def _work(density: float, out_features: int, x: Tensor) -> Work:
+    rows, in_features = x.shape
+    weights = round(density * out_features * in_features)
+    return Work(x.element_size() * (rows * (out_features + in_features) + weights + out_features), 2 * rows * weights)
 
 
-def rivals(
-    architecture: Architecture, device: torch.device, dtype: torch.dtype, *, densities: tuple[float, ...] = DENSITIES
-) -> Iterator[Rival]:
-    """Make dense, the butterfly, and their rivals for a layer with bias of the same size, with random weights."""
-    forget_compiled()  # after eight linears of torchao the compiler would leave the next ones as they are
+def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype, densities: Sequence[float] = DENSITIES) -> Iterator[Rival]:
+    """Dense, the butterfly, and their rivals for a layer with bias of the same size, with random weights."""
     layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     dense = dense_linear(layer)
     yield Rival("dense", 1.0, dense, by_definition(layer).double())
@@ -158,7 +134,7 @@ def _bias(layer: ButterflyLinear) -> nn.Parameter:
 def _pruned_csr(dense: nn.Linear, share: float) -> Rival:
     weight, bias = dense.weight.detach(), dense.bias.detach()
     if weight.dtype not in (torch.float32, torch.float64):
-        return Rival(CSR, share, None, None, f"no: PyTorch's CSR products sum in the weights' own dtype, {weight.dtype}, or do not exist")
+        return Rival(CSR, share, f"no: PyTorch's CSR products sum in the weights' own dtype, {weight.dtype}, or do not exist")
     keep = max(1, round(share * weight.numel()))
     limit = weight.abs().flatten().kthvalue(weight.numel() - keep + 1).values
     pruned = torch.where(weight.abs() >= limit, weight, 0)
@@ -172,7 +148,7 @@ def _semi_structured(dense: nn.Linear) -> Rival:
     name = "2:4 semi-structured"
     weight, bias = dense.weight.detach(), dense.bias.detach()
     if not weight.is_cuda or weight.dtype == torch.float32:
-        return Rival(name, 0.5, None, None, "no: sparse tensor cores take 16 bits on CUDA")
+        return Rival(name, 0.5, "no: sparse tensor cores take 16 bits on CUDA")
     groups = weight.unflatten(1, (-1, 4))
     kept = torch.zeros_like(groups).scatter_(2, groups.abs().topk(2, dim=2).indices, 1)
     pruned = (groups * kept).flatten(1)
@@ -182,7 +158,7 @@ def _semi_structured(dense: nn.Linear) -> Rival:
             stored = torch.sparse.to_sparse_semi_structured(pruned)
             nn.functional.linear(torch.zeros(64, weight.shape[1], device=weight.device, dtype=weight.dtype), stored, bias)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return Rival(name, 0.5, None, None, f"no: {one_line(error)}")
+        return Rival(name, 0.5, f"no: {one_line(error)}")
     return Rival(name, 0.5, lambda x: nn.functional.linear(x, stored, bias), _exact(pruned, bias))
 
 
@@ -199,7 +175,7 @@ def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterat
     names = (name, f"{name}, not compiled")
     model = _quantized(config, dense)
     if isinstance(model, str):
-        yield from (Rival(each, 1.0, None, None, model) for each in names)
+        yield from (Rival(each, 1.0, model) for each in names)
         return
     exact = copy.deepcopy(dense).double()
     yield Rival(names[0], 1.0, torch.compile(model, dynamic=False), exact, allowed=allowed, note="torch.compile")
@@ -235,7 +211,7 @@ def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:
         ksm = importlib.import_module("lazylinop.butterfly").ksm
         operators = [ksm(factor.detach()) for factor in layer.factors]
     except Exception as error:  # an optional package of another version may raise anything
-        yield from (Rival(name, density, None, None, f"no: {one_line(error)}") for name in names)
+        yield from (Rival(name, density, f"no: {one_line(error)}") for name in names)
         return
     bias = _bias(layer)
 
