@@ -111,7 +111,7 @@ def test_architectures_of_no_family_are_other_ones(patterns: list[tuple[int, int
         (lambda: monarch(384, 1536, 5), PatternError, "nblocks 5 .* 384x1536 .* that do: 4 and 6$"),
         (lambda: monarch(7, 7, 4), PatternError, "that do: 1 and 7$"),
         (lambda: monarch(12, 18, 9), PatternError, "that do: 6$"),
-        *((lambda p=p: monarch(8, 8, p), OptionError, "nblocks must be a positive integer") for p in (0, -4, 2.0, True)),
+        *((lambda p=p: monarch(8, 8, p), OptionError, "nblocks must be a positive integer") for p in (0, -4, 2.0, True)),  # pyright: ignore[reportArgumentType]
         (lambda: gonon(4096, 1024), PatternError, "4096x1024 .* multiple of 6, got 1024"),
         *((lambda m=m, n=n: gonon(m, n), PatternError, f"got {m}x{n}") for m, n in ((1152, 384), (385, 384), (384, 1000), (4, 1537))),
         (lambda: square_dyadic(384), PatternError, r"square dyadic butterfly needs n = 2\^L with L >= 1, got a 384x384"),
