@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -45,10 +46,9 @@ class Teacher:
         self.output_weight = (SCORES_WEIGHT if self.has_scores else OUTPUT_WEIGHT) if given is None else given
         # not optimized: the cuts need hooks, and fused modules would leave the modules with hooks as they are
         self.model = model
-        self._modes = {module: module.training for module in model.modules()}
-        model.eval()
-        self._stream = Stream(model, self.cuts)
-        self._stream.__enter__()
+        self._open = ExitStack()
+        self._open.enter_context(unchanged_state(model))
+        self._stream = self._open.enter_context(Stream(model, self.cuts))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Run the teacher, and keep its tensors at the cuts for ``pull``."""
@@ -61,9 +61,7 @@ class Teacher:
 
     def close(self) -> None:
         """Leave the teacher as it was."""
-        self._stream.__exit__(None, None, None)
-        for module, mode in self._modes.items():
-            module.training = mode
+        self._open.close()
 
 
 def as_tensor(output: object) -> Tensor:
