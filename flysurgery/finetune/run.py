@@ -18,7 +18,7 @@ from flysurgery.finetune.devices import accelerator_for, sharded
 from flysurgery.finetune.loop import Loop, Progress
 from flysurgery.finetune.measure import Judge
 from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.state import Log, States
+from flysurgery.finetune.state import Identity, Log, States
 from flysurgery.finetune.step import check_optimizer
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import plan_of
@@ -100,8 +100,7 @@ def train(
     if settings.densify_after is not None and (plan_of(model) is None or sharded(accelerator)):
         why = "with weights shared out among processes" if sharded(accelerator) else "a dense model"
         raise OptionError(f"there is nothing to densify in {why}" if plan_of(model) is None else f"densify_after cannot be used {why}")
-    facts = {"data": data.name, "processes": here.processes, **settings.fixed}
-    states = None if folder is None else States(folder, model, facts)
+    states = None if folder is None else States(folder, Identity.of(model, data.name, settings, here.processes))
     begun, noted = (0, {}) if states is None or not resume else states.check_same()
     if states is not None and not resume:
         if force and accelerator.is_main_process:

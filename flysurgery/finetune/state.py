@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from flysurgery.errors import TrainingError, first_line
 from flysurgery.fidelity import Copied
 from flysurgery.finetune.devices import sharded
+from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import plan_of
 
 if TYPE_CHECKING:
@@ -23,18 +25,27 @@ if TYPE_CHECKING:
 FACTS, BEST = "run.json", "best-{}.pt"
 
 
-class States:
-    """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete.
+@dataclass(frozen=True)
+class Identity:
+    """What makes a run the same run: the model's plan and shapes, the data, the settings and the number of processes."""
 
-    The plan and the shapes of ``model`` make a run the same run, and ``facts``: the data, the settings and the number of processes.
-    """
+    plan_sha256: str
+    facts: dict[str, Any]
 
-    def __init__(self, folder: Path, model: nn.Module, facts: dict[str, Any]) -> None:
-        self._folder, self._facts = folder, facts
+    @classmethod
+    def of(cls, model: nn.Module, data: str, settings: Settings, processes: int) -> Identity:
+        """Give the identity of a run that is about to begin."""
         plan = plan_of(model)
         shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         text = json.dumps([None if plan is None else plan.to_json(), shapes], sort_keys=True)
-        self._plan_sha256 = hashlib.sha256(text.encode()).hexdigest()
+        return cls(hashlib.sha256(text.encode()).hexdigest(), {"data": data, "processes": processes, **settings.fixed})
+
+
+class States:
+    """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self._folder, self._identity = folder, identity
 
     @property
     def last(self) -> int | None:
@@ -67,9 +78,9 @@ class States:
             plan, settings, notes = facts["plan_sha256"], dict(facts["settings"]), dict(facts["notes"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{self._path(last) / FACTS} is damaged; start without --resume") from error
-        if plan != self._plan_sha256:
+        if plan != self._identity.plan_sha256:
             raise TrainingError(f"{self._folder} holds the run of another plan; resume with the model that it was begun with")
-        mine = json.loads(json.dumps(self._facts))
+        mine = json.loads(json.dumps(self._identity.facts))
         differing = [name for name in mine if mine[name] != settings.get(name)]
         if differing:
             name = differing[0]
@@ -104,7 +115,7 @@ class States:
             best.save(fresh / BEST.format(accelerator.process_index))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            facts = {"plan_sha256": self._plan_sha256, "settings": self._facts, "notes": notes}
+            facts = {"plan_sha256": self._identity.plan_sha256, "settings": self._identity.facts, "notes": notes}
             (fresh / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             older = [path for path in self._folder.glob("state-*") if path != self._path(update)]
             shutil.rmtree(self._path(update), ignore_errors=True)

@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 from vit_pytorch import ViT
 
+from flysurgery import convert
 from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, FlysurgeryError, OptionError, SurgeryError
 from flysurgery.evaluation import compare, digits, load_unseen
 from flysurgery.inference import clock, optimize
-from flysurgery.surgery import convert
 
 ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
 

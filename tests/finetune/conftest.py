@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from flysurgery import convert
 from flysurgery.checkpoint import build_base
-from flysurgery.surgery import convert
 
 BASE = "vit_tiny_patch16_224"
 ARGUMENTS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
