@@ -34,9 +34,9 @@ def images(count: int, seed: int = 0) -> Tensor:
     return nn.functional.interpolate(small, (32, 32), mode="bicubic")
 
 
-def timm_model() -> nn.Module:
+def timm_model(width: int = 96, heads: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, embed_dim=96, num_heads=2, num_classes=5).eval()
+    return timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, embed_dim=width, num_heads=heads, num_classes=5).eval()
 
 
 def vit_pytorch_model() -> nn.Module:
@@ -142,7 +142,7 @@ def test_what_cannot_be_fitted_is_one_sentence() -> None:
 
 @pytest.mark.gpu
 def test_on_cuda_the_model_gives_what_was_measured_and_nothing_that_was_packed_before() -> None:
-    student, teacher, cuts = pair()
+    student, teacher, cuts = pair(lambda: timm_model(192, 3))
     student, teacher, samples = student.cuda(), teacher.cuda(), Samples(images(40))
     first = measure_fidelity(student, teacher, samples.held_out(), cuts)
     done = reconstruct(student, teacher, samples, cuts, SHORT)

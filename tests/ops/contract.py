@@ -198,6 +198,13 @@ class BackendContract:
             changed = self.run(x, factors, bias)
             assert_bounded(changed, x, factors, bias, mode, bias_apart=self.bias_apart)
 
+    def test_layer_with_bias_and_one_row(self) -> None:
+        for mode in self.modes_for(VIT_SQUARE):
+            factors = make_factors(VIT_SQUARE, mode, device=self.device)
+            bias = make_vector(VIT_SQUARE.out_features, mode, device=self.device)
+            x = make_input(1, VIT_SQUARE.in_features, mode, device=self.device)
+            assert_bounded(self.run(x, factors, bias), x, factors, bias, mode, bias_apart=self.bias_apart)
+
     def test_gradcheck(self) -> None:
         if FP64 not in self.modes or not self.runs(ODD, FP64, 3, bias=True, requires_grad=True):
             return
