@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("no_deadline", deadline=None)  # timing never decides a test
+hypothesis.settings.load_profile("no_deadline")
 
 
 def pytest_configure() -> None:

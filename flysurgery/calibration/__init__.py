@@ -4,6 +4,7 @@ from flysurgery.calibration.forwards import Inputs as Inputs
 from flysurgery.calibration.forwards import collect as collect
 from flysurgery.calibration.forwards import inputs_of as inputs_of
 from flysurgery.calibration.forwards import main_output as main_output
+from flysurgery.calibration.forwards import run as run
 from flysurgery.calibration.forwards import sensitivities as sensitivities
 from flysurgery.calibration.forwards import unchanged_state as unchanged_state
 from flysurgery.calibration.forwards import watched as watched

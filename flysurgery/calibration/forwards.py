@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flysurgery.calibration.samples import Samples
-from flysurgery.errors import DataError, SurgeryError
+from flysurgery.errors import DataError, SurgeryError, first_line
 from flysurgery.projection import Moments
 
 PROBE_SEED = 0
@@ -84,7 +84,8 @@ def collect(model: nn.Module, layers: Mapping[str, int], batches: Iterable[Tenso
     with watched(model, layers, seen) as found, unchanged_state(model):
         for batch in batches:
             left |= layers
-            _run(model, _as_input(batch, model))
+            with suppress(_AllSeen):
+                run(model, batch)
     return found
 
 
@@ -141,7 +142,7 @@ def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Ten
     with _removed(handles), unchanged_state(model), torch.enable_grad():
         for batch in batches:
             x = _as_input(batch, model).detach().requires_grad_()
-            output = main_output(_run(model, x))
+            output = main_output(run(model, x))
             if not isinstance(output, Tensor):
                 raise DataError(f"sensitivities need a model that gives one tensor, and this one gives {type(output).__name__}")
             probe = torch.randint(0, 2, output.shape, generator=generator).mul(2).sub(1).to(output)
@@ -152,20 +153,24 @@ def sensitivities(model: nn.Module, layers: Sequence[str], batches: Iterable[Ten
     return {fqn: float(sums[fqn]) / counts[fqn] for fqn in layers}
 
 
-def _as_input(batch: Tensor, model: nn.Module) -> Tensor:
-    parameter = next(model.parameters())
-    return batch.to(parameter.device, parameter.dtype)
+def run(model: nn.Module, batch: Tensor) -> object:
+    """Give what ``model`` returns for ``batch``, which is moved to the model's device and dtype.
 
-
-def _run(model: nn.Module, x: Tensor) -> object:
-    """The model's result, None where a hook ended the forward."""
+    Raises:
+        DataError: the model fails; the message has its reason.
+    """
+    x = _as_input(batch, model)
     try:
         return model(x)
     except _AllSeen:
-        return None
+        raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"the model fails on calibration inputs of shape {tuple(x.shape)}: {reason}") from error
+        raise DataError(f"the model fails on inputs of shape {tuple(x.shape)}: {first_line(error)}") from error
+
+
+def _as_input(batch: Tensor, model: nn.Module) -> Tensor:
+    parameter = next(model.parameters())
+    return batch.to(parameter.device, parameter.dtype)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from flysurgery.calibration import main_output, unchanged_state
+from flysurgery.calibration import main_output, run, unchanged_state
 from flysurgery.errors import DataError
 from flysurgery.fidelity.stream import Stream
 from flysurgery.walker import Cut
@@ -69,7 +69,7 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
     prefix = int(getattr(student, "num_prefix_tokens", 0) or 0)
     with unchanged_state(student), unchanged_state(teacher), Stream(student, used) as mine, Stream(teacher, used) as theirs:
         for batch in batches:
-            wanted, given = run(teacher, batch), run(student, batch)
+            wanted, given = (first_tensor(run(model, batch)).float() for model in (teacher, student))
             if wanted.shape != given.shape:
                 raise DataError(f"the models give outputs of shapes {tuple(given.shape)} and {tuple(wanted.shape)}; they must be the same")
             sums.add(given, wanted, mine.values, theirs.values, prefix)
@@ -78,21 +78,6 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
     classes = getattr(teacher, "num_classes", None)
     scores = sums.is_flat and (classes is None or classes > 0)
     return sums.result([cut.fqn for cut in used if cut.kind == "block"], scores=scores)
-
-
-def run(model: nn.Module, batch: Tensor) -> Tensor:
-    """Give the model's result in float32; the first of several tensors.
-
-    Raises:
-        DataError: the model fails, or gives no tensor.
-    """
-    parameter = next(model.parameters())
-    try:
-        output = model(batch.to(parameter.device, parameter.dtype))
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"the model fails on inputs of shape {tuple(batch.shape)}: {reason}") from error
-    return first_tensor(output).float()
 
 
 def first_tensor(output: object) -> Tensor:

@@ -96,62 +96,54 @@ def reconstruct(
         raise SurgeryError(
             f"the steps of a reconstruction are too small for weights in {small}; convert the model in float32, then cast it"
         )
-    with Processes(next(student.parameters()).device) as processes:
-        return _fit(student, teacher, samples, cuts, settings, processes, progress, started)
-
-
-def _fit(
-    student: nn.Module,
-    teacher: nn.Module,
-    samples: Samples,
-    cuts: Sequence[Cut],
-    settings: Settings,
-    processes: Processes,
-    progress: Progress | None,
-    started: float,
-) -> Reconstruction:
     device = next(student.parameters()).device
-    held_out = list(samples.held_out())
-    processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
-    before = processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
-    if not math.isfinite(before.relative_error):
-        raise DataError(f"{samples.name}: the model's outputs are no finite numbers, so there is nothing to fit to")
-    start, best = Copied(student), Copied(student)
-    done, kept, after = 0, 0, before
-    history = [(0, before.relative_error)]
-    rate = rate_for(before.relative_error, settings.rate)
-    try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-            unchanged_state(student),
-            unchanged_state(teacher),
-            Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step,
-        ):
-            torch.manual_seed(settings.seed + APART * processes.rank)
-            step.capture()
-            updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
-            looks = moments(updates, LOOKS)
-            for done in range(1, updates + 1):
-                # a machine that becomes slower still ends in time
-                spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
-                step.update(_share(max(done / (updates + 1), spent - SLACK)))
-                ends = spent - SLACK >= 1
-                if done in looks or ends:
-                    step.settle()
-                    found = processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
-                    history.append((done, found.relative_error))
-                    if found.relative_error < after.relative_error:
-                        kept, after = done, found
-                        best.take()
-                    if ends or not math.isfinite(found.relative_error):
-                        break
-                if progress is not None and (done in looks or done % 10 == 0):
-                    progress(done, updates, f"reconstruction, error {after.relative_error:.3f}")
-        best.put_back()
-    except BaseException:
-        start.put_back()
-        raise
+    on_cuda = device.type == "cuda"
+    with (
+        Processes(device) as processes,
+        torch.random.fork_rng([device] if on_cuda else []),
+        torch.cuda.device(device) if on_cuda else nullcontext(),
+        unchanged_state(student),
+        unchanged_state(teacher),
+    ):
+        held_out = list(samples.held_out())
+        processes.share([parameter for parameter in student.parameters() if parameter.is_floating_point()])
+
+        def judged() -> Fidelity:
+            return processes.agreed(measure_fidelity(student, teacher, held_out, cuts))
+
+        before = after = judged()
+        if not math.isfinite(before.relative_error):
+            raise DataError(f"{samples.name}: the model's outputs are no finite numbers, so there is nothing to fit to")
+        start, best = Copied(student), Copied(student)
+        done, kept = 0, 0
+        history = [(0, before.relative_error)]
+        rate = rate_for(before.relative_error, settings.rate)
+        try:
+            with Step(student, teacher, samples.to_view(), cuts, settings, rate, processes.average) as step:
+                torch.manual_seed(settings.seed + APART * processes.rank)
+                step.capture()
+                updates = processes.agreed(_affordable(step, settings, perf_counter() - started, device))
+                looks = moments(updates, LOOKS)
+                for done in range(1, updates + 1):
+                    # a machine that becomes slower still ends in time
+                    spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
+                    step.update(_share(max(done / (updates + 1), spent - SLACK)))
+                    ends = spent - SLACK >= 1
+                    if done in looks or ends:
+                        step.settle()
+                        found = judged()
+                        history.append((done, found.relative_error))
+                        if found.relative_error < after.relative_error:
+                            kept, after = done, found
+                            best.take()
+                        if ends or not math.isfinite(found.relative_error):
+                            break
+                    if progress is not None and (done in looks or done % 10 == 0):
+                        progress(done, updates, f"reconstruction, error {after.relative_error:.3f}")
+            best.put_back()
+        except BaseException:
+            start.put_back()
+            raise
     return Reconstruction(before, after, done, kept, settings.batch * processes.count, perf_counter() - started, tuple(history))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,17 +12,17 @@ from torch import nn
 
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Fractals, ImageData, Preparation, digits, load_data, preparation
-from flysurgery.evaluation.data import image_files
+from flysurgery.evaluation.data import MADE, image_files
 from flysurgery.finetune.batches import Batches, GeneratedBatches, LoadedBatches, Process, ViewedBatches
 from flysurgery.finetune.pictures import (
     MOST_BYTES,
-    Skipping,
     class_folders,
-    dataset_classes,
+    classes_in,
     digit_pictures,
     held_out_part,
     is_labelled,
-    open_dataset,
+    labelled_pictures,
+    named_pictures,
     read_pictures,
     unlabelled_files,
     unlabelled_pictures,
@@ -73,30 +73,31 @@ def training_data(
     classes = classes_of(model)
     if str(name) == "fractals":
         return _fractals(wanted, classes, settings)
-    is_folder = Path(name).is_dir() and str(name) != "digits"
+    folder, is_digits = Path(name), str(name) == "digits"
     if classes == 0 and not teacher:
         raise DataError(f"the model has no head that {name} could train by its classes; give a teacher to imitate, --teacher MODEL")
-    if is_folder and not is_labelled(Path(name), model):
+    if not is_digits and folder.is_dir() and not is_labelled(folder, model):
         if teacher:
-            if classes != 0 and class_folders(Path(name)):
+            if classes != 0 and class_folders(folder):
                 _logger.warning("%s has not one folder of images for each class of the model, so it is used without labels", name)
-            return _unlabelled(Path(name), wanted, settings, aside=aside)
-        if not class_folders(Path(name)):
+            return _unlabelled(folder, wanted, settings, aside=aside)
+        if not class_folders(folder):
             raise DataError(f"{name} holds no folder of images for each class; give a teacher that needs none, --teacher MODEL")
-    if str(name) == "digits":
-        dataset, found, least, flip = digit_pictures(wanted.channels), 10, DIGIT_CROP, 0.0
+    if is_digits:
+        dataset, least, likely = digit_pictures(wanted.channels), DIGIT_CROP, 0.0
     else:
-        dataset = open_dataset(str(name), root, "train", wanted.channels, training=True)
-        found, least, flip = dataset_classes(dataset), PHOTO_CROP, 0.5
+        opened = (
+            labelled_pictures(folder, wanted.channels) if folder.is_dir() else named_pictures(str(name), root, "train", wanted.channels)
+        )
+        dataset, least, likely = opened, PHOTO_CROP, 0.5
+    found = classes_in(dataset)
     if classes and isinstance(classes, int) and found is not None and classes != found:
         raise DataError(f"{name} has {found} classes and the model tells {classes} apart; they must be the same")
     samples = len(dataset)
     _check_batch(name, samples, settings)
-    crop = settings.crop if settings.crop is not None else least
-    flip = settings.flip if settings.flip is not None else flip
 
     def open_(here: Process) -> Batches:
-        return LoadedBatches(dataset, wanted, settings, here, crop=crop, flip=flip, in_memory=str(name) == "digits")
+        return LoadedBatches(dataset, wanted, settings, here, crop=least, flip=likely, in_memory=is_digits)
 
     return TrainingData(str(name), found or classes or 0, samples, open_, labelled=classes != 0)
 
@@ -110,11 +111,9 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
         DataError: they are there and do not fit the model.
     """
     folder = Path(name)
-    if str(name) in ("digits", "fractals") or not folder.is_dir():
-        return judging_data(name, model, root=root)
-    apart = held_out_part(folder)
-    if apart is not None:
-        return judging_data(apart, model, teacher=teacher)
+    apart = None if str(name) in MADE or not folder.is_dir() else held_out_part(folder)
+    if str(name) in MADE or not folder.is_dir() or apart is not None:
+        return judging_data(apart or name, model, root=root, teacher=teacher)
     if not teacher or is_labelled(folder, model):
         return None
     return _without_classes(folder, unlabelled_files(folder)[1], preparation(model))
@@ -126,20 +125,17 @@ def judging_data(name: str | Path, model: nn.Module, *, root: Path | None = None
     Raises:
         DataError: they are not there, or do not fit the model.
     """
-    headless = classes_of(model) == 0
-    folder = Path(name)
+    headless, folder, wanted = classes_of(model) == 0, Path(name), preparation(model)
     if str(name) == "digits" and headless:
-        wanted = preparation(model)
         dataset = digits("held-out", wanted.size, mean=wanted.mean, std=wanted.std)
         return ImageData("digits", dataset, len(dataset), 0)
-    if str(name) in ("digits", "fractals"):
-        return load_data(name, model)
-    if not folder.is_dir():
-        found = load_data(name, model) if root is None and "/" not in str(name) else _held_out_split(str(name), root, model)
-        return replace(found, num_classes=0) if headless else found
-    if teacher and not is_labelled(folder, model):
-        return _without_classes(folder, image_files(folder), preparation(model))
-    return load_data(folder, model)
+    if str(name) not in MADE and not folder.is_dir():
+        named = named_pictures(str(name), root, "validation", wanted.channels)
+        named.transform = wanted.transform()
+        return ImageData(f"{name} validation", named, len(named), 0 if headless else classes_in(named) or classes_of(model) or 0)
+    if str(name) not in MADE and teacher and not is_labelled(folder, model):
+        return _without_classes(folder, image_files(folder), wanted)
+    return load_data(name, model)
 
 
 def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside: bool) -> TrainingData:
@@ -151,9 +147,8 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
         if pictures is not None:
             _check_batch(folder, len(pictures), settings)
             return ViewedBatches(pictures, settings, here)
-        dataset = Skipping(unlabelled_pictures(paths, wanted.channels))
-        crop, flip = VIEW_CROP if settings.crop is None else settings.crop, 0.5 if settings.flip is None else settings.flip
-        return LoadedBatches(dataset, wanted, settings, here, crop=crop, flip=flip, jitter=0.0)
+        dataset = unlabelled_pictures(paths, wanted.channels, skips=True)
+        return LoadedBatches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0)
 
     return TrainingData(str(folder), 0, len(paths), open_, labelled=False)
 
@@ -170,14 +165,6 @@ def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:
 
 def _without_classes(folder: Path, paths: list[Path], wanted: Preparation) -> ImageData:
     return ImageData(str(folder), unlabelled_pictures(paths, wanted.channels, wanted.transform()), len(paths), 0)
-
-
-def _held_out_split(name: str, root: Path | None, model: nn.Module) -> ImageData:
-    wanted = preparation(model)
-    dataset = open_dataset(name, root, "validation", wanted.channels, training=False)
-    dataset.transform = wanted.transform()
-    classes = dataset_classes(dataset) or classes_of(model) or 0
-    return ImageData(f"{name} validation", dataset, len(dataset), classes)
 
 
 def _fractals(wanted: Preparation, classes: object, settings: Settings) -> TrainingData:

@@ -21,7 +21,7 @@ from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.state import Log, LogRow, States
+from flysurgery.finetune.state import Log, States
 from flysurgery.finetune.step import Stepper
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import densify
@@ -169,7 +169,7 @@ class Loop:
             left = budget - (clock - self._started) - (looks + 1) * each
             self.notes = replace(self.notes, looks=looks, updates=affordable(stepper, self._batches, left, self._agreed))
         self._best = self._copied(stepper)
-        self._log.add(before.row(LogRow(0, 0.0)))
+        self._log.add(0, {"epoch": 0.0} | before.columns())
 
     def _take_up(self, stepper: Stepper, begun: int, notes: dict[str, Any]) -> None:
         """Go on from a state, with what was found at the start; a rate that is given may have changed."""
@@ -232,11 +232,17 @@ class Loop:
 
     def _note(self, done: int, losses: list[float], rate: float, look: Look | None) -> None:
         self.notes = replace(self.notes, loss=losses[0])
-        of_classes = losses[1] if self._data.labelled else None
-        of_output, of_blocks = (losses[2], losses[3]) if self._teacher is not None else (None, None)
-        epoch, speed = round(done / self._per_epoch, 4), round(self._speeds[-1], 1)
-        row = LogRow(done, epoch, losses[0], of_classes, of_output, of_blocks, rate, speed)
-        self._log.add(row if look is None else look.row(row))
+        total, of_classes, of_output, of_blocks = losses
+        row: dict[str, float | None] = {
+            "epoch": round(done / self._per_epoch, 4),
+            "loss": total,
+            "class_loss": of_classes if self._data.labelled else None,
+            "output_loss": None if self._teacher is None else of_output,
+            "blocks_loss": None if self._teacher is None else of_blocks,
+            "learning_rate": rate,
+            "images_per_second": round(self._speeds[-1], 1),
+        }
+        self._log.add(done, row if look is None else row | look.columns())
         if self._progress is not None:
             seen = str(self.notes.last if look is None else look)
             self._progress(done, self.notes.updates, f"loss {losses[0]:.3f}{f', {seen}' if seen else ''}")

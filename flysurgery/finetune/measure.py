@@ -17,7 +17,6 @@ from flysurgery.errors import DataError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.finetune.devices import sharded
-from flysurgery.finetune.state import LogRow
 from flysurgery.finetune.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -34,11 +33,10 @@ class Look:
     accuracy: Accuracy | None = None
     fidelity: Fidelity | None = None
 
-    def row(self, row: LogRow) -> LogRow:
-        """Add what was seen to a row of the log."""
-        right = {} if self.accuracy is None else {name: getattr(self.accuracy, name) for name in ("top1", "top5")}
-        names = ("relative_error", "output_cosine", "token_cosine")
-        return replace(row, **right, **({} if self.fidelity is None else {name: getattr(self.fidelity, name) for name in names}))
+    def columns(self) -> dict[str, float | None]:
+        """Give what was seen for a row of the log."""
+        seen = (self.accuracy, ("top1", "top5")), (self.fidelity, ("relative_error", "output_cosine", "token_cosine"))
+        return {name: getattr(of, name, None) for of, names in seen for name in names}
 
     def __str__(self) -> str:
         words = [] if self.accuracy is None else [f"top-1 {self.accuracy.top1:.2%}"]

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flysurgery.calibration import ASPECT, SIDES, Pictures, main_output, unchanged_state
+from flysurgery.calibration import Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError, first_line
 from flysurgery.evaluation import Preparation, digits
 from flysurgery.evaluation.calibration import picture_of
@@ -43,98 +43,102 @@ MOST_THREADS = 16
 
 
 class PictureSet(Dataset[Any]):
-    """Pairs of a picture, which ``read`` makes of an item, and its class. timm's loader sets ``transform``."""
+    """Pairs of a picture, which ``read`` makes of an item, and its class. timm's loader sets ``transform``.
 
-    def __init__(self, items: Sequence[Any], classes: Sequence[int], read: Callable[[Any], Any], transform: Any = None) -> None:
-        self._items, self._classes, self._read, self.transform = items, classes, read, transform
+    If it ``skips``, the next picture is taken in place of one that cannot be read, with a warning, as by timm's own data sets.
+    ``classes`` counts the classes; None without labels.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[tuple[Any, int]],
+        read: Callable[[Any], Any],
+        classes: int | None,
+        transform: Any = None,
+        *,
+        skips: bool = False,
+    ) -> None:
+        self._items, self._read, self.classes, self.transform, self._skips = items, read, classes, transform, skips
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        picture = self._read(self._items[index])
-        return (picture if self.transform is None else self.transform(picture)), self._classes[index]
+        if not self._skips:
+            return self._picture(index)
+        for ahead in range(MOST_SKIPPED):
+            try:
+                return self._picture((index + ahead) % len(self))
+            except DataError as error:
+                _logger.warning("%s; the next image is taken for it", error)
+        raise DataError(f"{MOST_SKIPPED} images in a row cannot be read; the warnings above name them")
+
+    def _picture(self, index: int) -> tuple[Any, int]:
+        item, number = self._items[index]
+        picture = self._read(item)
+        return (picture if self.transform is None else self.transform(picture)), number
 
 
 def digit_pictures(channels: int) -> PictureSet:
     """Give the training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
     images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
     grey = (images[:, 0] * LEVELS).round().byte().numpy()
-    return PictureSet(list(grey), classes.tolist(), partial(_of_pixels, channels=channels))
+    return PictureSet(list(zip(grey, classes.tolist(), strict=True)), partial(_of_pixels, channels=channels), 10)
 
 
 def _of_pixels(pixels: np.ndarray, channels: int) -> Image.Image:
     return Image.fromarray(pixels).convert("L" if channels == 1 else "RGB")
 
 
-def unlabelled_pictures(paths: Sequence[Path], channels: int, transform: Any = None) -> PictureSet:
+def unlabelled_pictures(paths: Sequence[Path], channels: int, transform: Any = None, *, skips: bool = False) -> PictureSet:
     """Give pictures of a model's channels, with 0 for a class."""
-    return PictureSet(list(paths), [0] * len(paths), partial(read_image, channels=channels), transform)
+    return PictureSet([(path, 0) for path in paths], partial(read_image, channels=channels), None, transform, skips=skips)
 
 
-class Skipping(Dataset[Any]):
-    """Pictures to train on. In place of one that cannot be read the next one is taken, with a warning, as by timm's own data sets."""
+def labelled_pictures(folder: Path, channels: int) -> PictureSet:
+    """Give the pictures of a folder of classes, or of its ``train``, to train on; classes are numbered as the evaluation does.
 
-    def __init__(self, pictures: Any) -> None:
-        self._pictures, self.classes = pictures, getattr(pictures, "classes", None)
+    Raises:
+        DataError: there are no classes, or one without images.
+    """
+    from torchvision.datasets import ImageFolder
 
-    @property
-    def transform(self) -> Any:
-        return self._pictures.transform
-
-    @transform.setter
-    def transform(self, transform: Any) -> None:
-        self._pictures.transform = transform
-
-    def __len__(self) -> int:
-        return len(self._pictures)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        for ahead in range(MOST_SKIPPED):
-            try:
-                return self._pictures[(index + ahead) % len(self)]
-            except DataError as error:
-                _logger.warning("%s; the next image is taken for it", error)
-        raise DataError(f"{MOST_SKIPPED} images in a row cannot be read; the warnings above name them")
+    try:
+        found = ImageFolder(_training_part(folder))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be opened as a data set for training: {first_line(error)}") from error
+    return PictureSet(found.samples, partial(read_image, channels=channels), len(found.classes), skips=True)
 
 
-def open_dataset(name: str, root: Path | None, split: str, channels: int, *, training: bool) -> Any:
-    """Open a folder of images, or one of timm's data sets by its name.
+def named_pictures(name: str, root: Path | None, split: str, channels: int) -> Any:
+    """Open one of timm's data sets.
 
     Raises:
         DataError: there is none of that name, or it does not say how many images it has.
     """
     from timm.data.dataset_factory import create_dataset
 
-    reader = partial(read_image, channels=channels)
+    if "/" not in name or (root is None and name.partition("/")[0] not in ("torch", "hfds", "hfids", "tfds", "wds")):
+        raise DataError(
+            f"there is no data set '{name}': expected 'digits', 'fractals', a folder with one folder of images for each class, "
+            "or the name of a timm data set such as torch/cifar10"
+        )
+    if root is None:
+        raise DataError(f"the data set {name} of timm needs the folder that it is or will be kept in: give --data-root DIR")
+    extra: dict[str, Any] = {"loader": partial(read_image, channels=channels)} if name in ("torch/folder", "torch/image_folder") else {}
+    mode = "L" if channels == 1 else "RGB"
     try:
-        if Path(name).is_dir():
-            # torchvision's folders number classes in the order of their names, as the evaluation does
-            dataset: Any = create_dataset("torch/image_folder", root=name, split=split, loader=reader)
-            dataset = Skipping(dataset) if training else dataset
-        elif "/" in name and root is not None:
-            extra: dict[str, Any] = {"loader": reader} if name in ("torch/folder", "torch/image_folder") else {}
-            mode = "L" if channels == 1 else "RGB"
-            dataset = create_dataset(name, root=str(root), split=split, is_training=training, input_img_mode=mode, **extra)
-        elif "/" in name and name.partition("/")[0] in ("torch", "hfds", "hfids", "tfds", "wds"):
-            raise DataError(f"the data set {name} of timm needs the folder that it is or will be kept in: give --data-root DIR")
-        else:
-            raise DataError(
-                f"there is no data set '{name}': expected 'digits', 'fractals', a folder with one folder of images for each class, "
-                "or the name of a timm data set such as torch/cifar10"
-            )
+        dataset: Any = create_dataset(name, root=str(root), split=split, is_training=split == "train", input_img_mode=mode, **extra)
         len(dataset)
-    except DataError:
-        raise
     except Exception as error:  # each of timm's sources fails in its own way, assertions included
         raise DataError(f"{name} cannot be opened as a data set for training: {first_line(error)}") from error
     return dataset
 
 
-def dataset_classes(dataset: Any) -> int | None:
+def classes_in(dataset: Any) -> int | None:
     """Say how many classes a data set has; None where it does not say."""
     known = getattr(dataset, "classes", None) or getattr(getattr(dataset, "reader", None), "class_to_idx", None)
-    return len(known) if known else None
+    return known if isinstance(known, int) else len(known) if known else None
 
 
 def class_folders(folder: Path) -> int:
@@ -206,11 +210,15 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
         except Image.DecompressionBombError as error:
             return DataError(f"{path} cannot be read as an image: {error}")
 
+    found, height, width = [], 0, 0
     with ThreadPoolExecutor(min(MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
-        sides = [each for each in threads.map(lambda path: _sides(path, wanted.size), paths) if each is not None]
-        if sides and len(sides) * wanted.channels * max(h for h, _ in sides) * max(w for _, w in sides) > most:
-            return None
-        found = list(threads.map(read, paths))
+        for each in threads.map(read, paths):
+            found.append(each)
+            if isinstance(each, Tensor):
+                height, width = max(height, each.shape[1]), max(width, each.shape[2])
+            if len(paths) * wanted.channels * height * width > most:
+                threads.shutdown(cancel_futures=True)
+                return None
     images = [each for each in found if isinstance(each, Tensor)]
     failed = [each for each in found if isinstance(each, DataError)]
     if not images:
@@ -220,15 +228,3 @@ def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOS
     if all(bool((image == image[:, :1, :1]).all()) for image in images):
         raise DataError(f"all {len(images)} images are of one colour each, from which nothing can be learned; give photographs")
     return Pictures.of_images(images, wanted.size, wanted.mean, wanted.std)
-
-
-def _sides(path: Path, size: tuple[int, int]) -> tuple[int, int] | None:
-    """Bound the height and width that a picture will have, from the head of its file; None for what is no picture."""
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-    except (OSError, Image.DecompressionBombError):
-        return None
-    scale = min(1.0, SIDES * max(size) / min(width, height))
-    longest = ASPECT * min(width, height)
-    return round(scale * min(height, longest)) + 1, round(scale * min(width, longest)) + 1

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,30 +147,12 @@ class States:
         return self._folder / f"state-{update:08d}"
 
 
-@dataclass(frozen=True)
-class LogRow:
-    """The state after ``update`` updates.
-
-    Losses are means over the updates since the last row and over all processes. Accuracy and closeness to the teacher
-    are None where the held-out images were not looked at.
-    """
-
-    update: int
-    epoch: float
-    loss: float | None = None
-    class_loss: float | None = None
-    output_loss: float | None = None
-    blocks_loss: float | None = None
-    learning_rate: float | None = None
-    images_per_second: float | None = None
-    top1: float | None = None
-    top5: float | None = None
-    relative_error: float | None = None
-    output_cosine: float | None = None
-    token_cosine: float | None = None
-
-
-LOG, COLUMNS = "log.csv", [each.name for each in fields(LogRow)]
+LOG = "log.csv"
+COLUMNS = (
+    *("update", "epoch", "loss", "class_loss", "output_loss", "blocks_loss", "learning_rate", "images_per_second"),
+    *("top1", "top5", "relative_error", "output_cosine", "token_cosine"),
+)
+"""Of the log. Losses are means over the updates since the last row and over all processes; the second line is of held-out images."""
 
 
 class Log:
@@ -191,14 +173,14 @@ class Log:
             writer.writeheader()
             writer.writerows(kept)
 
-    def add(self, row: LogRow) -> None:
-        """Append one row."""
-        values = {name: value for name, value in asdict(row).items() if value is not None}
+    def add(self, update: int, row: Mapping[str, float | None]) -> None:
+        """Append the row of ``update``, with the columns that are not None."""
+        values = {name: value for name, value in row.items() if value is not None}
         if self._accelerator.trackers:
-            self._accelerator.log({name: value for name, value in values.items() if name != "update"}, step=row.update)
+            self._accelerator.log(values, step=update)
         if self._file is not None:
             with self._file.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(values)
+                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({"update": update, **values})
 
     def close(self) -> None:
         """Let the trackers write what they still hold."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import main_output, unchanged_state
 from flysurgery.errors import TrainingError, WalkError
-from flysurgery.evaluation import preparation
+from flysurgery.evaluation import check_comparable
 from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import classes_of
@@ -29,9 +30,10 @@ class Teacher:
         """Check that the teacher goes with the student.
 
         Raises:
-            TrainingError: other classes or images, blocks of other widths, or blocks are asked for and it has others; one sentence.
+            DataError, SurgeryError: it takes other images, tells other classes apart, or is optimized for inference.
+            TrainingError: blocks of other widths, or blocks are asked for and it has others.
         """
-        check_teacher(model, student)
+        check_comparable(student, model)
         cuts = () if settings.blocks_weight == 0 else common_cuts(model, student)
         if settings.blocks_weight and not cuts:
             raise TrainingError(
@@ -44,10 +46,9 @@ class Teacher:
         self.output_weight = (SCORES_WEIGHT if self.has_scores else OUTPUT_WEIGHT) if given is None else given
         # not optimized: the cuts need hooks, and fused modules would leave the modules with hooks as they are
         self.model = model
-        self._modes = {module: module.training for module in model.modules()}
-        model.eval()
-        self._stream = Stream(model, self.cuts)
-        self._stream.__enter__()
+        self._open = ExitStack()
+        self._open.enter_context(unchanged_state(model))
+        self._stream = self._open.enter_context(Stream(model, self.cuts))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Run the teacher, and keep its tensors at the cuts for ``pull``."""
@@ -60,9 +61,7 @@ class Teacher:
 
     def close(self) -> None:
         """Leave the teacher as it was."""
-        self._stream.__exit__(None, None, None)
-        for module, mode in self._modes.items():
-            module.training = mode
+        self._open.close()
 
 
 def as_tensor(output: object) -> Tensor:
@@ -75,25 +74,6 @@ def as_tensor(output: object) -> Tensor:
     if not isinstance(found, Tensor):
         raise TrainingError(f"training needs a model that returns one tensor, and this one returns {type(output).__name__}")
     return found
-
-
-def check_teacher(teacher: nn.Module, student: nn.Module) -> None:
-    """Check that the teacher tells the same classes apart in the same images.
-
-    Raises:
-        TrainingError: it does not; the message gives both numbers.
-    """
-    classes = tuple(map(classes_of, (teacher, student)))
-    if None not in classes and classes[0] != classes[1]:
-        raise TrainingError(f"the teacher tells {classes[0]} classes apart and the model {classes[1]}; they must be the same")
-    theirs, mine = preparation(teacher), preparation(student)
-    sizes = [f"{each.channels}x{each.height}x{each.width}" for each in (theirs, mine)]
-    if sizes[0] != sizes[1]:
-        raise TrainingError(f"the teacher takes images of {sizes[0]} and the model of {sizes[1]}; they must be the same")
-    if (theirs.mean, theirs.std) != (mine.mean, mine.std):
-        raise TrainingError(
-            "the teacher's images are normalized by another mean or standard deviation than the model's; they must be the same"
-        )
 
 
 def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:

@@ -14,7 +14,6 @@ from flysurgery.projection.permutation import Orders as Orders
 from flysurgery.projection.permutation import Sharing as Sharing
 from flysurgery.projection.permutation import Side as Side
 from flysurgery.projection.permutation import choose_orders as choose_orders
-from flysurgery.projection.permutation import choose_orders_together as choose_orders_together
 from flysurgery.projection.project import project as project
 from flysurgery.projection.report import Projection as Projection
 from flysurgery.projection.side_by_side import FitProblem as FitProblem

@@ -13,7 +13,6 @@ from torch import Tensor
 from flysurgery.patterns import Architecture
 from flysurgery.projection.grid import Grid
 from flysurgery.projection.truncated_svd import truncated_product
-from flysurgery.projection.two_factor import two_factor
 
 SWEEPS = 10
 ENOUGH = 1e-3
@@ -36,19 +35,6 @@ class Fitted:
     product: Tensor
     errors: tuple[float, ...]
     seconds: float
-
-
-def block_cycling(
-    matrix: Tensor,  # shape: (out_features, in_features), float64
-    architecture: Architecture,
-    gram: Tensor,  # shape: (in_features, in_features), float64, positive definite
-    *,
-    sweeps: int = SWEEPS,
-    enough: float = ENOUGH,
-) -> tuple[tuple[Tensor, Tensor], tuple[float, ...]]:  # factors of shapes (a1, b1, c1, d1), (a2, b2, c2, d2)
-    """The factors that ``cycle_together`` finds for one matrix, and the errors."""
-    (fitted,) = cycle_together([matrix], architecture, [gram], sweeps=sweeps, enough=enough)
-    return two_factor(fitted.product, architecture), fitted.errors
 
 
 def cycle_together(

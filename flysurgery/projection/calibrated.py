@@ -43,7 +43,7 @@ def project_calibrated(
 ) -> CalibratedProjection:
     """Find factors of ``architecture`` whose product gives nearly the outputs of ``weight`` on inputs of the given metric.
 
-    Two factors of any patterns are fitted by ``block_cycling``. For any other number there is no method here, so the result is
+    Two factors of any patterns are fitted by ``cycle_together``. For any other number there is no method here, so the result is
     the plain projection, with the reason. The work is done in float64 on the metric's device.
 
     Raises:

@@ -92,13 +92,8 @@ class Sharing:
     swap_groups: bool = False
 
 
-def choose_orders(features: Sequence[Features], *, groups: int = 1, swap_groups: bool = False) -> Orders:
-    """The orders that ``choose_orders_together`` finds for one ``Sharing``."""
-    return choose_orders_together([Sharing(tuple(features), groups, swap_groups)])[0]
-
-
 @torch.no_grad()
-def choose_orders_together(sharings: Sequence[Sharing]) -> list[Orders]:
+def choose_orders(sharings: Sequence[Sharing]) -> list[Orders]:
     """Choose for each of ``sharings`` the orders of its features so that all its sides are near products of their architectures.
 
     The features of each of its ``features`` fall into ``groups`` of equal length, one after the other, and stay together with their

@@ -44,7 +44,7 @@ def fit_side_by_side(
     *,
     sweeps: int = SWEEPS,
 ) -> Iterator[tuple[int, T]]:
-    """Fit each problem by ``block_cycling`` and give its number with what ``finish(number, fitted)`` makes of it, as they are done.
+    """Fit each problem by ``cycle_together`` and give its number with what ``finish(number, fitted)`` makes of it, as they are done.
 
     Without two factors nothing is fitted, and ``fitted`` is None. ``finish`` is called in other threads, several at once, and what it
     raises is raised here. Problems come in their order, but that those of one architecture go together as far as ``TOGETHER_BYTES`` go,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.patterns import Architecture, Pattern
+from flysurgery.projection.grid import Grid
 from flysurgery.projection.truncated_svd import truncated_svd
 
 
@@ -39,18 +40,13 @@ def block_svd(
     best approximation of each block by a matrix of that rank: the t-th inner index of a block takes its t-th singular triple.
     Inner indices beyond the smaller side of their block get zeros.
     """
-    m = torch.arange(left.in_features, device=matrix.device)
-    row_class = m // (left.c * left.d) * left.d + m % left.d
-    column_class = m // (right.b * right.d) * right.d + m % right.d
-    column_classes = right.a * right.d
-    cells, block, ranks = torch.unique(row_class * column_classes + column_class, return_inverse=True, return_counts=True)
+    grid = Grid(Architecture((left, right)))
+    cell = (grid.row_class_of_inner() * grid.column_classes + grid.column_class_of_inner()).to(matrix.device)
+    cells, block, ranks = torch.unique(cell, return_inverse=True, return_counts=True)
     by_block = torch.argsort(block, stable=True)
     position = torch.empty_like(block)
-    position[by_block] = m - (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
-
-    grid = matrix.reshape(left.a, left.b, left.d, right.a, right.c, right.d).permute(0, 2, 3, 5, 1, 4)
-    row_cell, column_cell = cells // column_classes, cells % column_classes
-    blocks = grid[row_cell // left.d, row_cell % left.d, column_cell // right.d, column_cell % right.d]
+    position[by_block] = torch.arange(len(block), device=matrix.device) - (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
+    blocks = grid.gather(matrix).unflatten(2, (grid.column_classes, -1))[cells // grid.column_classes, :, cells % grid.column_classes]
     U, S, Vh = truncated_svd(blocks, int(ranks.max()))
     return U[block, :, position], S[block, position], Vh[block, position]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Inputs, Samples
 from flysurgery.patterns import Architecture
-from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders_together, metric_of
+from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders, metric_of
 from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.surgery.report import Permutation, PermutedLayer
 from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, survey, targets_of
@@ -127,7 +127,7 @@ class _Permuter:
                 searches[number] = Sharing(tuple(features), shared.groups, shared.swap_groups)
             else:
                 outcomes[number] = Permutation(shared.what, shared.linears, tied=shared.tied or {shared.what: INDIFFERENT})
-        for number, found in zip(searches, choose_orders_together(list(searches.values())), strict=True):
+        for number, found in zip(searches, choose_orders(list(searches.values())), strict=True):
             shared = together[number]
             if found.lowers:
                 for kind, order in zip(shared.kinds, found.orders, strict=True):

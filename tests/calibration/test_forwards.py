@@ -69,7 +69,7 @@ def test_a_forward_ends_with_the_last_wanted_call_and_the_model_is_as_before(net
 def test_failures_name_the_layer_or_the_reason_and_leave_no_hooks(net: Net, batches: list[Tensor]) -> None:
     with pytest.raises(SurgeryError, match="layer unused was not called"):
         collect(net, {"first": 1, "unused": 1}, batches)
-    with pytest.raises(DataError, match=r"fails on calibration inputs of shape \(4, 7\): .*7"):
+    with pytest.raises(DataError, match=r"fails on inputs of shape \(4, 7\): .*7"):
         collect(net, {"first": 1}, [torch.randn(4, 7)])
     with pytest.raises(SurgeryError, match="layer unused has no finite gradient"):
         sensitivities(net, ["first", "unused"], batches)

@@ -108,7 +108,7 @@ def test_what_is_refused(run: Run, refused: Refused, converted: Path) -> None:
     refused("finetune", *RANDOM, *QUICK, "--out", "o", "--teacher", "vit_tinny", words=("vit_tinny",))
     other = build_base(TINY_BASE, TINY_ARGUMENTS | {"num_classes": 7})
     save_dense(other, Path("t"), TINY_BASE, TINY_ARGUMENTS | {"num_classes": 7}, force=False)
-    refused(*finetune, "o", "--teacher", "t", words=("7 classes", "10"))
+    refused(*finetune, "o", "--teacher", "t", words=("10 classes apart", "7"))
 
 
 def test_a_run_that_was_killed_goes_on(run: Run, converted: Path) -> None:
@@ -120,9 +120,9 @@ def test_a_run_that_was_killed_goes_on(run: Run, converted: Path) -> None:
         "from flysurgery.cli import main\n"
         "from flysurgery.finetune.state import Log\n"
         "add = Log.add\n"
-        "def kill(self, row):\n"
-        "    add(self, row)\n"
-        "    row.update == 5 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def kill(self, update, row):\n"
+        "    add(self, update, row)\n"
+        "    update == 5 and os.kill(os.getpid(), signal.SIGKILL)\n"
         "Log.add = kill\n"
         "main(sys.argv[1:])\n"
     )

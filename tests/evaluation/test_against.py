@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 from vit_pytorch import ViT
 
+from flysurgery import convert
 from flysurgery.calibration import Samples
-from flysurgery.errors import DataError, OptionError, SurgeryError
+from flysurgery.errors import DataError, FlysurgeryError, OptionError, SurgeryError
 from flysurgery.evaluation import compare, digits, load_unseen
 from flysurgery.inference import clock, optimize
-from flysurgery.surgery import convert
 
 ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
 
@@ -40,38 +40,17 @@ def converted() -> nn.Module:
     return model
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    """Images of random pixels, some of them in a folder of their own."""
-    (tmp_path / "images" / "deeper").mkdir(parents=True)
-    pixels = np.random.default_rng(0)
-    for index in range(6):
-        name = f"deeper/{index}.png" if index % 2 else f"{index}.png"
-        Image.fromarray(pixels.integers(0, 255, (16, 16, 3), np.uint8)).save(tmp_path / "images" / name)
-    return tmp_path / "images"
-
-
 def test_a_converted_model_is_compared_block_by_block(converted: nn.Module) -> None:
     dense = vit()
     with torch.no_grad():
         given, wanted = converted(inputs().inputs), dense(inputs().inputs)
+    cosine = float(torch.cosine_similarity(given, wanted).mean())
     found = compare(converted, dense, inputs(), batch_size=4)
-    cosine = torch.cosine_similarity(given, wanted).mean()
-    assert found.samples == 6 and found.output_cosine == pytest.approx(float(cosine), abs=1e-5)
-    assert found.agreement == pytest.approx(float((given.argmax(1) == wanted.argmax(1)).float().mean()))
-    assert [name for name, _ in found.blocks] == ["blocks.0", "blocks.1"] and all(error > 0.01 for _, error in found.blocks)
+    assert found.samples == 6 and found.agreement == pytest.approx(float((given.argmax(1) == wanted.argmax(1)).float().mean()))
     assert found.token_cosine is not None and found.token_cosine < 0.999
-    other_way = compare(dense, converted, inputs())
-    assert [name for name, _ in other_way.blocks] == ["blocks.0", "blocks.1"] and other_way.output_cosine == pytest.approx(
-        float(cosine), abs=1e-5
-    )
-
-
-def test_two_converted_models_are_compared_without_their_blocks(converted: nn.Module) -> None:
-    other = vit()
-    convert(other, nblocks=2)
-    found = compare(other, converted, inputs())
-    assert found.blocks == () and found.token_cosine is not None and 0.01 < found.relative_error < 2
+    for each in (found, compare(dense, converted, inputs())):
+        assert each.output_cosine == pytest.approx(cosine, abs=1e-5)
+        assert [name for name, _ in each.blocks] == ["blocks.0", "blocks.1"] and all(error > 0.01 for _, error in each.blocks)
 
 
 def test_a_converted_vit_of_vit_pytorch() -> None:
@@ -84,44 +63,33 @@ def test_a_converted_vit_of_vit_pytorch() -> None:
     assert all(error > 0.01 for _, error in found.blocks)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_models_of_other_depth_are_compared_without_their_blocks(depth: int) -> None:
-    found = compare(vit(depth=depth), vit(), inputs())
-    assert found.blocks == () and found.token_cosine is not None and found.token_cosine < 0.999
-
-
-def test_classifiers_of_other_widths_or_patches_are_compared_by_their_scores() -> None:
-    teacher = vit()
+def test_models_without_the_same_blocks_are_compared_by_their_tokens_or_scores(converted: nn.Module) -> None:
+    other, teacher = vit(), vit()
+    convert(other, nblocks=2)
+    for one, two in ((other, converted), (vit(depth=1), teacher), (vit(depth=3), teacher)):
+        found = compare(one, two, inputs())
+        assert found.blocks == () and found.token_cosine is not None and found.token_cosine < 0.9999 and 0.01 < found.relative_error < 2
     for other in (vit(embed_dim=32), vit(patch_size=4), timm.create_model("resnet10t", num_classes=10)):
         other.pretrained_cfg = teacher.pretrained_cfg | {"input_size": (3, 16, 16)}
         found = compare(other, teacher, inputs())
         assert found.blocks == () and found.token_cosine is None and found.output_cosine < 0.99
 
 
-def test_a_folder_gives_its_images_without_labels(converted: nn.Module, images: Path) -> None:
-    assert compare(converted, vit(), images).samples == 6
-    assert compare(converted, vit(), images, 4).samples == 4
-    headless = compare(vit(num_classes=0), vit(num_classes=0), images)
+def test_a_folder_of_any_depth_gives_its_images_and_the_digits_those_that_calibration_does_not_take(
+    converted: nn.Module, tmp_path: Path
+) -> None:
+    (tmp_path / "deeper").mkdir()
+    pixels = np.random.default_rng(0)
+    for index in range(6):
+        name = f"deeper/{index}.png" if index % 2 else f"{index}.png"
+        Image.fromarray(pixels.integers(0, 255, (16, 16, 3), np.uint8)).save(tmp_path / name)
+    assert [compare(converted, vit(), tmp_path, count).samples for count in (None, 4)] == [6, 4]
+    headless = compare(vit(num_classes=0), vit(num_classes=0), tmp_path)
     assert headless.agreement is None and headless.output_cosine == pytest.approx(1, abs=1e-5)
-
-
-def test_digits_are_those_that_calibration_does_not_take() -> None:
-    model = vit()
-    size = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-    held_out: Tensor = digits("held-out", (16, 16), **size).tensors[0]
-    found = load_unseen("digits", model)
+    held_out: Tensor = digits("held-out", (16, 16), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)).tensors[0]
+    found = load_unseen("digits", vit())
     assert found.name == "digits" and torch.equal(found.inputs, held_out[:512])
-    assert len(load_unseen("fractals", model, samples=20)) == 20
-    with pytest.raises(DataError, match="600 were asked for and there are 599"):
-        load_unseen("digits", model, samples=600)
-
-
-def test_an_optimized_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))  # else the clock decides whether a layer is fused
-    model = vit()
-    optimize(model)
-    with pytest.raises(SurgeryError, match=r"flysurgery.restore\(model\)"):
-        compare(model, vit(), inputs())
+    assert len(load_unseen("fractals", vit(), samples=20)) == 20
 
 
 def spoilt(model: nn.Module) -> nn.Module:
@@ -150,11 +118,27 @@ def test_models_that_cannot_be_compared(model: Callable[[], nn.Module], teacher:
         compare(model(), teacher(), inputs())
 
 
-def test_data_that_cannot_be_compared_on(converted: nn.Module, tmp_path: Path) -> None:
-    dense, broken = vit(), Samples(torch.full((4, 3, 16, 16), float("nan")))
-    wrong = (("nowhere", None, "no data set 'nowhere'"), (tmp_path, None, "no images"), (inputs(), 9, "9 were asked for and there are 6"))
-    for data, samples, words in (*wrong, (broken, None, "NaN or infinite entries")):
-        with pytest.raises(DataError, match=words):
-            compare(converted, dense, data, samples)
-    with pytest.raises(OptionError, match="batch_size must be at least 1, got 0"):
-        compare(converted, dense, inputs(), batch_size=0)
+@pytest.mark.parametrize(
+    ("data", "options", "error", "words"),
+    [
+        ("nowhere", {}, DataError, "no data set 'nowhere'"),
+        (Path(__file__).parent, {}, DataError, "no images"),
+        ("digits", {"samples": 600}, DataError, "600 were asked for and there are 599"),
+        (inputs(), {"samples": 9}, DataError, "9 were asked for and there are 6"),
+        (Samples(torch.full((4, 3, 16, 16), float("nan"))), {}, DataError, "NaN or infinite entries"),
+        (inputs(), {"batch_size": 0}, OptionError, "batch_size must be at least 1, got 0"),
+    ],
+)
+def test_data_that_cannot_be_compared_on(
+    converted: nn.Module, data: Any, options: dict[str, int], error: type[FlysurgeryError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        compare(converted, vit(), data, **options)
+
+
+def test_an_optimized_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (2.0, 1.0))  # else the clock decides whether a layer is fused
+    model = vit()
+    optimize(model)
+    with pytest.raises(SurgeryError, match=r"flysurgery.restore\(model\)"):
+        compare(model, vit(), inputs())

@@ -33,15 +33,11 @@ def test_digits_to_calibrate_with_are_not_those_that_are_measured_on() -> None:
     assert held_out.isdisjoint(image.numpy().tobytes() for image in found.inputs)
 
 
-def test_a_folder_of_any_depth_without_regard_to_classes(folder: Path) -> None:
+def test_a_folder_of_any_depth_without_regard_to_classes_gives_samples_that_are_spread_evenly(folder: Path) -> None:
     found = load_calibration(folder, model(7))
     assert found.inputs.shape == (10, 3, 16, 16) and found.skipped == ()
     assert found.inputs.mean((1, 2, 3)).diff().min() > 0
-
-
-def test_samples_are_spread_evenly(folder: Path) -> None:
-    every, some = load_calibration(folder, model(7)), load_calibration(folder, model(7), samples=5)
-    assert torch.equal(some.inputs, every.inputs[::2])
+    assert torch.equal(load_calibration(folder, model(7), samples=5).inputs, found.inputs[::2])
 
 
 def test_unreadable_images_are_left_out_named_and_made_up_for(folder: Path) -> None:
@@ -53,15 +49,21 @@ def test_unreadable_images_are_left_out_named_and_made_up_for(folder: Path) -> N
         load_calibration(folder, model(7), samples=9)
 
 
-def test_nothing_to_read_is_refused(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "samples", "words"),
+    [
+        ("empty", None, "there are no images in"),
+        ("images", None, "none of the 10 images"),
+        ("dogs", None, "there is no data set 'dogs'"),
+        ("digits", 1500, "1500 were asked for and there are 1198"),
+    ],
+)
+def test_nothing_to_read_is_refused(
+    name: str, samples: int | None, words: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="there are no images in"):
-        load_calibration(tmp_path / "empty", model(7))
     for path in folder.rglob("*.png"):
         path.write_text("broken")
-    with pytest.raises(DataError, match="none of the 10 images"):
-        load_calibration(folder, model(7))
-    with pytest.raises(DataError, match="there is no data set 'dogs'"):
-        load_calibration("dogs", model(7))
-    with pytest.raises(DataError, match="1500 were asked for and there are 1198"):
-        load_calibration("digits", model(10), samples=1500)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=words):
+        load_calibration(name, model(10), samples=samples)

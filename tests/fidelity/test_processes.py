@@ -12,10 +12,14 @@ import torch
 from flysurgery.fidelity.processes import Processes
 from tests.support.processes import launch
 
-TENSORS = """
-import json, torch
+FIT = """
+import json, sys, torch
 from torch import distributed as dist
+from flysurgery.calibration import Samples
+from flysurgery.fidelity import Settings, reconstruct, reconstruction, step
 from flysurgery.fidelity.processes import Processes
+from tests.fidelity.test_reconstruct import images, pair
+kind, device = sys.argv[1], torch.device("cpu")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 with Processes(torch.device("cpu")) as processes:
@@ -29,22 +33,6 @@ with Processes(torch.device("cpu")) as processes:
         said = None
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    both = [None, None]
-    dist.all_gather_object(both, (seen, said))
-dist.destroy_process_group()
-if rank == 0:
-    print(json.dumps(both))
-"""
-
-FIT = """
-import json, sys, torch
-from torch import distributed as dist
-from flysurgery.calibration import Samples
-from flysurgery.fidelity import Settings, reconstruct, reconstruction, step
-from tests.fidelity.test_reconstruct import images, pair
-kind, device = sys.argv[1], torch.device("cpu")
-dist.init_process_group("gloo")
-rank = dist.get_rank()
 if kind == "cuda":
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -63,27 +51,24 @@ done = reconstruct(student, teacher, Samples(images(40)), cuts, Settings(minutes
 whole = torch.cat([each.detach().flatten() for each in student.parameters()]).double().cpu()
 mine = {"whole": whole.tolist()[::97], "sum": float(whole.abs().sum()), "history": done.history, "updates": done.updates, "drawn": drawn}
 both = [None, None]
-dist.all_gather_object(both, mine | {"batch": done.batch, "kept": done.kept})
+dist.all_gather_object(both, mine | {"batch": done.batch, "kept": done.kept, "seen": seen, "said": said})
 dist.destroy_process_group()
 if rank == 0:
     print(json.dumps(both))
 """
 
 
-def printed(folder: Path, program: str, *arguments: object) -> list[Any]:
-    """What each of the two processes found."""
-    done = launch(folder, program, *arguments)
+def fitted(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """What each of the two processes found, which is one result, closer than the start."""
+    done = launch(folder, FIT, kind)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def check_together(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """One result, which is closer than the start."""
-    same = ("whole", "sum", "history", "updates", "batch", "kept")
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    same = ("whole", "sum", "history", "updates", "batch", "kept", "seen", "said")
     assert [first[name] for name in same] == [second[name] for name in same]
     assert first["updates"] == 40 and first["batch"] == 16 and first["kept"] > 0
     errors = dict(first["history"])
     assert errors[first["kept"]] == min(errors.values()) < errors[0]
+    return [first, second]
 
 
 def test_alone_nothing_is_changed() -> None:
@@ -95,24 +80,15 @@ def test_alone_nothing_is_changed() -> None:
     assert tensor.tolist() == [0.0, 1.0, 2.0] and (alone.count, alone.rank) == (1, 0)
 
 
-def test_two_processes_have_one_mean_one_start_and_one_mind(tmp_path: Path) -> None:
-    first, second = printed(tmp_path, TENSORS)
-    assert first == second
-    (tensors, agreed, count), said = first
-    assert tensors[0] == [[1.5, 1.5]] * 3 and tensors[1] == [0.0, 2.0, 4.0, 6.0]
-    assert tensors[2:] == [[0.0, 0.0], [5.0, 5.0, 5.0]] and agreed == {"rank": 0} and count == 2
-    assert (
-        said == "SurgeryError: the processes converted the model by different plans, so they cannot fit it together; give all of them one"
-    )
-
-
-def test_two_processes_end_with_one_model_from_views_of_their_own(tmp_path: Path) -> None:
-    first, second = printed(tmp_path, FIT, "cpu")
-    check_together(first, second)
+def test_two_processes_have_one_mean_one_start_and_one_model_from_views_of_their_own(tmp_path: Path) -> None:
+    first, second = fitted(tmp_path, "cpu")
     assert len(first["drawn"]) == len(second["drawn"]) and first["drawn"] != second["drawn"]
+    tensors, agreed, count = first["seen"]
+    assert tensors == [[[1.5, 1.5]] * 3, [0.0, 2.0, 4.0, 6.0], [0.0, 0.0], [5.0, 5.0, 5.0]] and agreed == {"rank": 0} and count == 2
+    assert first["said"].startswith("SurgeryError: the processes converted the model by different plans, so they cannot fit it together")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two CUDA devices, and PyTorch finds {torch.cuda.device_count()}")
 def test_two_gpus_end_with_one_model(tmp_path: Path) -> None:
-    check_together(*printed(tmp_path, FIT, "cuda"))
+    fitted(tmp_path, "cuda")

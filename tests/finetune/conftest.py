@@ -1,37 +1,91 @@
-"""A Vision Transformer of one or two tiny blocks, dense and converted, for the digits."""
+"""A Vision Transformer of two tiny blocks, dense and converted, for the digits; the same without a head; pictures; and runs that stop."""
 
 from __future__ import annotations
 
 import copy
+import csv
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+from flysurgery import convert
 from flysurgery.checkpoint import build_base
-from flysurgery.surgery import convert
 
 BASE = "vit_tiny_patch16_224"
 ARGUMENTS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+HEADLESS = ARGUMENTS | {"num_classes": 0}
+
+
+def built(**changes: object) -> nn.Module:
+    """A dense model, always with the same weights."""
+    torch.manual_seed(0)
+    return build_base(BASE, ARGUMENTS | changes).eval()
 
 
 @pytest.fixture(scope="session")
-def _pair() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    dense = build_base(BASE, ARGUMENTS).eval()
-    converted = copy.deepcopy(dense)
-    convert(converted, base=BASE, base_args=ARGUMENTS)
-    return dense, converted
+def _converted() -> dict[int, nn.Module]:
+    found = {}
+    for classes in (10, 0):
+        found[classes] = built(num_classes=classes)
+        convert(found[classes], base=BASE, base_args=ARGUMENTS | {"num_classes": classes})
+    return found
 
 
 @pytest.fixture
-def dense(_pair: tuple[nn.Module, nn.Module]) -> nn.Module:
+def dense() -> nn.Module:
     """A model of its own for each test."""
-    return copy.deepcopy(_pair[0])
+    return built()
 
 
 @pytest.fixture
-def converted(_pair: tuple[nn.Module, nn.Module]) -> Callable[[], nn.Module]:
+def converted(_converted: dict[int, nn.Module]) -> Callable[..., nn.Module]:
     """Gives the same converted model anew with each call."""
-    return lambda: copy.deepcopy(_pair[1])
+    return lambda classes=10: copy.deepcopy(_converted[classes])
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 pictures of different sizes, some of them a folder deeper."""
+    folder = tmp_path_factory.mktemp("photographs")
+    (folder / "deep" / "er").mkdir(parents=True)
+    drawn = np.random.default_rng(0)
+    for number in range(40):
+        pixels = Image.fromarray(drawn.integers(0, 255, (3, 4), dtype=np.uint8))
+        pixels.resize((20 + number % 7, 18), Image.Resampling.BICUBIC).save(folder / ("deep/er" if number % 3 else "") / f"{number:02}.png")
+    return folder
+
+
+class StoppedError(Exception):
+    """Stands for a kill."""
+
+
+def stop_at(update: int) -> Callable[[int, int, str], None]:
+    """A progress that ends the run."""
+
+    def progress(done: int, total: int, text: str) -> None:
+        if done == update:
+            raise StoppedError
+
+    return progress
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The log without what depends on the clock."""
+    with (folder / "log.csv").open() as file:
+        return [{name: value for name, value in row.items() if name != "images_per_second"} for row in csv.DictReader(file)]
+
+
+def states(folder: Path) -> list[str]:
+    """The folders that a run has left."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def check_same(one: nn.Module, other: nn.Module) -> None:
+    """Check that two models have the same weights, bit by bit."""
+    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import csv
+import errno
 import json
 import time
 from collections.abc import Callable
@@ -15,64 +15,78 @@ import pytest
 import torch
 from torch import nn
 
-from flysurgery.errors import DataError, OptionError, TrainingError
-from flysurgery.fidelity import moments
-from flysurgery.finetune import Settings, held_out_data, train, training_data
+from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingError
+from flysurgery.fidelity import Copied, moments
+from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.loop import LOOKS, looks_for
 from flysurgery.finetune.measure import Judge, Look
+from flysurgery.finetune.run import Outcome
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import plan_of
+from tests.finetune.conftest import StoppedError, built, check_same, rows, states, stop_at
 
-Make = Callable[[], nn.Module]
+Make = Callable[..., nn.Module]
 
 QUICK = Settings(epochs=2, batch_size=128, log_every=1, save_every=4, learning_rate=3e-3, cpu=True, workers=0)
+UNLABELLED = Settings(epochs=8, batch_size=16, log_every=1, cpu=True, workers=0)
 
 
-class StoppedError(Exception):
-    """Stands for a kill."""
+def taught(model: nn.Module, photographs: Path, settings: Settings, **more: Any) -> Outcome:
+    """Train a model without a head towards the dense one, on pictures without labels."""
+    data, held_out = training_data(photographs, model, settings, teacher=True), held_out_data(photographs, model, teacher=True)
+    return train(model, data, settings, teacher=built(num_classes=0), held_out=held_out, **more)
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    """The log without what depends on the clock."""
-    with (folder / "log.csv").open() as file:
-        return [{name: value for name, value in row.items() if name != "images_per_second"} for row in csv.DictReader(file)]
-
-
-def states(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir())
-
-
-def stop_at(update: int) -> Callable[[int, int, str], None]:
-    def progress(done: int, total: int, text: str) -> None:
-        if done == update:
-            raise StoppedError
-
-    return progress
+def check_resumed(folder: Path, go: Callable[..., Outcome], *, stopped: int, state: int, every: int = 4) -> tuple[Outcome, Outcome]:
+    """A run that is stopped and taken up again leaves the log and the weights of one that was not."""
+    whole = go(folder=folder / "whole")
+    with pytest.raises(StoppedError):
+        go(folder=folder / "parts", progress=stop_at(stopped))
+    assert states(folder / "parts") == [f"state-{state:08}"]
+    (folder / "parts" / f".new-{state + every:08}").mkdir()  # as a kill while saving leaves it
+    torch.manual_seed(77)
+    parts = go(folder=folder / "parts", resume=True)
+    assert rows(folder / "parts") == rows(folder / "whole")
+    check_same(whole.model, parts.model)
+    assert len(states(folder / "parts")) == 1
+    return whole, parts
 
 
 def test_a_stopped_run_goes_on_with_the_losses_of_one_that_was_not(converted: Make, dense: nn.Module, tmp_path: Path) -> None:
-    """Stopped in the middle of an epoch, after updates that no state holds; dropout, mixup and a teacher draw and add what they do."""
+    """Stopped in the middle of an epoch, after updates that no state holds; mixup, erasing and a teacher draw and add what they do."""
     settings = replace(QUICK, mixup=0.4, erase=0.3)
-    whole, parts = converted(), converted()
-    data = training_data("digits", whole, settings)
-    held_out = held_out_data("digits", whole)
-    first = train(whole, data, settings, teacher=dense, held_out=held_out, folder=tmp_path / "whole")
-    with pytest.raises(StoppedError):
-        train(parts, data, settings, teacher=dense, held_out=held_out, folder=tmp_path / "parts", progress=stop_at(14))
-    assert states(tmp_path / "parts") == ["state-00000012"]
-    (tmp_path / "parts" / ".new-00000016").mkdir()  # as a kill while saving leaves it
-    torch.manual_seed(77)
-    second = train(converted(), data, settings, teacher=dense, held_out=held_out, folder=tmp_path / "parts", resume=True)
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole") and len(rows(tmp_path / "whole")) == 19
+    data, held_out = training_data("digits", dense, settings), held_out_data("digits", dense)
+    go = lambda **more: train(converted(), data, settings, teacher=dense, held_out=held_out, **more)  # noqa: E731
+    first, second = check_resumed(tmp_path, go, stopped=14, state=12)
+    assert len(rows(tmp_path / "whole")) == 19
     assert first.after == replace(second.after, seconds=first.after.seconds) and first.before is not None  # pyright: ignore
-    for (name, one), other in zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
-    assert states(tmp_path / "parts") == ["state-00000018"]
+    again = go(folder=tmp_path / "parts", resume=True)
+    assert (again.loss, again.updates) == (first.loss, first.updates), "a finished run taken up again says the same"
+    json.dumps(again.to_json(), allow_nan=False)
+    check_same(again.model, first.model)
 
 
-def test_it_learns(converted: Make) -> None:
-    model = converted()
-    settings = replace(QUICK, epochs=4, batch_size=64, warm_up=0.2)
+def test_sparse_to_dense_and_on_from_a_state_behind_the_change(converted: Make, tmp_path: Path) -> None:
+    settings = replace(QUICK, densify_after=1)
+    data = training_data("digits", converted(), settings)
+    whole, _ = check_resumed(tmp_path, lambda **more: train(converted(), data, settings, **more), stopped=13, state=12)
+    assert plan_of(whole.model) is None and not any(isinstance(each, ButterflyLinear) for each in whole.model.modules())
+    losses = [float(row["loss"]) for row in rows(tmp_path / "whole") if row["loss"]]
+    assert abs(losses[9] - losses[8]) < 0.3, "the change itself changes no output"
+
+
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+def test_a_stopped_run_with_a_budget_goes_on_as_it_would_have(
+    photographs: Path, converted: Make, tmp_path: Path, optimizer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, counts = replace(UNLABELLED, epochs=None, minutes=0.5, optimizer=optimizer, save_every=3), iter((11, 11))
+    monkeypatch.setattr("flysurgery.finetune.loop.affordable", lambda *_: next(counts))  # a resumed run asks no more
+    check_resumed(tmp_path, lambda **more: taught(converted(0), photographs, settings, **more), stopped=8, state=6, every=3)
+    assert rows(tmp_path / "whole")[-1]["update"] == "11"
+
+
+def test_it_learns_from_labels(converted: Make) -> None:
+    model, settings = converted(), replace(QUICK, epochs=4, batch_size=64, warm_up=0.2)
     outcome = train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model))
     assert outcome.before is not None and outcome.after is not None
     assert outcome.before.top1 < 0.3 < 0.5 < outcome.after.top1, "guessing gives 0.1"
@@ -80,18 +94,35 @@ def test_it_learns(converted: Make) -> None:
     assert outcome.images == outcome.updates * 64 == 4 * 18 * 64
 
 
+@pytest.mark.parametrize("classes", [0, 10])
+def test_it_comes_closer_to_the_teacher_without_labels(photographs: Path, classes: int, converted: Make) -> None:
+    model = converted(classes)
+    data, held_out = training_data(photographs, model, UNLABELLED, teacher=True), held_out_data(photographs, model, teacher=True)
+    outcome = train(model, data, UNLABELLED, teacher=built(num_classes=classes), held_out=held_out)
+    assert outcome.fidelity_before is not None and outcome.fidelity_after is not None and outcome.before is None
+    assert outcome.fidelity_after.relative_error < 0.9 * outcome.fidelity_before.relative_error
+    assert outcome.settings.optimizer == "muon" and outcome.kept > 0
+    written = json.loads(json.dumps(outcome.to_json(), allow_nan=False))
+    assert written["fidelity_after"]["samples"] == 4 and written["labelled"] is False
+
+
+def test_a_run_that_only_gets_worse_gives_the_start_back(photographs: Path, converted: Make) -> None:
+    outcome = taught(converted(0), photographs, replace(UNLABELLED, epochs=2, learning_rate=3.0))
+    assert outcome.kept == 0 and outcome.fidelity_after == outcome.fidelity_before
+    check_same(outcome.model, converted(0))
+
+
 def test_mixed_precision_leaves_a_plain_model_in_float32(converted: Make) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()  # accelerate keeps one precision a process
-    model = converted()
-    settings = replace(QUICK, epochs=1, precision="bf16")
+    model, exact, settings = converted(), converted(), replace(QUICK, epochs=1)
+    data = training_data("digits", model, settings)
     try:
-        loss = train(model, training_data("digits", model, settings), settings).loss
+        loss = train(model, data, replace(settings, precision="bf16")).loss
     finally:
         AcceleratorState._reset_state()
-    exact = converted()
-    close = train(exact, training_data("digits", exact, QUICK), replace(QUICK, epochs=1)).loss
+    close = train(exact, data, settings).loss
     assert loss == pytest.approx(close, rel=2e-2) and loss != close
     assert vars(model).keys() == vars(exact).keys() and all(each.dtype == torch.float32 for each in model.parameters())
     image, copied = torch.randn(1, 1, 8, 8), copy.deepcopy(model)
@@ -111,24 +142,11 @@ def test_two_small_batches_are_one_large_one(converted: Make) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_finished_run_taken_up_again_says_the_same(converted: Make, tmp_path: Path) -> None:
-    model = converted()
-    settings = replace(QUICK, epochs=1, save_every=None)
-    data = training_data("digits", model, settings)
-    first = train(model, data, settings, folder=tmp_path)
-    again = train(converted(), data, settings, folder=tmp_path, resume=True)
-    assert again.loss == first.loss and again.updates == first.updates
-    json.dumps(again.to_json(), allow_nan=False)
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_tensorboard_gets_the_rows_of_the_log(converted: Make, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    model = converted()
-    settings = replace(QUICK, epochs=1, tensorboard=True)
+    model, settings = converted(), replace(QUICK, epochs=1, tensorboard=True)
     train(model, training_data("digits", model, settings), settings, held_out=held_out_data("digits", model), folder=tmp_path)
     (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
@@ -139,23 +157,8 @@ def test_tensorboard_gets_the_rows_of_the_log(converted: Make, tmp_path: Path) -
         assert [value for _, value in seen] == pytest.approx([value for _, value in logged], rel=1e-6)
 
 
-def test_sparse_to_dense_and_on_from_a_state_behind_the_change(converted: Make, tmp_path: Path) -> None:
-    settings = replace(QUICK, densify_after=1, save_every=12)
-    whole, parts = converted(), converted()
-    data = training_data("digits", whole, settings)
-    outcome = train(whole, data, settings, folder=tmp_path / "whole")
-    assert plan_of(outcome.model) is None and not any(isinstance(each, ButterflyLinear) for each in outcome.model.modules())
-    losses = [float(row["loss"]) for row in rows(tmp_path / "whole") if row["loss"]]
-    assert abs(losses[9] - losses[8]) < 0.3, "the change itself changes no output"
-    with pytest.raises(StoppedError):
-        train(parts, data, settings, folder=tmp_path / "parts", progress=stop_at(13))
-    train(converted(), data, settings, folder=tmp_path / "parts", resume=True)
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-
-
 def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp_path: Path) -> None:
-    model = converted()
-    settings = replace(QUICK, epochs=1)
+    model, settings = converted(), replace(QUICK, epochs=1)
     data = training_data("digits", model, settings)
 
     def spoil(done: int, total: int, text: str) -> None:
@@ -168,6 +171,23 @@ def test_no_finite_loss_stops_and_keeps_the_last_good_state(converted: Make, tmp
     assert states(tmp_path) == ["state-00000004"]
     lower = replace(settings, learning_rate=1e-4)
     assert train(converted(), data, lower, folder=tmp_path, resume=True).loss < 3
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_state(
+    photographs: Path, converted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, calls = Copied.save, []
+
+    def full(self: Copied, file: Path) -> None:
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, file)
+
+    monkeypatch.setattr(Copied, "save", full)
+    with pytest.raises(TrainingError, match=r"of update 4 cannot be written.*No space left.*the last complete state, of update 2, is kept"):
+        taught(converted(0), photographs, replace(UNLABELLED, save_every=2), folder=tmp_path)
+    assert states(tmp_path) == ["state-00000002"]
 
 
 def test_another_plan_other_settings_and_a_run_that_is_there_are_refused(converted: Make, dense: nn.Module, tmp_path: Path) -> None:
@@ -188,18 +208,25 @@ def test_another_plan_other_settings_and_a_run_that_is_there_are_refused(convert
     refused("damaged")
 
 
-def test_runs_that_cannot_begin(converted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = converted()
-    data = training_data("digits", model, QUICK)
-    with pytest.raises(OptionError, match="no optimizer 'adamwww'"):
-        train(model, data, replace(QUICK, optimizer="adamwww"))
-    with pytest.raises(DataError, match="lower the accumulation"):
-        train(model, data, replace(QUICK, accumulation=10))
-    with pytest.raises(OptionError, match="nothing to densify in a dense model"):
-        train(nn.Linear(2, 2), data, replace(QUICK, densify_after=1))
+def test_runs_that_cannot_begin(converted: Make, photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, headless, spoilt = converted(), converted(0), built(num_classes=0)
+    digits, pictures = training_data("digits", model, QUICK), training_data(photographs, headless, UNLABELLED, teacher=True)
+    with torch.no_grad():
+        spoilt.get_parameter("norm.weight").fill_(float("nan"))
+    seen = {"teacher": spoilt, "held_out": judging_data(photographs, headless, teacher=True)}
+
+    def refused(error: type[FlysurgeryError], words: str, model: nn.Module, data: Any, settings: Settings, **more: Any) -> None:
+        with pytest.raises(error, match=words):
+            train(model, data, settings, **more)
+
+    refused(OptionError, "no optimizer 'adamwww'", model, digits, replace(QUICK, optimizer="adamwww"))
+    refused(OptionError, "no policy of augmentation 'none-such'", model, digits, replace(QUICK, augment="none-such"))
+    refused(DataError, "lower the accumulation", model, digits, replace(QUICK, accumulation=10))
+    refused(OptionError, "nothing to densify in a dense model", nn.Linear(2, 2), digits, replace(QUICK, densify_after=1))
+    refused(TrainingError, "without labels.*give a teacher", headless, pictures, UNLABELLED)
+    refused(DataError, "no finite numbers before the first update", headless, pictures, UNLABELLED, **seen)
     monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
-    with pytest.raises(TrainingError, match=r"pip install 'flysurgery\[train\]'"):
-        train(model, data, QUICK)
+    refused(TrainingError, r"pip install 'flysurgery\[train\]'", model, digits, QUICK)
 
 
 def test_looks_take_a_fifth_of_the_budget_at_most() -> None:
@@ -208,16 +235,16 @@ def test_looks_take_a_fifth_of_the_budget_at_most() -> None:
     assert moments(1, 10) == {1} and moments(100, 1) == {100} and max(moments(100, 3)) == 100 and len(moments(100, 10)) == 10
 
 
-def test_slow_looks_leave_the_budget_to_the_updates(
-    dense: nn.Module, converted: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
+    dense: nn.Module, converted: Make, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = Judge.look
+    outcome = taught(converted(0), photographs, replace(UNLABELLED, epochs=None, minutes=0.03))
+    assert outcome.updates >= 1 and outcome.seconds < 20
+    look, given = Judge.look, []
 
     def slow(self: Judge, model: nn.Module, bare: nn.Module, *, accuracy: bool = True) -> Look:
-        time.sleep(0.6)
+        time.sleep(0.3)
         return look(self, model, bare, accuracy=accuracy)
-
-    given: list[float] = []
 
     def seven(stepper: object, batches: object, seconds: float, agreed: object) -> int:
         given.append(seconds)
@@ -225,10 +252,10 @@ def test_slow_looks_leave_the_budget_to_the_updates(
 
     monkeypatch.setattr(Judge, "look", slow)
     monkeypatch.setattr("flysurgery.finetune.loop.affordable", seven)
-    model, settings = converted(), Settings(minutes=0.06, cpu=True)
+    model, settings = converted(), Settings(minutes=0.03, cpu=True)
     data, held_out = training_data("digits", model, settings, teacher=True), held_out_data("digits", model, teacher=True)
     outcome = train(model, data, settings, teacher=dense, held_out=held_out, folder=tmp_path)
     assert [row["update"] for row in rows(tmp_path) if row["top1"]] == ["0", "7"]
     assert outcome.labelled and outcome.updates == 7
-    (seconds,) = given  # at least two looks are left out of 3.6 seconds
-    assert seconds < 3.6 - 2 * 0.6
+    (seconds,) = given  # at least two looks are left out of 1.8 seconds
+    assert seconds < 1.8 - 2 * 0.3

@@ -31,7 +31,10 @@ def test_a_folder_keeps_the_wish_and_the_plain_weights(called: list[str], tmp_pa
     model = small()
     x = images(model)
     before = model(x)
-    flysurgery.optimize(model)
+    with torch.device("meta"):  # another default device changes nothing
+        flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
     flysurgery.save(model, tmp_path / "model", optimize=True)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["optimize"] is True
     assert "On CUDA `flysurgery.load` fuses groups of layers" in (tmp_path / "model" / "README.md").read_text()
@@ -77,23 +80,16 @@ def test_under_autocast_the_own_modules_run(called: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("compilable")
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_base_patch14_224"])
-def test_compiled_whole(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "itself"), [("vit_tiny_patch16_224", False), ("eva02_base_patch14_224", False), ("vit_tiny_patch16_224", True)]
+)
+def test_compiled_whole(name: str, itself: bool) -> None:
     model = small(name, depth=1)
-    x = images(model)
+    x = torch.randn(2, 17, 48) if itself else images(model)
+    model = model.get_submodule("blocks.0") if itself else model
     before = model(x)
-    assert any(row.group == "ffn" for row in flysurgery.optimize(model).fused)
-    assert isinstance(model.get_submodule("blocks.0"), StandIn)
-    with torch.no_grad():
-        assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
-
-
-@pytest.mark.usefixtures("compilable")
-def test_a_block_that_is_the_model_is_compiled_whole() -> None:
-    model = small(init_values=0.1).get_submodule("blocks.0")
-    x = torch.randn(2, 17, 48)
-    before = model(x)
-    assert flysurgery.optimize(model, x).fused
+    assert any(row.group == "ffn" for row in flysurgery.optimize(model, x).fused)
+    assert itself or isinstance(model.get_submodule("blocks.0"), StandIn)
     with torch.no_grad():
         assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
 
@@ -118,8 +114,30 @@ def prune(model: nn.Module) -> None:
     model.prune_intermediate_layers([0], prune_norm=True, prune_head=True)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize(("change", "fused"), [(replace_layer, BLOCKS[:4]), (remove_norm, BLOCKS[:4]), (prune, BLOCKS[:4])])
-def test_children_that_are_replaced_later_count(called: list[str], change: Callable[[nn.Module], None], fused: list[str]) -> None:
+def with_forward(name: str) -> Callable[[nn.Module], None]:
+    """Set a forward on a module, as one that keeps the attention's maps."""
+
+    def change(model: nn.Module) -> None:
+        module = model.get_submodule(name)
+        own = module.forward
+        module.forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        *((each, BLOCKS[:4]) for each in (replace_layer, remove_norm, prune)),
+        (with_forward("blocks.0.attn"), BLOCKS[4:]),
+        (with_forward("blocks.1.mlp.act"), BLOCKS[:4]),
+        (with_forward("patch_embed.proj"), BLOCKS),
+        (with_forward("pos_drop"), BLOCKS),
+    ],
+)
+def test_children_and_forwards_that_are_replaced_later_count(
+    called: list[str], change: Callable[[nn.Module], None], fused: list[str]
+) -> None:
     model = small()
     x, plain = images(model), copy.deepcopy(model)
     flysurgery.optimize(model)
@@ -127,25 +145,6 @@ def test_children_that_are_replaced_later_count(called: list[str], change: Calla
     for each in (model, plain):
         torch.manual_seed(1)
         change(each)
-    called.clear()
-    assert_equal(model(x), plain(x))
-    assert [name for name in called if name in BLOCKS] == fused
-
-
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [("blocks.0.attn", BLOCKS[4:]), ("blocks.1.mlp.act", BLOCKS[:4]), ("patch_embed.proj", BLOCKS), ("pos_drop", BLOCKS)],
-)
-def test_a_forward_that_is_set_on_a_module_later_counts(called: list[str], name: str, fused: list[str]) -> None:
-    """As one that keeps the attention's maps."""
-    model = small()
-    x, plain = images(model), copy.deepcopy(model)
-    flysurgery.optimize(model)
-    model(x)
-    for each in (model, plain):
-        module = each.get_submodule(name)
-        own = module.forward
-        module.forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
     called.clear()
     assert_equal(model(x), plain(x))
     assert [name for name in called if name in BLOCKS] == fused
@@ -205,16 +204,6 @@ def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:
     with pytest.raises(InferenceError, match="DataParallel cannot replicate an optimized model"):
         for module in model.modules():  # as torch.nn.parallel.replicate does for each device
             module._replicate_for_data_parallel()  # pyright: ignore[reportCallIssue]
-
-
-def test_another_default_device_changes_nothing(called: list[str]) -> None:
-    model = small()
-    x = images(model)
-    before = model(x)
-    with torch.device("meta"):
-        flysurgery.optimize(model)
-    assert_equal(model(x), before)
-    assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
 
 
 @pytest.mark.usefixtures("compilable")

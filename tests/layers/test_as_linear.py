@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -20,29 +22,21 @@ def split() -> SplitLinear:
     return SplitLinear({"q": ButterflyLinear(ARCHITECTURE), "k": nn.Linear(8, 5, bias=False), "v": ButterflyLinear(ARCHITECTURE)})
 
 
-@pytest.mark.parametrize("build", [lambda: ButterflyLinear(ARCHITECTURE), lambda: ButterflyLinear(ARCHITECTURE, bias=False), split])
-def test_the_weight_is_what_the_layer_multiplies_by(build: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "build",
+    [lambda: ButterflyLinear(ARCHITECTURE), lambda: ButterflyLinear(ARCHITECTURE, bias=False), split, lambda: ButterflyConv(ARCHITECTURE)],
+)
+def test_the_weight_is_what_the_layer_multiplies_by(build: Callable[[], nn.Module]) -> None:
     layer = build().double()
-    x = torch.randn(7, layer.in_features, dtype=torch.float64)
-    torch.testing.assert_close(nn.functional.linear(x, layer.weight, layer.bias), layer(x))
-    assert layer.weight.shape == (layer.out_features, layer.in_features)
+    function = nn.functional.conv2d if isinstance(layer, ButterflyConv) else nn.functional.linear
+    x = torch.randn((2, 8, 3, 5) if isinstance(layer, ButterflyConv) else (7, 8), dtype=torch.float64)
+    found, expected = function(x, layer.weight, layer.bias), layer(x)
+    torch.testing.assert_close(found, expected)
+    parameters = list(layer.parameters())
+    for one, other in zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+    assert layer.weight.shape[:2] == (layer.out_features, layer.in_features)
     assert "weight" not in dict(layer.named_parameters(recurse=False))
-
-
-def test_gradients_through_the_weight_are_those_of_the_layer() -> None:
-    layer = ButterflyLinear(ARCHITECTURE).double()
-    x = torch.randn(7, layer.in_features, dtype=torch.float64)
-
-    def gradients(y: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(y.square().sum(), list(layer.factors)))
-
-    torch.testing.assert_close(gradients(nn.functional.linear(x, layer.weight, layer.bias)), gradients(layer(x)))
-
-
-def test_the_weight_of_a_convolution_has_its_axes() -> None:
-    layer = ButterflyConv(ARCHITECTURE).double()
-    x = torch.randn(2, layer.in_features, 3, 5, dtype=torch.float64)
-    torch.testing.assert_close(nn.functional.conv2d(x, layer.weight, layer.bias), layer(x))
 
 
 def test_a_parameter_cannot_take_the_place_of_the_weight() -> None:
@@ -50,35 +44,19 @@ def test_a_parameter_cannot_take_the_place_of_the_weight() -> None:
         ButterflyLinear(ARCHITECTURE).weight = nn.Parameter(torch.zeros(16, 8))
 
 
-@pytest.fixture(scope="module")
-def converted() -> nn.Module:
+def test_a_converted_model_is_traced_counted_and_looked_into() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
-    flysurgery.apply(flysurgery.plan(model, arch="monarch"), model)
-    return model
-
-
-def test_fx_records_each_layer_as_one_call(converted: nn.Module) -> None:
-    traced = torch.fx.symbolic_trace(converted)
-    names = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function" and "ks_" in node.target.__name__]
-    assert names == 2 * ["ks_linear_group", "ks_linear", "ks_linear"]
-    x = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(traced(x), converted(x))
-
-
-def test_torchvision_extracts_features(converted: nn.Module) -> None:
-    found = create_feature_extractor(converted, {"blocks.0": "first", "blocks.1.mlp.fc1": "hidden"})(torch.randn(2, 3, 64, 64))
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"first": (2, 17, 192), "hidden": (2, 17, 768)}
-
-
-def test_counted_operations_are_those_of_the_plan() -> None:
-    dense = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
-    x, counted = torch.randn(2, 3, 64, 64), []
-    plan = flysurgery.plan(dense, arch="monarch")
+    x, counted, plan = torch.randn(2, 3, 64, 64), [], flysurgery.plan(model, arch="monarch")
     for _ in range(2):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            dense(x)
+            model(x)
         counted.append(counter.get_total_flops())
         if len(counted) == 1:
-            flysurgery.apply(plan, dense)
-    saved = sum(layer.flops_before - layer.flops_after for layer in plan.replaced)
-    assert counted[0] - counted[1] == len(x) * saved
+            flysurgery.apply(plan, model)
+    assert counted[0] - counted[1] == len(x) * sum(layer.flops_before - layer.flops_after for layer in plan.replaced)
+    traced = torch.fx.symbolic_trace(model)
+    names = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function" and "ks_" in node.target.__name__]
+    assert names == 2 * ["ks_linear_group", "ks_linear", "ks_linear"]
+    torch.testing.assert_close(traced(x), model(x))
+    found = create_feature_extractor(model, {"blocks.0": "first", "blocks.1.mlp.fc1": "hidden"})(x)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"first": (2, 17, 192), "hidden": (2, 17, 768)}

@@ -18,19 +18,14 @@ def test_against_a_dense_convolution(axes: int) -> None:
     layer = ButterflyConv(monarch(16, 8, nblocks=2), axes=axes)
     dense = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](8, 16, 1)
     with torch.no_grad():  # small integers, whose products and sums are exact in any order
-        for factor in layer.factors:
-            factor.copy_(torch.randint(-3, 4, factor.shape))
-        assert layer.bias is not None
-        layer.bias.copy_(torch.randint(-3, 4, (16,)))
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randint(-3, 4, parameter.shape))
         dense.weight.copy_(factors_to_dense(list(layer.factors))[(..., *(None,) * axes)])
-        assert dense.bias is not None
+        assert dense.bias is not None and layer.bias is not None
         dense.bias.copy_(layer.bias)
         x = torch.randint(-3, 4, (2, 8, *(3, 4, 5)[:axes])).float()
         for image in (x, x[0], x.transpose(0, 1).contiguous().transpose(0, 1)):
             assert_equal(layer(image), dense(image))
-
-
-def test_the_layout_of_memory_is_kept() -> None:
-    layer, x = ButterflyConv(monarch(16, 8, nblocks=2)), torch.randn(2, 8, 3, 5)
-    assert layer(x).is_contiguous()
-    assert layer(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)
+        if axes == 2:
+            assert layer(x).is_contiguous()
+            assert layer(x.to(memory_format=torch.channels_last)).is_contiguous(memory_format=torch.channels_last)

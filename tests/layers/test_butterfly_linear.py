@@ -38,17 +38,15 @@ def test_computes_the_product(architecture: Architecture, bias: bool, mode: Arit
     check(ButterflyLinear(architecture, bias, dtype=mode.dtype), mode)
 
 
-def test_is_described() -> None:
+def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> None:
     layer = ButterflyLinear(SQUARE)
     assert (layer.in_features, layer.out_features, layer.architecture) == (384, 384, SQUARE)
     assert "architecture=(1,192,48,2),(2,48,192,1), density=0.250, bias=True" in repr(layer)
-    assert "bias=False" in repr(ButterflyLinear(SQUARE, bias=False))
-
-
-def test_parameters_are_named_as_checkpoints_hold_them() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in ButterflyLinear(SQUARE).state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     assert shapes == {"factors.0": (1, 192, 48, 2), "factors.1": (2, 48, 192, 1), "bias": (384,)}
-    assert "bias" not in ButterflyLinear(SQUARE, bias=False).state_dict()
+    bare = ButterflyLinear(SQUARE, bias=False)
+    assert "bias=False" in repr(bare) and "bias" not in bare.state_dict()
+    assert not any(hasattr(layer, name) for name in ("fuse", "reparameterize", "switch_to_deploy")), "a parent would use them in its place"
 
 
 def test_moved_it_keeps_nothing_of_what_was_packed() -> None:
@@ -59,11 +57,6 @@ def test_moved_it_keeps_nothing_of_what_was_packed() -> None:
     assert layer.double() is layer
     assert not any(each() is not None for each in packed)
     check(layer, FP64)
-
-
-@pytest.mark.parametrize("name", ["fuse", "reparameterize", "switch_to_deploy"])
-def test_offers_nothing_that_a_parent_would_use_in_its_place(name: str) -> None:
-    assert not hasattr(ButterflyLinear(SMALL), name)
 
 
 @pytest.mark.parametrize("arch", ["gonon", "monarch", "lowrank"])
@@ -97,28 +90,20 @@ def test_meta_device_and_back() -> None:
     check(layer, FP64)
 
 
-def test_copies_and_pickles_are_independent() -> None:
-    layer = ButterflyLinear(SMALL)
-    file = io.BytesIO()
+def test_copies_pickles_and_states_are_independent() -> None:
+    layer, other, file = ButterflyLinear(SMALL), ButterflyLinear(SMALL), io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
-    twins = [copy.deepcopy(layer), torch.load(file, weights_only=False)]
     x = make_input(600, 8, FP32)
     with torch.no_grad():
+        other(x)
+        other.load_state_dict(layer.state_dict())
+        twins = [copy.deepcopy(layer), torch.load(file, weights_only=False), other]
         before = layer(x)
         for parameter in layer.parameters():
             parameter.zero_()
         for twin in twins:
             assert_equal(twin(x), before)
-
-
-def test_state_dict_round_trip() -> None:
-    first, second = ButterflyLinear(SMALL), ButterflyLinear(SMALL)
-    x = make_input(600, 8, FP32)
-    with torch.no_grad():
-        second(x)
-        second.load_state_dict(first.state_dict())
-        assert_equal(second(x), first(x))
 
 
 def test_training_steps_are_seen() -> None:
@@ -141,22 +126,15 @@ def test_changes_of_dtype_are_followed(mode: Arithmetic) -> None:
     check(layer, rows=600)
 
 
-def test_mismatched_dtypes_raise_what_a_dense_layer_raises() -> None:
-    with pytest.raises(RuntimeError) as dense:
+def test_what_cannot_be_multiplied_is_one_sentence() -> None:
+    with pytest.raises(RuntimeError, match="same dtype"):
         nn.Linear(8, 16)(torch.ones(3, 8).half())
-    assert "same dtype" in str(dense.value)
     with pytest.raises(RuntimeError, match=r"same dtype and device, but got torch\.float16 on cpu and torch\.float32 on cpu"):
         ButterflyLinear(SMALL)(torch.ones(3, 8).half())
-
-
-def test_wrong_sizes_and_backends_are_refused_when_called() -> None:
     with pytest.raises(PatternError, match="take rows of 8 features"):
         ButterflyLinear(SMALL)(torch.ones(3, 9))
     with pytest.raises(BackendError, match="there is no backend 'fast'"):
         ButterflyLinear(SMALL, backend="fast")(torch.ones(3, 8))
-
-
-def test_the_named_backend_runs() -> None:
     with pytest.raises(BackendError, match="'chunked' cannot run this: it gives no gradients"):
         ButterflyLinear(SMALL, backend="chunked")(torch.ones(3, 8))
 

@@ -83,49 +83,18 @@ def test_all_linear_means_each_part_of_q_k_v(converted: nn.Module) -> None:
     assert found == {f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
 
 
-def test_unmerged_the_converted_layer_is_back(converted: nn.Module) -> None:
-    model = adapted(converted, target_modules=["qkv"])
-    layer = model.base_model.model.blocks[0].attn.qkv
-    assert isinstance(layer.base_layer, SplitLinear)
+def test_a_merge_can_be_taken_back_fail_and_be_moved(converted: nn.Module) -> None:
+    model = adapted(converted, target_modules=["qkv", "fc1"])
+    block = model.base_model.model.blocks[0]
     model.merge_adapter()
-    assert isinstance(layer.base_layer, nn.Linear)
-    model.unmerge_adapter()
-    assert isinstance(layer.base_layer, SplitLinear)
-
-
-def test_an_optimized_model_is_refused(converted: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flysurgery.peft.is_optimized", lambda model: True)
-    with pytest.raises(SurgeryError, match=r"undo it first: flysurgery\.restore"):
-        lora_config(converted, LoraConfig(target_modules=["fc1"]))
-
-
-def test_a_model_with_adapters_is_refused_by_surgery() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
-    get_peft_model(model, LoraConfig(r=4, target_modules=["fc1"]))
-    with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\).*merge_and_unload"):
-        flysurgery.plan(model)
-
-
-def test_adapters_on_converted_layers_are_seen(converted: nn.Module) -> None:
-    model = adapted(converted, target_modules=["fc1"]).base_model.model
-    with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\)"):
-        flysurgery.densify(model)
-
-
-def test_a_failed_merge_leaves_the_converted_layer(converted: nn.Module) -> None:
-    model = adapted(converted, target_modules=["fc1"])
-    layer = model.base_model.model.blocks[0].mlp.fc1
-    torch.nn.init.constant_(layer.lora_B["default"].weight, float("nan"))
+    assert isinstance(block.attn.qkv.base_layer, nn.Linear)
+    model.double().unmerge_adapter()
+    assert isinstance(block.attn.qkv.base_layer, SplitLinear) and isinstance(block.mlp.fc1.base_layer, ButterflyLinear)
+    assert model(torch.randn(2, 3, 64, 64, dtype=torch.float64)).dtype == torch.float64
+    torch.nn.init.constant_(block.mlp.fc1.lora_B["default"].weight, float("nan"))
     with pytest.raises(ValueError, match="NaNs detected"):
         model.merge_adapter(safe_merge=True)
-    assert isinstance(layer.base_layer, ButterflyLinear) and not layer.merged
-
-
-def test_moved_while_merged(converted: nn.Module) -> None:
-    model = adapted(converted, target_modules=["fc1"])
-    model.merge_adapter()
-    model.double().unmerge_adapter()
-    assert model(torch.randn(2, 3, 64, 64, dtype=torch.float64)).dtype == torch.float64
+    assert isinstance(block.mlp.fc1.base_layer, ButterflyLinear) and not block.mlp.fc1.merged
 
 
 def test_merged_and_unloaded_the_plan_goes_by_densify(converted: nn.Module) -> None:
@@ -134,7 +103,16 @@ def test_merged_and_unloaded_the_plan_goes_by_densify(converted: nn.Module) -> N
     assert flysurgery.surgery.plan_of(model) is None
 
 
-def test_a_converted_convolution_takes_no_adapter() -> None:
-    model = nn.Sequential(ButterflyConv(Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))))
+def test_what_does_not_go_with_adapters_is_one_sentence(converted: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
+    get_peft_model(dense, LoraConfig(r=4, target_modules=["fc1"]))
+    with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\).*merge_and_unload"):
+        flysurgery.plan(dense)
+    with pytest.raises(SurgeryError, match=r"adapters of peft \(around blocks.0.mlp.fc1\)"):
+        flysurgery.densify(adapted(converted, target_modules=["fc1"]).base_model.model)
+    convolution = nn.Sequential(ButterflyConv(Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))))
     with pytest.raises(SurgeryError, match="1x1 convolution; leave it out"):
-        get_peft_model(model, lora_config(model, LoraConfig(target_modules=["0"])))
+        get_peft_model(convolution, lora_config(convolution, LoraConfig(target_modules=["0"])))
+    monkeypatch.setattr("flysurgery.peft.is_optimized", lambda model: True)
+    with pytest.raises(SurgeryError, match=r"undo it first: flysurgery\.restore"):
+        lora_config(converted, LoraConfig(target_modules=["fc1"]))

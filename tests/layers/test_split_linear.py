@@ -32,7 +32,9 @@ def test_joins_the_outputs_in_order(shape: tuple[int, ...]) -> None:
     for child in children.values():
         assert_equal(out[..., start : start + child.out_features].detach(), child(x).detach())
         start += child.out_features
-    assert (split.in_features, split.out_features) == (8, 35)
+    assert (split.in_features, split.out_features) == (8, 35) and "in_features=8, out_features=35" in repr(split)
+    names = ["q.bias", "q.factors.0", "q.factors.1", "k.weight", "k.bias", "v.factors.0", "v.factors.1"]
+    assert sorted(split.state_dict()) == sorted(names)
 
 
 def test_parts_of_one_architecture_are_joined_alike() -> None:
@@ -40,15 +42,6 @@ def test_parts_of_one_architecture_are_joined_alike() -> None:
     x = make_input(5, 8, FP32)
     with torch.no_grad():
         assert_equal(SplitLinear(children)(x), torch.cat([child(x) for child in children.values()], dim=-1))
-
-
-def test_parameters_are_named_as_checkpoints_hold_them() -> None:
-    names = ["q.bias", "q.factors.0", "q.factors.1", "k.weight", "k.bias", "v.factors.0", "v.factors.1"]
-    assert sorted(SplitLinear(parts()).state_dict()) == sorted(names)
-
-
-def test_says_what_it_is() -> None:
-    assert "in_features=8, out_features=35" in repr(SplitLinear(parts()))
 
 
 @pytest.mark.parametrize("split", [SplitLinear(parts()), SplitLinear({name: ButterflyLinear(SMALL) for name in "qkv"})])
@@ -71,11 +64,8 @@ def test_copies_are_independent() -> None:
     assert_equal(twin(x).detach(), before)
 
 
-def test_no_parts_are_refused() -> None:
+def test_parts_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(PatternError, match="at least one part"):
         SplitLinear({})
-
-
-def test_parts_have_to_take_the_same_features() -> None:
     with pytest.raises(PatternError, match="'q' takes 8, 'k' takes 9"):
         SplitLinear({"q": ButterflyLinear(SMALL), "k": nn.Linear(9, 3)})

@@ -16,15 +16,9 @@ def test_python_versions_and_typing_are_declared() -> None:
     assert files("flysurgery").joinpath("py.typed").is_file()
 
 
-def test_the_licence_is_declared_and_comes_along() -> None:
+def test_licence_version_and_command_come_along() -> None:
     found = metadata("flysurgery")
     assert found["License-Expression"] == "Apache-2.0" and found["License-File"] == "LICENSE"
-
-
-def test_there_is_one_version() -> None:
     assert version("flysurgery") == flysurgery.__version__
-
-
-def test_the_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="flysurgery")
     assert command.value == "flysurgery_command:main"

@@ -1,30 +1,38 @@
-"""Architectures against the product of their supports written out."""
+"""Patterns and architectures against their supports written out."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 from flysurgery.errors import PatternError
-from flysurgery.patterns import Architecture, check_fits, product_pattern
+from flysurgery.patterns import MAX_FEATURES, Architecture, Pattern, check_fits, product_pattern
 from tests.patterns.brute_force import blocks, path_counts, support
-from tests.patterns.strategies import chainable, pairs
+from tests.patterns.strategies import chainable, pairs, patterns
 
 DOWN = Architecture.of((1, 128, 128, 3), (6, 64, 256, 1))
 
 
+@given(patterns())
+def test_a_pattern_is_its_support(pattern: Pattern) -> None:
+    matrix = support(pattern)
+    assert pattern.shape == matrix.shape
+    assert pattern.nnz == matrix.sum() == np.prod(pattern.factor_shape)
+    assert pattern.density == pytest.approx(matrix.mean())
+    assert pattern.flops_per_row == 2 * matrix.sum()
+    assert np.array_equal(support(pattern.transpose), matrix.T)
+
+
 @given(pairs())
-def test_sizes_and_parameters_are_those_of_the_supports(architecture: Architecture) -> None:
+def test_an_architecture_is_the_product_of_its_supports(architecture: Architecture) -> None:
     left, right = map(support, architecture)
-    assert architecture.shape == (left @ right).shape
-    assert architecture.inner_features == (left.shape[1],)
+    assert architecture.shape == (left @ right).shape and architecture.inner_features == (left.shape[1],)
     assert architecture.num_parameters == left.sum() + right.sum()
     assert architecture.density == pytest.approx((left.sum() + right.sum()) / (left @ right).size)
-
-
-@given(pairs())
-def test_ranks_are_the_path_counts_of_the_blocks(architecture: Architecture) -> None:
     assert architecture.ranks == (tuple(np.unique(path_counts(architecture)).tolist()),)
     assert sorted({rank for _, _, rank in blocks(architecture)}) == list(architecture.ranks[0])
+    assert np.array_equal(path_counts(architecture.transpose), path_counts(architecture).T)
+    assert architecture.transpose.transpose == architecture
+    assert Architecture.parse(str(architecture)) == Architecture.from_json(architecture.to_json()) == architecture
 
 
 @given(pairs())
@@ -45,28 +53,16 @@ def test_products_of_a_chainable_architecture_can_be_taken_in_any_order(architec
     assert product_pattern(product_pattern(first, second), third) == product_pattern(first, product_pattern(second, third))
 
 
-def test_a_product_needs_sizes_that_agree() -> None:
-    with pytest.raises(PatternError, match=r"takes 4 features .* gives 9"):
-        product_pattern(*Architecture.of((1, 2, 4, 1)).patterns, *Architecture.of((3, 3, 1, 1)).patterns)
-
-
 def test_the_down_projection_has_eighteen_blocks_of_two_ranks() -> None:
     ranks = [rank for _, _, rank in blocks(DOWN)]
     assert (len(ranks), ranks.count(21), ranks.count(22)) == (18, 12, 6)
-    assert DOWN.ranks == ((21, 22),)
-    assert not DOWN.is_chainable
+    assert DOWN.ranks == ((21, 22),) and not DOWN.is_chainable
 
 
-@given(pairs())
-def test_transpose_reverses_the_product(architecture: Architecture) -> None:
-    assert np.array_equal(path_counts(architecture.transpose), path_counts(architecture).T)
-    assert architecture.transpose.transpose == architecture
-
-
-@given(pairs())
-def test_text_and_json_give_the_architecture_back(architecture: Architecture) -> None:
-    assert Architecture.parse(str(architecture)) == architecture
-    assert Architecture.from_json(architecture.to_json()) == architecture
+@pytest.mark.parametrize("entries", [(0, 1, 1, 1), (1, -2, 1, 1), (1, 1, 1.0, 1), (1, 1, 1, True), (1, "2", 1, 1)])
+def test_entries_that_are_no_positive_integers_are_refused(entries: tuple) -> None:
+    with pytest.raises(PatternError, match="four positive integers"):
+        Pattern(*entries)
 
 
 @pytest.mark.parametrize("text", ["", "monarch", "(1,2,3)", "(1,2,3,4),", "(1,2,3,4)(1,2,3,4)", "(1,2,-3,4)", "__import__('os')"])
@@ -81,14 +77,15 @@ def test_json_that_is_no_architecture_is_refused(rows: object) -> None:
         Architecture.from_json(rows)
 
 
-def test_an_architecture_needs_patterns_whose_sizes_agree() -> None:
-    with pytest.raises(PatternError, match="at least one"):
-        Architecture(())
-    with pytest.raises(PatternError, match=r"takes 6 features .* gives 4"):
-        Architecture.of((1, 2, 6, 1), (2, 2, 2, 1))
-
-
-def test_an_architecture_of_another_size_does_not_fit() -> None:
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    assert Pattern(MAX_FEATURES, 1, 1, 1).out_features == MAX_FEATURES
     check_fits(DOWN, 384, 1536)
-    with pytest.raises(PatternError, match=r"384x1536 matrix, the layer is 1536x384"):
-        check_fits(DOWN, 1536, 384)
+    for words, make in (
+        (str(MAX_FEATURES), lambda: Pattern(MAX_FEATURES, 2, 1, 1)),
+        ("at least one", lambda: Architecture(())),
+        (r"takes 6 features .* gives 4", lambda: Architecture.of((1, 2, 6, 1), (2, 2, 2, 1))),
+        (r"takes 4 features .* gives 9", lambda: product_pattern(Pattern(1, 2, 4, 1), Pattern(3, 3, 1, 1))),
+        (r"384x1536 matrix, the layer is 1536x384", lambda: check_fits(DOWN, 1536, 384)),
+    ):
+        with pytest.raises(PatternError, match=words):
+            make()

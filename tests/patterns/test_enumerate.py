@@ -49,17 +49,9 @@ def test_the_budget_holds_and_the_order_is_fixed() -> None:
     assert first[:2] == [Architecture.of((1, 384, 1, 1), (1, 1, 1536, 1)), Architecture.of((1, 384, 2, 1), (1, 2, 1536, 1))]
 
 
-def test_both_chainable_and_other_architectures_appear() -> None:
-    kinds = {architecture.is_chainable for architecture in two_factor_architectures(6, 12, max_density=0.5)}
-    assert kinds == {True, False}
-
-
 @pytest.mark.parametrize("max_density", [0.0, -0.5, 1.01, float("nan"), float("inf")])
-def test_a_budget_outside_its_range_is_refused_at_once(max_density: float) -> None:
+def test_a_budget_outside_its_range_and_sizes_of_zero_are_refused_at_once(max_density: float) -> None:
     with pytest.raises(OptionError, match="above 0 and at most 1"):
         two_factor_architectures(8, 8, max_density=max_density)
-
-
-def test_sizes_must_be_positive() -> None:
     with pytest.raises(PatternError, match="0x8"):
         two_factor_architectures(0, 8, max_density=0.5)

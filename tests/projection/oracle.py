@@ -10,19 +10,15 @@ from torch import Tensor
 
 from flysurgery.patterns import Architecture
 from tests.patterns.brute_force import blocks, support
+from tests.support.oracle import dense
 
 EXACT = 1e-10
 """A matrix that is a product of the architecture must be recovered to this relative error in float64."""
 
 
 def dense_factor(factor: Tensor) -> np.ndarray:
-    """Write K out entry by entry from its definition, in float64."""
-    a, b, c, d = factor.shape
-    values = factor.detach().cpu().to(torch.float64).numpy()
-    dense = np.zeros((a * b * d, a * c * d))
-    i, p, q, j = np.indices(values.shape)
-    dense[(i * b + p) * d + j, (i * c + q) * d + j] = values
-    return dense
+    """K in float64."""
+    return dense(factor.detach().cpu().double()).numpy()
 
 
 def dense_product(factors: tuple[Tensor, ...]) -> np.ndarray:
@@ -40,6 +36,20 @@ def random_product(architecture: Architecture, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     factors = tuple(torch.randn(pattern.factor_shape, generator=generator, dtype=torch.float64) for pattern in architecture)
     return torch.from_numpy(dense_product(factors))
+
+
+def random_gram(n: int, seed: int = 0, decay: float = 1.0) -> Tensor:
+    """A covariance of full rank whose eigenvalues fall as ``1 / k**(2*decay)``, in a random basis."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
+    values = torch.arange(1, n + 1, dtype=torch.float64) ** (-2 * decay)
+    return (basis * values) @ basis.mT
+
+
+def error_of(matrix: Tensor, product: np.ndarray, gram: Tensor) -> float:
+    """The relative error ``sqrt(tr(D G Dᵀ) / tr(W G Wᵀ))``."""
+    residual, whole = matrix.numpy() - product, matrix.numpy()
+    return float(np.sqrt(np.trace(residual @ gram.numpy() @ residual.T) / np.trace(whole @ gram.numpy() @ whole.T)))
 
 
 def best_error(matrix: Tensor, architecture: Architecture) -> float:
