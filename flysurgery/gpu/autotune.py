@@ -15,6 +15,7 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.configured import SINGLE, factor_configs, factor_product
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.factor_grad import FactorGrad, gradient_configs
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.gated_linear import GATED_LINEAR, NORM_GATED_LINEAR, forget_gated_linears
@@ -24,7 +25,6 @@ from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.norm_linear import NORM_LINEAR, forget_norm_linears
 from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.product import FUSED
-from flysurgery.gpu.replay.recording import forget_recordings
 from flysurgery.gpu.run_product import forget_products
 from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
 from flysurgery.gpu.train_forward import forget_trained
@@ -89,7 +89,7 @@ def autotune(
     forget_gated_linears()
     forget_chains()
     forget_trained()
-    forget_recordings()
+    doubt()
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.exact_gradient import exact_gradients
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.run_product import run_product
@@ -50,6 +51,7 @@ def all_gradients(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, kept, linears, mode, with_input, with_bias)
+    doubt_trained(factors)
     if mode == "exact":
         return exact_gradients(dy, x, factors, linears, with_input, with_bias)
     factors = tuple(factors)

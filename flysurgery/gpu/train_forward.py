@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.gather import Gather, Packer, aligned
 from flysurgery.gpu.gradients import chain_for
 from flysurgery.gpu.kernel import Prepared, Series, current_device, current_stream, in_rows
@@ -172,6 +173,7 @@ class Trained:
         wide: bool,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """The gradient of x if asked for, float32 if ``wide``, and those of the factors, then of the biases if asked for, all float32."""
+        doubt_trained(parameters[: self._factors])
         meet(self.chain, x)
         dx = None
         if with_input:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flysurgery.gpu import gather, gradients, train_backward, train_forward, train_operator
+from flysurgery.gpu import gather, gradients, train_backward, train_forward, train_operator, weight_cache
 from flysurgery.gpu import run_product as multiplication
 from flysurgery.gpu.gather import Gather
 from flysurgery.gpu.gradients import all_gradients, input_gradient
-from flysurgery.gpu.weight_cache import forget_derived
 from tests.gpu.dense_kernels import DenseKernel
 from tests.gpu.emulation import EmulatedGradient, EmulatedProduct, EmulatedSeries, EmulatedSingle, EmulatedSum, emulated_gather
 from tests.support.rounding import rounding_as
@@ -64,7 +63,7 @@ def cpu_operators() -> Iterator[None]:
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[type[EmulatedProduct]]:
+def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> type[EmulatedProduct]:
     """The kernels replaced by the definition, on the CPU."""
     monkeypatch.setattr(multiplication, "product_of", EmulatedProduct)
     monkeypatch.setattr(train_backward, "single_factor", EmulatedSingle)
@@ -85,7 +84,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(multiplication, "_products", {})
     monkeypatch.setattr(gradients, "_chains", {})
+    monkeypatch.setattr(weight_cache, "_entries", {})
     EmulatedProduct.packs = 0
-    forget_derived()
-    yield EmulatedProduct
-    forget_derived()
+    return EmulatedProduct
