@@ -144,6 +144,14 @@ def test_weights_that_changed_are_read_anew(layer: Layer, change: str) -> None:
     layer.check(0)
 
 
+def test_parts_of_a_larger_memory_are_packed_at_each_call(layer: Layer) -> None:
+    flat = torch.arange(2 * FEATURES).float()
+    layer.weight.data = flat[:FEATURES]
+    for _ in range(3):
+        layer.check(1)
+        flat.mul_(2)
+
+
 def test_what_was_noted_is_let_go_of_once_parameters_have_moved(layer: Layer) -> None:
     other = Layer()
     other.check(1)

@@ -99,14 +99,19 @@ def hidden_optimizer(layer: Layer, x: Tensor) -> None:
     Hidden(layer).step()
 
 
-def trained_between_frozen(layer: Layer, x: Tensor) -> None:
+def pack_frozen(layer: Layer, x: Tensor) -> None:
+    forget_derived()
     check(layer.requires_grad_(False), x)
+
+
+def trained_between_frozen(layer: Layer, x: Tensor) -> None:
+    pack_frozen(layer, x)
     torch.optim.SGD(layer.requires_grad_(True).parameters(), 0.1, fused=True).step()
     layer.requires_grad_(False)
 
 
 def frozen_with_gradients(layer: Layer, x: Tensor) -> None:
-    check(layer.requires_grad_(False), x)
+    pack_frozen(layer, x)
     torch.optim.SGD(layer.parameters(), 0.1, fused=True).step()
 
 
