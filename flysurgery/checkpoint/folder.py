@@ -30,7 +30,7 @@ def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, 
     """The folder with symbolic links followed, once it is sure that it may be written; an empty folder counts as none.
 
     ``is_replaceable`` says whether a folder holds a model of this project, the only thing that ``force`` replaces. To see whether the
-    system lets files be made there, one is made and removed beside it.
+    system lets files be made there, one is made beside it and closed.
 
     Raises:
         CheckpointError: the folder exists and may not be replaced, or the system refuses; the message says why and what to do.
@@ -42,8 +42,7 @@ def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, 
         raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
     parent = _existing_parent(target)
     try:
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".flysurgery."):
-            pass
+        tempfile.TemporaryFile(dir=parent).close()  # nameless, so that a killed process leaves nothing
     except OSError as error:
         reason = f"{error.strerror or error} in {parent}"
         raise CheckpointError(f"{folder} could not be written: {reason}; choose another folder (--out)") from error

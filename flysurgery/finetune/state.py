@@ -107,8 +107,9 @@ class States:
             ) from error
 
     def _write(self, accelerator: Accelerator, fresh: Path, update: int, notes: dict[str, Any], best: Copied | None) -> None:
-        if accelerator.is_main_process and fresh.exists():
-            shutil.rmtree(fresh)
+        if accelerator.is_main_process:
+            for left in self._folder.glob(".new-*"):  # by a process that was killed
+                shutil.rmtree(left)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(fresh))
         if best is not None and (accelerator.is_main_process or sharded(accelerator)):

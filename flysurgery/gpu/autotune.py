@@ -15,11 +15,11 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
 from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.fused import KINDS, FusedLinear
 from flysurgery.gpu.kernel import may_begin_early
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.replay.recording import forget_recordings
 from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
 from flysurgery.gpu.tuning_record import recording
 
@@ -70,7 +70,7 @@ def autotune(
         with torch.cuda.device(device_index), torch.inference_mode():
             found.append(_tune(case, device_index))
     save_entries(tuning.entry for tuning in found)
-    forget_recordings()
+    doubt()
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of
+from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.factor_gradients import factor_gradients
 from flysurgery.gpu.kernel import current_device
 from flysurgery.gpu.run_product import run_product
@@ -51,6 +52,7 @@ def all_gradients(
     if device_index != current_device():
         with torch.cuda.device(device_index):
             return all_gradients(dy, x, factors, linears, mode, with_input, with_bias)
+    doubt_trained(factors)
     with without_autocast(x.device.type):
         rows, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         found = [

@@ -75,7 +75,7 @@ class BatchedFactor:
         factor: Tensor,  # shape: (a, b, c, d)
     ) -> Tensor:  # shape: (nnz,)
         """The blocks one after the other, in the dtype of the mode."""
-        return factor.detach().permute(0, 3, 1, 2).to(dtype_of(self.mode)).reshape(-1)
+        return factor.detach().permute(0, 3, 1, 2).to(dtype_of(self.mode), copy=True).reshape(-1)
 
     def run(
         self,

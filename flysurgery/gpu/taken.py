@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from flysurgery.gpu.replay.recording import generation
+from flysurgery.gpu.doubt import Trust
 
 
 class Taken:
@@ -17,7 +17,7 @@ class Taken:
     def __init__(self) -> None:
         self._kept, self._sources, self._known = list[Tensor](), list[Tensor](), set[int]()
         self._versions, self._addresses = list[int](), list[int]()
-        self._generation = generation()
+        self._trust = Trust(())
 
     def add(self, tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Note that graphs read these tensors, which are derived from the present values of the sources."""
@@ -30,10 +30,14 @@ class Taken:
                 self._versions.append(source._version)
                 self._addresses.append(source.data_ptr())
 
+    def trust(self) -> None:
+        """Take all of them as they are now."""
+        self._trust = Trust(self._sources)
+
     def right(self) -> bool:
-        """Whether no source was written to, moved or retyped, as far as PyTorch counts writes."""
+        """Whether no source was written to, moved or retyped since the block of ``taking``, as far as is known."""
         return (
-            self._generation == generation()
+            self._trust.holds(self._sources)
             and self._versions == [source._version for source in self._sources]
             and self._addresses == [source.data_ptr() for source in self._sources]
         )
@@ -62,3 +66,4 @@ def taking() -> Iterator[Taken]:
         yield taken
     finally:
         _present.taken = None
+        taken.trust()

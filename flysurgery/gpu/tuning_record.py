@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flysurgery.gpu.replay.recording import forget_recordings
+from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.table import TunedCase
 
 
@@ -36,7 +36,7 @@ def recording() -> Iterator[dict[tuple[Tunable, int], None]]:
     """Record the kernels that all threads run inside the block, in order."""
     global _met
     _met = {}
-    forget_recordings()  # a repeated call would record nothing
+    doubt()  # a repeated call would record nothing
     try:
         yield _met
     finally:

@@ -8,15 +8,13 @@ import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from operator import is_
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor, UntypedStorage
 
+from flysurgery.gpu.doubt import Trust, doubt
 from flysurgery.gpu.kernel import may_begin_early
-from flysurgery.gpu.replay.recording import forget_recordings, mark_changed, rely_on
-from flysurgery.gpu.replay.remembered_calls import forget_changed_calls
+from flysurgery.gpu.replay.recording import mark_changed, rely_on
 from flysurgery.gpu.taken import present_taken
 from flysurgery.torch_state import without_autocast
 
@@ -25,9 +23,9 @@ Stamp = tuple[object, ...]
 
 @dataclass
 class _Entry:
-    references: tuple[weakref.ref[Tensor], ...]
-    values: tuple[Tensor, ...]  # keep the memory of the sources from being reused, so that a new address means new values
+    storages: tuple[weakref.ref[UntypedStorage], ...]  # whose death ends the entry, so that an address in use means the same memory
     stamps: list[Stamp]  # of the sources, when the tensors were made
+    trust: Trust
     tensors: tuple[Tensor, ...]
     ready: torch.cuda.Event | None
     streams: set[int] = field(default_factory=set)
@@ -47,13 +45,12 @@ def derived(
 ) -> tuple[Tensor, ...]:
     """Give ``make()``, and remember it for these sources until one of them is written to, moved, retyped or freed.
 
-    The cache is not stored on the sources: state dicts, pickles and deep copies do not contain it. A stream waits for tensors that
-    another stream made. When sources are moved or retyped, ``forget_moved`` or the next call frees the memory that was derived from
-    the old ones.
+    The cache is not stored on the sources: state dicts, pickles and deep copies do not contain it. It refers to their memory weakly, and
+    not to the tensors, so that ``torch.utils.swap_tensors`` takes them; it ends when the memory is freed. A stream waits for tensors that
+    another stream made.
 
-    Writes that are noticed: those that change the version that PyTorch counts, those that change the address, and the steps of fused
-    optimizers, which count no version, by a hook. Writes that are missed: those through ``tensor.data``, and the replay of a graph
-    that trains; call ``forget_derived`` after them. Inference tensors count no versions, so the result is made at each call.
+    ``forget_derived`` lists the writes that are missed. Of inference tensors, which count no versions, and of views of a larger memory,
+    such as the flat buffers of FSDP1 and DeepSpeed, which are written to as a whole, nothing is remembered.
 
     While a CUDA graph is captured, tensors derived from sources that require gradients are made inside the graph, because
     replays must follow their training. Tensors derived from frozen sources, and in a block of ``taking`` those for ``inference`` from
@@ -72,11 +69,10 @@ def derived(
         return _make(make)
     if any(map(Tensor.is_inference, sources)):
         return _make_to_keep(make, sources[0].device)
-    key = (id(sources[0]), len(sources), token)
-    stamps: list[Stamp] = [(source.data_ptr(), source._version, source.dtype, source.shape, source.stride()) for source in sources]
+    key = (sources[0].data_ptr(), len(sources), token)
+    stamps: list[Stamp] = [(id(each), each.data_ptr(), each._version, each.dtype, each.shape, each.stride()) for each in sources]
     entry = _entries.get(key)
-    same = entry is not None and all(map(is_, [reference() for reference in entry.references], sources))
-    if entry is not None and same and entry.stamps == stamps:
+    if entry is not None and entry.stamps == stamps and entry.trust.holds(sources):
         entry.captured = entry.captured or (capturing and taken is None)  # graphs of ``taking`` keep what they read
         _order(entry, capturing)
         rely_on(entry.tensors, sources)
@@ -85,51 +81,30 @@ def derived(
         return entry.tensors
     if capturing:
         return _make(make)
-    tensors = _make_to_keep(make, sources[0].device)
-    if entry is not None and same and entry.captured:
+    trust, tensors = Trust(sources), _make_to_keep(make, sources[0].device)
+    if any(source.nbytes < source.untyped_storage().nbytes() for source in sources):
+        return tensors
+    captured = entry is not None and entry.captured
+    if entry is not None and captured:
         tensors = _refresh(entry.tensors, tensors)
-    _entries[key] = _new_entry(key, sources, stamps, tensors, captured=entry is not None and same and entry.captured)
+    _entries[key] = _new_entry(key, sources, stamps, trust, tensors, captured=captured)
     return tensors
 
 
 def forget_derived() -> None:
-    """Drop all derived tensors. Call it after writes to parameters that PyTorch does not count.
+    """Let all that kernels derived from parameters, such as packed weights, be made anew at its next use. Call it after missed writes.
 
-    Such writes go through ``parameter.data``, or, under PyTorch 2.11, through timm's ``ModelEmaV3``.
+    Only CUDA kernels keep such tensors. Noticed are writes that PyTorch counts; those to a flat buffer of which parameters are views;
+    those of optimizers to their parameters; those to parameters that require gradients, before the end of an optimizer's step; and those
+    of training without an optimizer, whose gradients come from a backward pass through converted layers. Missed are:
+
+    - other writes through ``parameter.data``, ``untyped_storage()``, NumPy, DLPack or another library;
+    - other calls of ``torch.optim.adamw.adamw(fused=True)``, ``torch._fused_sgd_`` and the like;
+    - updates of timm's ``ModelEmaV3`` under PyTorch 2.11, which does not count ``torch._foreach_lerp_``;
+    - weights that FSDP2 gathers after ``load_state_dict``, without an optimizer's step between;
+    - replays of a CUDA graph that trains.
     """
-    _entries.clear()
-    forget_recordings()
-
-
-def forget_moved() -> None:
-    """Free what was derived from sources that were moved to another device or dtype, unless a captured graph may read it.
-
-    ``derived`` would free it at the next call, which may never come. Costs one check of every source.
-    """
-    for key, entry in [*_entries.items()]:  # other threads may add some
-        sources = [reference() for reference in entry.references]
-        stays = [source is None or source.data_ptr() == value.data_ptr() for source, value in zip(sources, entry.values, strict=True)]
-        if not (entry.captured or all(stays)):
-            _entries.pop(key, None)
-    forget_changed_calls()
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Fused optimizers write to parameters without counting a version, compiled ones too."""
-    if any(group.get("fused") for group in optimizer.param_groups):
-        _forget_parameters(optimizer)  # pyright: ignore[reportArgumentType] - the decorator's annotation
-
-
-@torch.compiler.disable  # breaks the graph of a compiled step of a fused optimizer: the cache is no part of a graph
-def _forget_parameters(optimizer: torch.optim.Optimizer) -> None:
-    written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for entry in [*_entries.values()]:  # other threads may add some
-        if any(id(reference()) in written for reference in entry.references):
-            entry.stamps = []
-    forget_recordings()
-
-
-register_optimizer_step_post_hook(_after_step)
+    doubt()
 
 
 def _make(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -188,20 +163,21 @@ def _refresh(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, 
     return old
 
 
-def _new_entry(key: _Key, sources: tuple[Tensor, ...], stamps: list[Stamp], tensors: tuple[Tensor, ...], *, captured: bool) -> _Entry:
-    def drop(reference: weakref.ref[Tensor]) -> None:
+def _new_entry(
+    key: _Key, sources: tuple[Tensor, ...], stamps: list[Stamp], trust: Trust, tensors: tuple[Tensor, ...], *, captured: bool
+) -> _Entry:
+    def drop(reference: weakref.ref[UntypedStorage]) -> None:
         entry = _entries.get(key)
-        if entry is not None and any(reference is own for own in entry.references):
+        if entry is not None and any(reference is own for own in entry.storages):
             _entries.pop(key, None)
 
-    references = tuple(weakref.ref(source, drop) for source in sources)
-    values = tuple(source.detach() for source in sources)
+    storages = tuple(weakref.ref(source.untyped_storage(), drop) for source in sources)
     if not sources[0].is_cuda:
-        return _Entry(references, values, stamps, tensors, None)
+        return _Entry(storages, stamps, trust, tensors, None)
     stream = torch.cuda.current_stream(sources[0].device)
     ready = torch.cuda.Event()
     ready.record(stream)
-    return _Entry(references, values, stamps, tensors, ready, {stream.cuda_stream}, captured)
+    return _Entry(storages, stamps, trust, tensors, ready, {stream.cuda_stream}, captured)
 
 
 def _order(entry: _Entry, capturing: bool) -> None:

@@ -101,11 +101,10 @@ def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport
     and arguments other than those of the trace. Fused modules run under ``torch.no_grad`` or ``torch.inference_mode``. To
     ``torch.compile`` a fused block that only launches kernels is one operator.
 
-    Weights may be changed, loaded, moved and retyped. After writes that PyTorch does not count, call ``flysurgery.ops.forget_derived``:
-    writes through ``weight.data`` or, under 2.11, updates of timm's ``ModelEmaV3``. ``restore`` puts the model back. Do that before its
-    layers are resized or reconfigured (``set_input_size``, another ``num_heads``, ...), before ``torch.compile`` runs with replaced
-    layers, or with other parameters by ``torch.func.functional_call``, and before ``nn.DataParallel``, which refuses: fused modules keep
-    the attributes from which they were made, and their device.
+    Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
+    ``restore`` puts the model back. Do that before its layers are resized or reconfigured (``set_input_size``, another ``num_heads``,
+    ...), before ``torch.compile`` runs with replaced layers, or with other parameters by ``torch.func.functional_call``, and before
+    ``nn.DataParallel``, which refuses: fused modules keep the attributes from which they were made, and their device.
 
     Args:
         model: in eval mode; modules in training mode or with hooks stay as they are.

@@ -22,9 +22,7 @@ class ButterflyLinear(nn.Module):
 
     ``factors`` holds one parameter of shape (a, b, c, d) for each pattern of ``architecture``, left to right; a row x
     meets the last one first. ``weight`` is their product, computed at each read. ``backend`` names one way to multiply; None takes the
-    fastest known. Kernels cache packed
-    factors. After writes that PyTorch does not count, through ``factor.data`` or, under 2.11, by timm's ``ModelEmaV3``, call
-    ``flysurgery.ops.forget_derived``.
+    fastest known. CUDA kernels keep packed factors; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
 
     Shapes: input ``(*batch, in_features)``, output ``(*batch, out_features)``, always a fresh tensor.
 

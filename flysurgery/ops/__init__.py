@@ -1,10 +1,10 @@
 """How a product of factors is multiplied, and what fused operations compute: problems, descriptions, backends, and the choice."""
 
 from flysurgery.gpu.replay.remembered_calls import Repeating as Repeating
+from flysurgery.gpu.replay.remembered_calls import forget_moved as forget_moved
 from flysurgery.gpu.sealed import Seal as Seal
 from flysurgery.gpu.taken import taking as taking
 from flysurgery.gpu.weight_cache import forget_derived as forget_derived
-from flysurgery.gpu.weight_cache import forget_moved as forget_moved
 from flysurgery.ops.attend import Attention as Attention
 from flysurgery.ops.backend import Backend as Backend
 from flysurgery.ops.dispatch import Explanation as Explanation

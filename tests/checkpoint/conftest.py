@@ -152,7 +152,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         metadata.update(plan=canonical(plan), base=plan["base"], plan_sha256=sha256(canonical(plan)))
         metadata["base_sha256"] = sha256(canonical({"base": plan["base"], "base_args": plan["base_args"]}))
         arguments = {"base": plan["base"], "base_args": plan["base_args"], "plan": plan}
-        rewrite_config(folder, lambda config: config.update(model_args=arguments))
+        rewrite_config(folder, lambda config: config.update({"model_args": arguments} if "model_args" in config else plan["base_args"]))
 
     rewrite(folder, edit)
 

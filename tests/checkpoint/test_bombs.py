@@ -31,6 +31,14 @@ VALID: dict[str, dict[str, Any]] = TIMM_MODELS | {
         "num_classes": 5,
     },
     "vit_relpos_small_patch16_224": ARGUMENTS | {"num_classes": 5},
+    "transformers:ViTModel": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 8,
+    },
 }
 
 BOMBS: list[tuple[str, dict[str, Any]]] = [
@@ -49,6 +57,10 @@ BOMBS: list[tuple[str, dict[str, Any]]] = [
     (BASE, {"depth": 1 << 24, "drop_path_rate": 0.1}),
     (BASE, {"img_size": 1 << 24, "pos_embed": "none"}),
     (BASE, {"num_classes": "abc", "embed_dim": 4096}),
+    ("transformers:ViTModel", {"image_size": 16384}),
+    ("transformers:ViTModel", {"num_hidden_layers": 1 << 24}),
+    ("transformers:ViTModel", {"num_hidden_layers": 4096}),
+    ("transformers:ViTModel", {"hidden_size": 1 << 20}),
 ]
 
 LOAD_ALL = """
@@ -80,6 +92,10 @@ for valid, folder in folders:
 def save_valid(base: str, arguments: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(0)
     module, _, name = base.partition(":")
+    if module == "transformers":  # whose configurations say how a model was built
+        kind = getattr(importlib.import_module(module), name)
+        save(install_random(kind(kind.config_class(**arguments))), folder)
+        return folder
     model = getattr(importlib.import_module(module), name)(**arguments) if name else timm.create_model(base, **arguments)
     save(install_random(model, base=base, base_args=arguments), folder)
     return folder

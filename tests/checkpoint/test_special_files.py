@@ -57,6 +57,7 @@ def link_to_itself(file: Path) -> None:
         (os.mkfifo, "model.safetensors", "is a pipe, expected a regular file"),
         (device, "config.json", "is a device, expected a regular file"),
         (device, "model.safetensors", "is a device, expected a regular file"),
+        (Path.mkdir, "config.json", "is a folder, expected a regular file"),
         (Path.mkdir, "model.safetensors", "is a folder, expected a regular file"),
         (unix_socket, "config.json", "is a socket, expected a regular file"),
         (endless, "config.json", "has 3,221,225,472 bytes, and at most 4,194,304 are read"),

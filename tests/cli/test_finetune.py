@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_a_damaged_report_is_found_before_the_training(content: str, refused: Re
     folder = Path(shutil.copytree(converted, "damaged"))
     (folder / "report.json").write_text(content)
     refused("finetune", folder, *QUICK, "--out", "o", words=("report.json",))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("/dev/zero")], ids=["pipe", "folder", "device"])
+def test_a_report_that_is_no_regular_file_is_refused_at_once(make: Callable[[Path], None], converted: Path, refused: Refused) -> None:
+    folder = Path(shutil.copytree(converted, "special"))
+    (folder / "report.json").unlink()
+    make(folder / "report.json")
+    refused("finetune", folder, *QUICK, "--out", "o", words=("report.json", "expected a regular file"))
 
 
 def test_sparse_to_dense_and_from_scratch(run: Run, converted: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flysurgery.gpu import run_product as multiplication
+from flysurgery.gpu import weight_cache
 from flysurgery.gpu.gradients import all_gradients, input_gradient
 from flysurgery.gpu.table import forget_choices
-from flysurgery.gpu.weight_cache import forget_derived
 from tests.gpu.dense_kernels import DenseKernel
 from tests.gpu.emulation import EmulatedProduct
 from tests.support.rounding import rounding_as
@@ -68,9 +68,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, cpu_operators: None) -> Iterator[t
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(weight_cache, "_entries", {})
     EmulatedProduct.packs = 0
-    for forget in (forget_derived, forget_choices):
-        forget()
+    forget_choices()
     yield EmulatedProduct
-    for forget in (forget_derived, forget_choices):
-        forget()
+    forget_choices()

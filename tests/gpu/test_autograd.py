@@ -153,7 +153,10 @@ def test_the_exact_mode_has_gradients_of_its_own() -> None:
 
 
 def test_backward_finds_the_parameters_in_the_cache(emulated: type[EmulatedProduct]) -> None:
+    """Where an optimizer adds up gradients of several passes for a step."""
     x, factors, biases = operands(TWO, 1)
+    optimizer = torch.optim.SGD([*factors, *biases])
+    optimizer.step()
     eager(x, factors, biases, 1).sum().backward()
     kept = {key: entry.tensors for key, entry in derivation._entries.items()}
     eager(x, factors, biases, 1).sum().backward()

@@ -17,8 +17,8 @@ from flysurgery.gpu.kernel import Prepared
 from flysurgery.gpu.replay import remembered_calls
 from flysurgery.gpu.replay.launch_again import Repeated
 from flysurgery.gpu.replay.recording import fresh, rely_on
-from flysurgery.gpu.replay.remembered_calls import Repeating
-from flysurgery.gpu.weight_cache import derived, forget_derived, forget_moved
+from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
+from flysurgery.gpu.weight_cache import derived, forget_derived
 from tests.support.tolerance import assert_equal
 
 FEATURES = 6
@@ -120,14 +120,15 @@ def replace(layer: Layer) -> None:
     layer.weight = nn.Parameter(layer.weight + 1, requires_grad=False)
 
 
-def lengthen(layer: Layer) -> None:
-    layer.weight.data = torch.cat([layer.weight, layer.weight])[:FEATURES]
+def move(layer: Layer) -> None:
+    layer.weight.data = layer.weight + 1
 
 
 CHANGES = {
     "written": lambda layer: layer.weight.mul_(2),
     "replaced": replace,
-    "moved": lengthen,
+    "moved": move,
+    "swapped": lambda layer: torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight + 1, requires_grad=False)),
     "loaded": lambda layer: layer.load_state_dict({"weight": torch.ones(FEATURES)}),
     "assigned": lambda layer: layer.load_state_dict({"weight": torch.ones(FEATURES)}, assign=True),
     "forgotten": lambda layer: forget_derived(),
@@ -141,6 +142,14 @@ def test_weights_that_changed_are_read_anew(layer: Layer, change: str) -> None:
     layer.check(1)  # packs
     layer.check(1)  # notes
     layer.check(0)
+
+
+def test_parts_of_a_larger_memory_are_packed_at_each_call(layer: Layer) -> None:
+    flat = torch.arange(2 * FEATURES).float()
+    layer.weight.data = flat[:FEATURES]
+    for _ in range(3):
+        layer.check(1)
+        flat.mul_(2)
 
 
 def test_what_was_noted_is_let_go_of_once_parameters_have_moved(layer: Layer) -> None:

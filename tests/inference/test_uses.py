@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import weakref
 from collections.abc import Callable
@@ -196,6 +197,24 @@ def test_moved_they_free_what_was_packed(called: list[str]) -> None:
     assert packed and all(each() is not None for each in packed)
     model.double()
     assert not any(each() is not None for each in packed)
+
+
+def test_tensors_may_be_swapped_after_a_forward(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, other = small(), small()
+    flysurgery.optimize(model)
+    x = images(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    model(x)
+    gc.collect()  # PyTorch's tracers leave weak references of their own until then
+    model.load_state_dict(other.state_dict())
+    called.clear()
+    assert_equal(model(x), other(x))
+    assert called
+    model.double()
+    assert model(x.double()).dtype == torch.float64
 
 
 def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:

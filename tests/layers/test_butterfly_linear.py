@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import math
-import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from flysurgery.errors import BackendError, PatternError
-from flysurgery.gpu.weight_cache import _entries
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, named
 from tests.support.problems import ARCHITECTURES, make_input
@@ -49,14 +48,58 @@ def test_it_says_what_it_is_and_names_parameters_as_checkpoints_hold_them() -> N
     assert not any(hasattr(layer, name) for name in ("fuse", "reparameterize", "switch_to_deploy")), "a parent would use them in its place"
 
 
-def test_moved_it_keeps_nothing_of_what_was_packed() -> None:
-    layer = ButterflyLinear(SQUARE).requires_grad_(False)
+def halve(layer: ButterflyLinear) -> None:
+    layer.half().double()
+
+
+def write_flat_buffer(layer: ButterflyLinear) -> None:
+    own = [*layer.parameters()]
+    flat = torch.cat([each.detach().flatten() for each in own])
+    for each, part in zip(own, flat.split([each.numel() for each in own]), strict=True):
+        each.data = part.view_as(each)
+    layer(torch.ones(600, 384, dtype=torch.float64))
+    flat.mul_(2)
+
+
+def write_by_numpy(layer: ButterflyLinear) -> None:
+    for parameter in layer.parameters():
+        array = parameter.detach().numpy()
+        array *= 2
+
+
+def write_by_storage(layer: ButterflyLinear) -> None:
+    for parameter in layer.parameters():
+        parameter.untyped_storage().copy_((2 * parameter.detach()).untyped_storage())
+
+
+@torch.no_grad()
+def write_by_fused_sgd(layer: ButterflyLinear) -> None:
+    own = [*layer.parameters()]
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_(own, [torch.ones_like(each) for each in own], [], is_first_step=True, **settings)  # pyright: ignore
+
+
+@pytest.mark.parametrize("write", [halve, write_flat_buffer, write_by_numpy, write_by_storage, write_by_fused_sgd])
+def test_on_the_cpu_no_write_is_missed(write: Callable[[ButterflyLinear], None]) -> None:
+    layer = ButterflyLinear(SQUARE, dtype=torch.float64).requires_grad_(False)
+    x = torch.ones(600, 384, dtype=torch.float64)  # as many rows as take chunks
+    before = layer(x)
+    write(layer)
+    check(layer, FP64, 600)
+    assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_tensors_may_be_swapped_after_a_forward(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    layer = ButterflyLinear(SQUARE).requires_grad_(trains)
     layer(torch.ones(600, 384))
-    packed = [weakref.ref(tensor) for entry in _entries.values() for tensor in entry.tensors if entry.references[0]() is layer.factors[0]]
-    assert packed
-    assert layer.double() is layer
-    assert not any(each() is not None for each in packed)
-    check(layer, FP64)
+    before = layer.bias
+    layer.double()
+    check(layer, FP64, 600)
+    layer.load_state_dict(ButterflyLinear(SQUARE).double().state_dict())
+    check(layer, FP64, 600)
+    assert layer.bias is before
 
 
 @pytest.mark.parametrize("arch", ["gonon", "monarch", "lowrank"])

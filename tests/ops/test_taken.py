@@ -39,3 +39,12 @@ def test_fused_optimizers_are_told() -> None:
         taken.add([weight * 2], [weight])
     torch.optim.SGD([weight], 0.5, fused=True).step()
     assert not taken.right()
+
+
+def test_frozen_ones_outlast_the_steps_of_others() -> None:
+    frozen, weight = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    with taking() as taken:
+        taken.add([frozen * 2], [frozen])
+    torch.optim.SGD([weight], 0.5, fused=True).step()
+    assert taken.right()

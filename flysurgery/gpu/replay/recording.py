@@ -99,7 +99,6 @@ class _Present(threading.local):
 
 
 _present = _Present()
-_generation = 0
 
 
 def present_recording() -> Recording | None:
@@ -142,14 +141,3 @@ def mark_changed() -> None:
     """Record that the call computed tensors which later calls reuse."""
     if _present.recording is not None:
         _present.recording.changed = True
-
-
-def generation() -> int:
-    """Counts ``forget_recordings``."""
-    return _generation
-
-
-def forget_recordings() -> None:
-    """Discard all recordings, so that calls are recorded again."""
-    global _generation
-    _generation += 1

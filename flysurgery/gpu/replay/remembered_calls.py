@@ -10,9 +10,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from flysurgery.gpu.doubt import Trust
 from flysurgery.gpu.kernel import current_device, current_stream
 from flysurgery.gpu.replay.launch_again import Repeated
-from flysurgery.gpu.replay.recording import Recording, generation, present_recording, record_launches
+from flysurgery.gpu.replay.recording import Recording, present_recording, record_launches
 from flysurgery.torch_state import is_tracing, tf32_allowed
 
 _REMEMBERED = 64
@@ -84,8 +85,8 @@ class Repeating:
 _holding: WeakValueDictionary[int, Repeating] = WeakValueDictionary()
 
 
-def forget_changed_calls() -> None:
-    """Discard recordings whose parameters have changed since, and the memory that these parameters left."""
+def forget_moved() -> None:
+    """Discard recordings whose parameters have changed since, and with them the memory that these left and what was packed from it."""
     for reference in _holding.valuerefs():
         repeating = reference()
         if repeating is not None:
@@ -134,7 +135,7 @@ class _Parameters:
         self._names = [(held, name) for module in modules for held in (module._parameters, module._buffers) for name in held]
         self._tensors = [tensor for held, name in self._names if (tensor := held[name]) is not None]
         self._values = [tensor.detach() for tensor in self._tensors]  # keep their memory from being reused
-        self._generation, self._seen = generation(), self._look()
+        self._trust, self._seen = Trust(self._tensors), self._look()
 
     def have(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all of these are among them."""
@@ -142,7 +143,7 @@ class _Parameters:
 
     def same(self) -> bool:
         """Whether none was written to, moved, retyped or replaced, and no module got another forward."""
-        return self._generation == generation() and self._seen == self._look()
+        return self._trust.holds(self._tensors) and self._seen == self._look()
 
     def _look(self) -> object:
         found = [held.get(name) for held, name in self._names]

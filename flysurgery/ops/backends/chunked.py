@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, to_blocks
-from flysurgery.gpu.weight_cache import derived
 from flysurgery.ops.backend import Backend
 from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.scratch import SCRATCH_BYTES, scratch_memory
@@ -69,8 +68,7 @@ class ChunkedBackend(Backend):
     def bind(self, factors: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         left, *others = architecture_of(factors)
         inner_bias = bias if others and left.a == 1 else None
-        sources = (factors[0],) if inner_bias is None else (factors[0], inner_bias)
-        (blocks,) = derived("chunked", sources, lambda: (_last_blocks(factors[0], inner_bias),))
+        blocks = _last_blocks(factors[0], inner_bias)
         inner = [(pattern, to_blocks(factor)) for pattern, factor in zip(others, factors[1:], strict=True)]
         return partial(_multiply, left=left, left_blocks=blocks, inner=inner[::-1], bias=bias, bias_inside=inner_bias is not None)
 
@@ -98,10 +96,10 @@ torch.library.register_fake("flysurgery::chunked_linear", _fake, lib=_library)
 def _last_blocks(
     factor: Tensor,  # shape: (a, b, c, d)
     bias: Tensor | None,  # shape: (b*d,), only where a is 1
-) -> Tensor:  # shape: (a*d, b, c), or (d, b, c + 1) with the bias as one more column; a fresh tensor
+) -> Tensor:  # shape: (a*d, b, c), or (d, b, c + 1) with the bias as one more column
     blocks = to_blocks(factor)
     if bias is None:
-        return blocks.clone()
+        return blocks
     _, b, _, d = factor.shape
     return torch.cat((blocks, bias.view(b, 1, d).permute(2, 0, 1)), dim=2)
 
