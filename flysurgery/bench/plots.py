@@ -19,9 +19,9 @@ def check_plot(path: Path | None) -> None:
     """
     if path is None:
         return
-    _needed("pandas")
     known = pyplot().gcf().canvas.get_supported_filetypes()
     pyplot().close("all")
+    _needed("pandas")
     if path.suffix.lstrip(".").lower() not in known:
         raise OptionError(f"--plot takes a file that ends in .{', .'.join(sorted(known))}, got {path}")
     check_file(path, "--plot")

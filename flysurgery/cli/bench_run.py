@@ -13,7 +13,7 @@ import torch
 import typer
 
 from flysurgery.bench import Protocol, Record, Sheet, check_plot
-from flysurgery.bench.rows import check_apart, typed
+from flysurgery.bench.rows import Job, check_apart, typed
 from flysurgery.cli import options
 from flysurgery.cli.tables import print_json, print_table, progress
 
@@ -101,7 +101,7 @@ class BenchRun:
         """The rows with these values."""
         return self._sheet.rows(key)
 
-    def fill(self, jobs: Iterable[tuple[Mapping[str, object], Callable[[], Iterable[Mapping[str, object]]]]]) -> None:
+    def fill(self, jobs: Iterable[Job]) -> None:
         """Make and keep the rows of each job that has none yet; a job is what tells its rows from others, and what makes them."""
         for key, make in jobs:
             if not self.has(key):
