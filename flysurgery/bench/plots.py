@@ -30,7 +30,7 @@ def check_plot(path: Path | None) -> None:
 def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], title: str) -> None:
     """Draw bars of times over dense, one group for each combination of the columns ``group``, one colour for each candidate.
 
-    A bar below the line at 1 is faster than dense.
+    A bar that ends before the line at 1 is faster than dense.
     """
     bars = [
         (", ".join(each[name] for name in group), each["candidate"], float(each["ratio_to_dense"]))
