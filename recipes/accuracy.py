@@ -34,6 +34,7 @@ import recipe
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from weight_ways import low_rank
 
 from flysurgery import surgery
 from flysurgery.bench import Record
@@ -41,7 +42,6 @@ from flysurgery.checkpoint import build_base, load_dense, save_dense
 from flysurgery.errors import FlysurgeryError
 from flysurgery.evaluation import ImageData, evaluate, load_calibration, load_data
 from flysurgery.finetune import Outcome, Settings, train, training_data
-from flysurgery.patterns import named
 from flysurgery.surgery import LayerPlan, Plan
 
 TARGETS: Mapping[str, Mapping[str, Any]] = {
@@ -122,7 +122,7 @@ def convert(model: nn.Module, plan: Plan, method: str, calibration: Tensor) -> t
     The layers are the replaced ones and those that a budget leaves dense; biases count.
     """
     if method.startswith("lowrank"):
-        plan = replace(plan, layers=tuple(_low_rank(layer) if layer.is_replaced else layer for layer in plan.layers))
+        plan = replace(plan, layers=tuple(low_rank(layer) if layer.is_replaced else layer for layer in plan.layers))
     if method == "magnitude":
         for layer in plan.replaced:
             _prune(model.get_submodule(layer.fqn), layer)
@@ -131,19 +131,6 @@ def convert(model: nn.Module, plan: Plan, method: str, calibration: Tensor) -> t
         surgery.apply(plan, model, **options)
     own = [layer for layer in plan.layers if layer.is_replaced or (layer.reason is not None and layer.reason.code == "budget")]
     return plan, sum(layer.params_after for layer in own) / sum(layer.params_before for layer in own)
-
-
-def _low_rank(layer: LayerPlan) -> LayerPlan:
-    """The layer with every architecture replaced by one of low rank that has at most as many weights."""
-    parts = []
-    for part in layer.parts:
-        architecture = part.architecture
-        if architecture is not None:
-            out_features = part.stop - part.start
-            rank = max(1, architecture.num_parameters // (out_features + layer.in_features))
-            architecture = named("lowrank", out_features, layer.in_features, rank=rank)
-        parts.append(replace(part, architecture=architecture))
-    return replace(layer, parts=tuple(parts))
 
 
 def _prune(module: nn.Module, layer: LayerPlan) -> None:

@@ -1,4 +1,4 @@
-"""The energy of one factor and of whole models, from the counter that NVML keeps for the whole device."""
+"""The energy of one factor, from the counter that NVML keeps for the whole device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, quantiles
 from typing import Any
@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from factor_cases import FIRST, LAST, factor_runs, problem_of_factor
 from torch import Tensor
-from vit_parts import VARIANTS
 
-from flysurgery.bench import TIMED_MODES, Case, Record, in_mode, time_interleaved
+from flysurgery.bench import Case, Record, in_mode, time_interleaved
 from flysurgery.bench.ceilings import measure_ceilings, work_of_factor
-from flysurgery.bench.measuring import AGAIN, check, checked_rows, status_of
+from flysurgery.bench.measuring import AGAIN, check, status_of
 from flysurgery.bench.timing import Run, all_calls, rotating
-from flysurgery.bench.units import converted_timm
-from flysurgery.bench.variants import OPTIMIZED, definitions, dense_copy, fused_modules
 from flysurgery.errors import OptionError
 from flysurgery.factors import ks_einsum
 from flysurgery.patterns import Pattern
@@ -62,7 +59,7 @@ class Energy:
 
 HEAD = ("what", "rewriting", "rows", "mode", "layout")
 ENERGY_COLUMNS = (*HEAD, "candidate", *(field.name for field in fields(Energy)), "bytes_moved", "flops", "bound_ms", "share_of_bound")
-"""``what`` is a pattern "(a,b,c,d)" or a model's name; ``rewriting`` is d(b+c)/(bc), or None. ``bound_ms`` is the time that the ceilings
+"""``what`` is a pattern "(a,b,c,d)"; ``rewriting`` is d(b+c)/(bc). ``bound_ms`` is the time that the ceilings
 of this run allow for what the computation must spend, and ``share_of_bound`` is the bound over ``call_ms``."""
 
 
@@ -204,7 +201,7 @@ def energy_of_factor(meter: Meter, pattern: Pattern, rows: int, mode: str, devic
     ``how`` holds the keywords of the meter's ``measure``: ``windows``, ``seconds`` and ``idle_watts``.
     """
     found: list[Record] = []
-    rewriting = pattern.d * (pattern.b + pattern.c) / (pattern.b * pattern.c)
+    ceilings, rewriting = measure_ceilings(mode, device), pattern.d * (pattern.b + pattern.c) / (pattern.b * pattern.c)
     with in_mode(mode) as dtype, torch.no_grad():
         x = torch.randn(rows, pattern.in_features, device=device, dtype=dtype)
         factor = torch.randn(pattern.factor_shape, device=device, dtype=dtype)
@@ -215,45 +212,13 @@ def energy_of_factor(meter: Meter, pattern: Pattern, rows: int, mode: str, devic
         for layout in (FIRST, LAST):
             runs = factor_runs(factor, layout, problem, names=("cuda", "bmm", "einsum", "bsr"))
             case = Case(runs, x if layout == FIRST else x.T.contiguous(), truth, checked, work, "bmm")
-            found += _rows((str(pattern), rewriting, rows, mode, layout), case, _metered(meter, case, how))
+            head: Record = dict(zip(HEAD, (str(pattern), rewriting, rows, mode, layout), strict=True))
+            head |= {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": ceilings.bound_ms(work)}
+            for name, each in _metered(meter, case, how).items():
+                share = head["bound_ms"] / each.call_ms if each.call_ms else None
+                found.append({**head, "candidate": name, **asdict(each), "share_of_bound": share})
             torch.cuda.empty_cache()
     return found
-
-
-def energy_of_model(
-    meter: Meter, model: str, arch: str, batch: int, mode: str, device: torch.device, *, candidates: Sequence[str], **how: Any
-) -> list[Record]:
-    """Measure one forward of a timm ViT, converted beside dense, which is measured twice; joules are for the whole batch.
-
-    ``candidates`` are names of ``VARIANTS``, followed by ``OPTIMIZED`` for what ``optimize`` makes of them. ``how`` is as in
-    ``energy_of_factor``.
-    """
-    torch.manual_seed(0)
-    with in_mode(mode), torch.no_grad():
-        module: Any = converted_timm(model, {}, arch).to(device, TIMED_MODES[mode]).requires_grad_(False)
-        x = torch.randn(batch, 3, *module.patch_embed.img_size, device=device, dtype=TIMED_MODES[mode])
-        dense, runs = dense_copy(module), {}
-        for name in candidates:
-            variant = VARIANTS[name.removesuffix(OPTIMIZED)](module, x)
-            runs[name] = fused_modules(variant, x) if name.endswith(OPTIMIZED) else variant
-        checked = checked_rows(batch, 1)
-        truths, works = definitions({name: dense if name.startswith("dense") else module for name in runs}, x, checked)
-        case = Case(runs, x, truths, checked, works)
-        found = _metered(meter, case, how)
-    return _rows((model, None, batch, mode, FIRST), case, found)
-
-
-def _rows(values: tuple[Any, ...], case: Case, found: Mapping[str, Energy]) -> list[Record]:
-    head: Record = dict(zip(HEAD, values, strict=True))
-    ceilings, rows = measure_ceilings(head["mode"], case.device), []
-    for name, energy in found.items():
-        work = case.work(name.removesuffix(AGAIN))
-        assert work is not None, "every candidate has its work"
-        bound = ceilings.bound_ms(work)
-        spent = {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": bound}
-        share = bound / energy.call_ms if energy.call_ms else None
-        rows.append({**head, "candidate": name, **asdict(energy), **spent, "share_of_bound": share})
-    return rows
 
 
 def _metered(meter: Meter, case: Case, how: Mapping[str, Any]) -> dict[str, Energy]:

@@ -6,9 +6,9 @@ The tables:
 
     patterns  Tables 2, 4 and 7 and Figures 5, 6 and 9 to 17 of Gonon et al. 2024: one factor by every implementation, on their 627
               patterns, in both memory layouts for the implementations that have them
-    energy    their Figure 7: joules of a call, for patterns and for a ViT-S/16; --optimized for that as flysurgery.optimize makes it
-              too. Read from NVML's counter of the whole device, in windows of at least a second of replayed graphs. bmm and dense are
-              measured twice, and where these two differ by more than 3 %, all rows beside them say noisy
+    energy    their Figure 7: joules of a call, read from NVML's counter of the whole device, in windows of at least a second of
+              replayed graphs. bmm is measured twice, and where these two differ by more than 3 %, all rows beside them say noisy.
+              ``vits.py optimized --joules`` has whole models
     rivals    the linears of a ViT-S/16 beside low rank, magnitude pruning, 2:4 sparsity, int8, fp8 and lazylinop, each held against
               float64 with its own weights: what pruning and rounding do to a model's accuracy is no part of this table. Low rank has
               as many weights as the butterfly, CSR its density and others. torchao and lazylinop are optional
@@ -93,22 +93,14 @@ def measure_energy(options: argparse.Namespace) -> None:
     if device.type == "cpu" and not quickly:
         raise SystemExit("energy is read from an NVIDIA GPU's counter, and the device is cpu; --quick times calls without it, on few rows")
     meter: energy.Meter = energy.NoMeter() if quickly else energy.EnergyMeter(device)
-    rows, batch = options.rows or recipe.images(options, device) * TOKENS, options.batch or recipe.images(options, device)
+    rows = options.rows or recipe.images(options, device) * TOKENS
     how = {"seconds": 0.1 if quickly else 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
     patterns = patterns_of(options, energy_patterns(), 2 if options.quick else 60, QUICK_LARGEST if quickly else None)
-    candidates = ("dense", "layer", "bmm", *(("dense, optimized", "layer, optimized") if options.optimized else ()))
-
-    def jobs() -> Iterator[recipe.Job]:
-        for mode in modes:
-            measure = partial(energy.energy_of_model, meter, options.model, "gonon", batch, mode, device, candidates=candidates, **how)
-            yield {"what": options.model, "rows": batch, "mode": mode, "candidate": candidates[-1]}, measure
-        for pattern in patterns:
-            for mode in modes:
-                head = {"what": str(pattern), "rows": rows, "mode": mode}
-                yield head, partial(energy.energy_of_factor, meter, pattern, rows, mode, device, **how)
-
+    how_of = partial(energy.energy_of_factor, meter, **how)
+    heads = [({"what": str(pattern), "rows": rows, "mode": mode}, pattern) for pattern in patterns for mode in modes]
+    jobs: list[recipe.Job] = [(head, partial(how_of, pattern, rows, head["mode"], device)) for head, pattern in heads]
     shown = ("what", "mode", "layout", "candidate", "joules", "watts", "call_ms", "share_of_bound", "noise", "status")
-    records = recipe.make(options, device, energy.ENERGY_COLUMNS, jobs(), shown=shown, minutes=options.minutes)
+    records = recipe.make(options, device, energy.ENERGY_COLUMNS, jobs, shown=shown, minutes=options.minutes)
     boxes = energy_boxes(records)
     ratios = [ratio for values in boxes.values() for ratio in values]
     if ratios:
@@ -169,9 +161,6 @@ def main() -> None:
     largest_help = f"only patterns with at most this many features in and out; {QUICK_LARGEST} with --quick on a CPU"
     patterns.add_argument("--largest", type=recipe.count, help=largest_help)
     energies.add_argument("--windows", type=recipe.count, default=3, help="windows of the counter for each candidate")
-    energies.add_argument("--model", default=recipe.VIT_S, help="a ViT of timm")
-    energies.add_argument("--batch", type=recipe.count, help="images a forward, 128 by default")
-    energies.add_argument("--optimized", action="store_true", help="the model as flysurgery.optimize makes it too, and dense optimized")
     rivals.add_argument("--arch", default="gonon", help="family of architectures")
     rivals.add_argument("--width", type=recipe.count, default=384, help="features of the model")
     options = parser.parse_args()

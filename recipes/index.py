@@ -24,20 +24,17 @@ mean.
 
 What they share:
 
-- `--quick` takes fewer cases and samples and answers within two minutes. It works on a CPU too, whatever the table below says. There
-  kernels have a row with the status `needs CUDA` and no time, and `factors.py energy` has times without joules. Only
-  `sanitize_kernels.py`, which times nothing, always needs a CUDA device.
+- `--quick` takes fewer cases and samples and answers within two minutes, on a CPU too. There kernels have a row with the status
+  `needs CUDA`, and `factors.py energy` has times without joules. `sanitize_kernels.py` always needs a CUDA device.
 - `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
-  device, versions and commit stay, whatever `--quick`, `--seconds` and `--candidates` they were measured with: for others name another
-  file, or say `--fresh`.
+  device, versions and commit stay, whatever options they were measured with.
 - `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the measurement. `--plot FILE` draws
   the paper's figures (`factors.py`) and the curve of `real_weights.py`.
 - Each candidate is compared with float64 before it is timed. A wrong one has a row that says so.
-- Dense is timed twice in the same shuffled run. Without a dense candidate, the one that ratios refer to is timed twice. If the two differ
-  by more than 3 % (10 % on a CPU), all rows of that run say noisy.
+- Dense, or else the candidate that ratios refer to, is timed twice in the same shuffled run. If the two differ by more than 3 % (10 % on
+  a CPU), all rows of that run say noisy.
 - The column `launch` says whether a time is that of a CUDA graph over inputs larger than the L2 cache, or of calls from Python.
-- `bytes_moved` and `flops` are what the computation must spend. `bound_ms` or `bound_us` is what the run's own copy and matrix product
-  allow for that, and `share_of_bound` is its part of the time.
+- `share_of_bound` is the part of a time that the run's own copy and matrix product allow for what the computation must spend.
 
 | recipe | what it does | needs | rows |
 |---|---|---|---|

@@ -166,7 +166,7 @@ TABLES: Mapping[str, Comparison] = {
 def launched_once(name: str, place: Place, mode: str, case: Mapping[str, Any]) -> None:
     """Launch each candidate once, which puts its kernels into the cache folder. What fails here has its row later."""
     try:
-        with in_mode(mode), torch.inference_mode():
+        with in_mode(mode), torch.no_grad():
             ready = TABLES[name].make(place, mode, **case)
             for candidate, run in ready.runs.items():
                 if not isinstance(run, str):

@@ -8,13 +8,12 @@ Earlier rows of the same table and device are replaced; with --add they stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import recipe
 
-from flysurgery.bench import Record
-from flysurgery.bench.rows import check_file, read_table, write_records
+from flysurgery.bench.rows import check_file
 from flysurgery.errors import OptionError
 
 LEFT_OUT = frozenset(
@@ -25,15 +24,20 @@ LEFT_OUT = frozenset(
 )
 
 
-def merged(earlier: Sequence[Record], new: Sequence[Record], *, add: bool = False) -> list[Record]:
+STAMP = ("date", "device", "threads", "torch", "commit")
+
+
+def merged(earlier: pd.DataFrame, new: pd.DataFrame, *, add: bool = False) -> pd.DataFrame:
     """Earlier rows and new ones under the columns of both, those of each table one after the other."""
-    replaced = set() if add else {(row.get("table"), row["device"]) for row in new}
-    rows = [row for row in earlier if (row.get("table"), row["device"]) not in replaced] + list(new)
-    stamp = [name for name in ("date", "device", "threads", "torch", "commit") if any(name in row for row in rows)]
-    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in {*LEFT_OUT, *stamp}]
-    tables = list(dict.fromkeys(row.get("table") for row in rows))
-    rows.sort(key=lambda row: tables.index(row.get("table")))
-    return [{name: row.get(name, "") for name in (*columns, *stamp)} for row in rows]
+    key = [name for name in ("table", "device") if name in new]
+    if len(earlier) and not add:
+        replaced = set(new[key].itertuples(index=False, name=None))
+        earlier = earlier.loc[[row not in replaced for row in earlier.reindex(columns=key).itertuples(index=False, name=None)]]
+    rows = pd.concat([earlier, new]).drop(columns=[*LEFT_OUT], errors="ignore").fillna("")
+    if "table" in rows:
+        order = {name: place for place, name in enumerate(dict.fromkeys(rows["table"]))}
+        rows = rows.sort_values("table", key=lambda names: names.map(order), kind="stable")
+    return rows[[*rows.columns.difference(STAMP, sort=False), *(name for name in STAMP if name in rows)]]
 
 
 def main() -> None:
@@ -45,13 +49,15 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep earlier rows of the same table and device")
     options = parser.parse_args()
     check_file(options.into, "--into")
-    tables = [read_table(path) for path in options.rows]
-    for path, (columns, _) in zip(options.rows, tables, strict=True):
-        if "device" not in columns:
+    tables = [pd.read_csv(path, dtype=str, keep_default_na=False) for path in options.rows]
+    for path, table in zip(options.rows, tables, strict=True):
+        if "device" not in table:
             raise OptionError(f"{path} holds no rows of a recipe; name a file that one wrote with --out")
-    head = {} if options.table is None else {"table": options.table}
-    new = [head | row for _, rows in tables for row in rows]
-    write_records(options.into, merged(read_table(options.into)[1], new, add=options.add))
+    new = pd.concat(tables)
+    if options.table is not None:
+        new.insert(0, "table", options.table)
+    earlier = pd.read_csv(options.into, dtype=str, keep_default_na=False) if options.into.exists() else pd.DataFrame()
+    merged(earlier, new, add=options.add).to_csv(options.into, index=False)
 
 
 if __name__ == "__main__":

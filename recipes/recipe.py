@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flysurgery.bench import Protocol, Record, modes_of
 from flysurgery.bench.measuring import one_line
+from flysurgery.bench.rows import Job
 from flysurgery.cli.app import sentence_if_full
 from flysurgery.cli.bench_run import BenchRun, print_records
 from flysurgery.cli.options import device_of
@@ -23,8 +24,6 @@ from flysurgery.errors import FlysurgeryError, OptionError
 Number = TypeVar("Number", int, float)
 Item = TypeVar("Item")
 Run = Callable[[Tensor], Tensor]
-Job = tuple[Record, Callable[[], Iterable[Mapping[str, Any]]]]
-"""The columns that tell one group of rows from the others, and what measures them."""
 
 VIT_S = "vit_small_patch16_224"
 """The model that Gonon et al. 2024 measure."""

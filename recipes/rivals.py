@@ -63,7 +63,6 @@ def rival_rows(head: Record, device: torch.device, protocol: Protocol, densities
     found: dict[str, Rival] = {}
 
     def make() -> Case:
-        torch.compiler.reset()  # after eight linears of torchao the compiler would leave the next ones as they are
         out_features, in_features, dtype = head["out_features"], head["in_features"], TIMED_MODES[head["mode"]]
         architecture = named(head["arch"], out_features, in_features)
         found.update({_key(each): each for each in rivals(architecture, device, dtype, densities)})

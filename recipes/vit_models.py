@@ -51,12 +51,12 @@ def measure_optimized(options: argparse.Namespace) -> None:
     batches = recipe.few(options, options.batches or (recipe.images(options, device), 1))
     archs = recipe.few(options, names(options.archs, "--archs"))
     known = [(options.model, arch, mode, batch) for batch, mode, arch in product(batches, modes, archs)]
-    meter = energy.meter_or_none(device) if options.headline else None
+    meter = energy.meter_or_none(device) if options.headline or options.joules else None
     jobs = []
     for case in HEADLINE if options.headline else known:
         head: Record = dict(zip(HEAD, case, strict=True))
         is_compiled = not options.quick and not (options.headline and case[-1] == 1)
-        own_meter = meter if case == HEADLINE[0] else None
+        own_meter = meter if options.joules or case == HEADLINE[0] else None
         jobs.append((head, partial(optimized_rows, head, device, recipe.protocol(options, 15), own_meter, is_compiled=is_compiled)))
     recipe.make(options, device, OPTIMIZED_COLUMNS, jobs, shown=(*HEAD, "candidate", "joules", "joules_to_dense", "launch", *TIMES))
 

@@ -195,6 +195,7 @@ def main() -> None:
     shares.add_argument("--batch", type=recipe.count, help="images a forward; 128 by default")
     whole = add("optimized", vit_models.measure_optimized, modes="fp16,bf16,tf32,fp32", seconds=2.0)
     whole.add_argument("--headline", action="store_true", help="ViT-S/16 at batch 128, with joules, and 1, and ViT-B/16; fp16")
+    whole.add_argument("--joules", action="store_true", help="measure the joules of all models")
     whole.add_argument("--model", default=recipe.VIT_S, help="a ViT of timm")
     whole.add_argument("--archs", default="gonon,monarch", help="families of architectures")
     whole.add_argument("--batches", type=recipe.counts, help="images a forward; 128,1 by default")

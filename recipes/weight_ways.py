@@ -205,14 +205,16 @@ def plan_of(way: Way, model: nn.Module) -> Plan:
     plan = surgery.plan(model, **way.arch)
     if way.family != MIXED:
         return plan
-    return replace(plan, layers=tuple(_low_rank(layer) if layer.role in ("qkv", "ffn_in") else layer for layer in plan.layers))
+    return replace(plan, layers=tuple(low_rank(layer, RANK) if layer.role in ("qkv", "ffn_in") else layer for layer in plan.layers))
 
 
-def _low_rank(layer: LayerPlan) -> LayerPlan:
-    parts = tuple(
-        part
-        if part.architecture is None
-        else replace(part, architecture=named("lowrank", part.stop - part.start, layer.in_features, rank=RANK))
-        for part in layer.parts
-    )
-    return replace(layer, parts=parts)
+def low_rank(layer: LayerPlan, rank: int | None = None) -> LayerPlan:
+    """The layer with every architecture replaced by one of low rank, by default of the most that has no more weights."""
+    parts = []
+    for part in layer.parts:
+        if part.architecture is not None:
+            out_features = part.stop - part.start
+            most = max(1, part.architecture.num_parameters // (out_features + layer.in_features))
+            part = replace(part, architecture=named("lowrank", out_features, layer.in_features, rank=rank or most))
+        parts.append(part)
+    return replace(layer, parts=tuple(parts))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, one_line, rows_of_case
-from flysurgery.bench.rows import Record
+from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.units import reset
 from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules
@@ -38,9 +38,6 @@ MODEL_COLUMNS = (*ROW, "candidate", "backend", "planned", *MEASURED)
 ``candidate`` is ``dense``, an architecture that every part of the layer gets, or ``converted``: the ``architecture`` that the plan
 gives, of the whole model all of them. Times are of one call; a layer is called ``calls`` times in a forward.
 """
-
-Job = tuple[Record, Callable[[], list[Record]]]
-"""What tells a group of rows from others, and what measures them."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, rows_of_case
-from flysurgery.bench.rows import Record
+from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.units import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
@@ -36,9 +36,6 @@ model, with the backend that it chose in ``backend``."""
 
 PROJECTION_COLUMNS = (*LAYER, "matrix", "status", "seconds", "relative_error")
 """``relative_error`` is that of the product, in the Frobenius norm; ``seconds`` is the shortest of several runs."""
-
-Job = tuple[Record, Callable[[], list[Record]]]
-"""What tells a group of rows from others, and what measures them."""
 
 
 def multiply_jobs(arch: str, width: int, rows: int, mode: str, device: torch.device, protocol: Protocol) -> Iterator[Job]:

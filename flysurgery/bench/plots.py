@@ -19,9 +19,9 @@ def check_plot(path: Path | None) -> None:
     """
     if path is None:
         return
-    _needed("pandas")
     known = pyplot().gcf().canvas.get_supported_filetypes()
     pyplot().close("all")
+    _needed("pandas")
     if path.suffix.lstrip(".").lower() not in known:
         raise OptionError(f"--plot takes a file that ends in .{', .'.join(sorted(known))}, got {path}")
     check_file(path, "--plot")
@@ -30,7 +30,7 @@ def check_plot(path: Path | None) -> None:
 def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], title: str) -> None:
     """Draw bars of times over dense, one group for each combination of the columns ``group``, one colour for each candidate.
 
-    A bar below the line at 1 is faster than dense.
+    A bar that ends before the line at 1 is faster than dense.
     """
     bars = [
         (", ".join(each[name] for name in group), each["candidate"], float(each["ratio_to_dense"]))

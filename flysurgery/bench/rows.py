@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from flysurgery.bench.stamp import Stamp, take_stamp
 from flysurgery.errors import OptionError
 
 Record = dict[str, Any]
+Job = tuple[Record, Callable[[], Iterable[Record]]]
+"""The columns that tell one group of rows from the others, and what measures them."""
 
 STAMP = tuple(field.name for field in fields(Stamp))
 SETTING = ("device", "driver", "threads", "torch", "flysurgery", "commit")

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from flysurgery.bench import Protocol, Record, Sheet, check_plot
-from flysurgery.bench.rows import check_apart, typed
+from flysurgery.bench.rows import Job, check_apart, typed
 from flysurgery.cli import options
 from flysurgery.cli.tables import print_json, print_table, progress
 
@@ -38,7 +38,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and samples: a
 OUT_HELP = "Keep the rows in this CSV file; a run that was interrupted goes on where it stopped."
 Out = Annotated[Path | None, typer.Option("--out", help=OUT_HELP, metavar="FILE")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure all again, and replace the rows that the file holds.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this file; needs matplotlib.", metavar="FILE")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this file; needs flysurgery[bench].", metavar="FILE")]
 
 TITLES = {"median_ms": "median ms", "iqr_ms": "iqr ms", "ratio_to_dense": "/ dense", "paper_ratio": "paper", "share_of_bound": "of bound"}
 FORMATS = {"median_ms": ".3f", "iqr_ms": ".3f", "bound_ms": ".3f", "ratio_to_dense": ".2f", "share_of_bound": ".0%", "error": ".1e"}
@@ -101,7 +101,7 @@ class BenchRun:
         """The rows with these values."""
         return self._sheet.rows(key)
 
-    def fill(self, jobs: Iterable[tuple[Mapping[str, object], Callable[[], Iterable[Mapping[str, object]]]]]) -> None:
+    def fill(self, jobs: Iterable[Job]) -> None:
         """Make and keep the rows of each job that has none yet; a job is what tells its rows from others, and what makes them."""
         for key, make in jobs:
             if not self.has(key):

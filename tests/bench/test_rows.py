@@ -82,22 +82,6 @@ def test_where_nothing_can_be_kept_is_said_before_measuring(path: str) -> None:
         Sheet(Path(path), CPU, COLUMNS)
 
 
-def test_an_addition_that_fails_leaves_the_rows_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.csv"
-    sheet = Sheet(path, CPU, COLUMNS)
-    sheet.add([{"name": "a", "ms": 1.0}])
-    before = path.read_text()
-
-    def half(self: Path, text: str, **_: object) -> None:
-        self.write_bytes(text[:-9].encode())
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="No space"):
-        sheet.add([{"name": "b", "ms": 1.0}])
-    assert path.read_text() == before and [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
-
-
 def test_a_kill_in_the_middle_leaves_whole_groups(tmp_path: Path) -> None:
     """Groups of two rows, written as fast as they come, by a process that is killed."""
     path = tmp_path / "rows.csv"

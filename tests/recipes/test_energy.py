@@ -56,14 +56,6 @@ def test_a_factors_rows_have_bounds_and_say_why_they_lack_joules(energy: Any, mo
     assert wrong["status"].startswith("wrong") and wrong["joules"] is None
 
 
-def test_a_converted_model_must_spend_less_than_dense(energy: Any) -> None:
-    found = energy.energy_of_model(counter(energy), "test_vit", "monarch", 1, "fp32", CPU, candidates=("dense", "layer"), **HOW)
-    dense, layer, again = found
-    assert [row["candidate"] for row in found] == ["dense", "layer", "dense again"]
-    assert again["noise"] == 0 and again["flops"] == dense["flops"]
-    assert 0 < layer["flops"] < dense["flops"] and 0 < layer["bytes_moved"] < dense["bytes_moved"]
-
-
 def test_twins_are_metered_among_the_others_and_make_a_run_noisy(energy: Any) -> None:
     rows = rows_of_factor(energy, drift=1.04)
     for layout in ("first", "last"):

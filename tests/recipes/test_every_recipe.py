@@ -80,8 +80,7 @@ def test_numbers_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["factors.py patterns", "accuracy.py digits", "calibration_cost.py", "kernel_tables.py factor_gradients", "survey_models.py timm"],
+    "command", ["factors.py patterns", "accuracy.py digits", "kernel_tables.py factor_gradients", "survey_models.py timm"]
 )
 def test_no_recipe_writes_over_another_table(run_program: RunProgram, tmp_path: Path, command: str) -> None:
     other = tmp_path / "other.csv"
@@ -107,13 +106,6 @@ def test_what_cannot_be_meant_is_one_sentence(run_program: RunProgram, tmp_path:
     with pytest.raises(SystemExit, match=sentence):
         run_program(command)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_calibration_has_its_cost_and_goes_on(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    first = run_recipe("calibration_cost.py", "--samples", "8", "--cases", "calibrated")
-    assert [row["role"] for row in first] == ["qkv", "ffn_in", "ffn_out"]
-    assert all(float(row["mean_output_error"]) < float(row["mean_plain_output_error"]) for row in first)
-    assert run_recipe("calibration_cost.py", "--samples", "8", "--cases", "calibrated") == first
 
 
 def test_a_quick_survey_is_one_small_model(run_program: RunProgram, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,13 +122,3 @@ def test_an_interrupted_table_goes_on_where_it_stopped(run_recipe: RunRecipe, mo
     rows = run_recipe("kernel_tables.py norm_linear")
     assert rows[: len(kept)] == kept and len(calls) == 3
     assert [row["architecture"] for row in rows] == ["gonon"] * len(kept) + ["monarch"] * len(kept)
-
-
-def test_rows_of_other_columns_or_versions_are_not_added_to(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    rows, out = run_recipe("kernel_tables.py factor_gradients"), tmp_path / "rows.csv"
-    out.write_text(out.read_text().replace(rows[0]["torch"], "1.0"))
-    assert [row["torch"] for row in run_recipe("kernel_tables.py factor_gradients")] == [row["torch"] for row in rows], "measured anew"
-    out.write_text(older := out.read_text().replace(",launch,", ",way,"))
-    with pytest.raises(SystemExit, match="a table of other measurements, or of another version, with the columns layer, mode"):
-        run_recipe("kernel_tables.py factor_gradients")
-    assert out.read_text() == older

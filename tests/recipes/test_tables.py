@@ -153,14 +153,10 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecip
 
 
 def test_energy_without_a_counter_is_times_alone(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    rows = run_recipe("factors.py energy", "--model", "test_vit", "--count", "1", "--plot", tmp_path / "boxes.png")
-    model = {row["candidate"]: row for row in rows if row["what"] == "test_vit"}
-    assert model.keys() == {"dense", "dense again", "layer", "bmm"}
-    assert {row["candidate"] for row in rows if row["call_ms"] and "(" in row["what"]} == {"bmm", "bmm again", "einsum", "bsr"}
-    assert all(row["joules"] == "" and row["status"] for row in rows)
-    assert {row["status"] for row in model.values()} == {"no joules: they need an NVIDIA GPU's counter"}
-    assert (tmp_path / "boxes.png").stat().st_size > 5000
-    assert run_recipe("factors.py energy", "--model", "test_vit", "--count", "1") == rows
+    rows = run_recipe("factors.py energy", "--count", "1", "--plot", tmp_path / "boxes.png")
+    assert {row["candidate"] for row in rows if row["call_ms"]} == {"bmm", "bmm again", "einsum", "bsr"}
+    assert all(row["joules"] == "" and row["status"] for row in rows) and (tmp_path / "boxes.png").stat().st_size > 5000
+    assert run_recipe("factors.py energy", "--count", "1") == rows
 
 
 def test_the_survey_of_patterns_has_the_columns_of_now() -> None:
