@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -128,9 +129,17 @@ class Change:
         for fqn in fqns:
             parent, _, name = fqn.rpartition(".")
             # Straight into the registry: what a class does in __setattr__ could not be taken back.
-            children = self._model.get_submodule(parent)._modules
-            self._undo.callback(children.__setitem__, name, children[name])
-            children[name] = new
+            holder = self._model.get_submodule(parent)
+            old = holder._modules[name]
+            self._put(holder._modules, name, new)
+            for listed in vars(holder).values():  # some classes call their children from a list of their own
+                if isinstance(listed, list):
+                    for index in [index for index, each in enumerate(listed) if each is old]:
+                        self._put(listed, index, new)
+
+    def _put(self, store: Any, key: str | int, value: nn.Module) -> None:
+        self._undo.callback(store.__setitem__, key, store[key])
+        store[key] = value
 
     def switch(self, switches: Iterable[Switch]) -> None:
         """Set the attributes of parents."""

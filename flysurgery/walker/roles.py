@@ -48,7 +48,7 @@ class _Judge:
         if any(origin in self.scores for origin in source):
             return Judgement("other", "talking-heads")
         if call.source not in self.depends:
-            return Judgement("other", "pool" if entered else "position-mlp")
+            return Judgement("other", "pool" if entered and all(attention.single_query for attention in entered) else "constant")
         if entered:
             return _unless(all(attention.single_query for attention in entered), "qkv")
         attentions = [self.by_output[origin] for origin in source if origin in self.by_output]

@@ -78,7 +78,7 @@ _TABLE: dict[str, tuple[bool, str]] = {
     "not-called": (True, "the forward pass does not use it"),
     "head": (False, "it is a classifier head"),
     "pool": (False, "it serves attention pooling or a pooled vector: one row an image, nothing to gain"),
-    "position-mlp": (False, "its input does not depend on the image (a position bias)"),
+    "constant": (False, "its input is the same for every image (a position bias, or learned queries)"),
     "patch-embedding": (False, "it embeds the patches of the input"),
     "talking-heads": (False, "it mixes the heads of attention scores"),
     "rank-one": (False, "one of its sides is 1, so that its matrix has one row or column: nothing to gain"),
