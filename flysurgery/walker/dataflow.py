@@ -176,7 +176,9 @@ class Dataflow:
         ):
             return None
         has_scores = any(one == 1 < other for one, other in (*zip(*shapes, strict=True), *zip(*shapes[::-1], strict=True)))
-        return Attention(node, (("qkv", operands[0]), ("qkv", operands[1])), True) if has_scores else None
+        summed = ops.shape_of(node) or ()
+        single = len(summed) == 2 or (len(summed) == len(shapes[0]) and summed[axis] == 1)
+        return Attention(node, (("qkv", operands[0]), ("qkv", operands[1])), single) if has_scores else None
 
     def _sum(self, node: Node, branches: list[Flow]) -> Flow:
         branches = without_statistics(branches)

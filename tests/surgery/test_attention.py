@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,15 @@ def test_a_plan_and_a_state_make_the_model_again() -> None:
     again.load_state_dict(model.state_dict(), assign=True)
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(again(x), model(x))
+
+
+def test_a_folder_names_a_model_of_torchvision(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": WIDTH, "mlp_dim": 128}
+    model = torchvision.models.VisionTransformer(**sizes).eval()
+    convert(model, base="torchvision:VisionTransformer", base_args=sizes)
+    flysurgery.save(model, tmp_path / "vit")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(flysurgery.load(tmp_path / "vit")(x), model(x))
 
 
 @pytest.mark.parametrize("make", [torchvision.models.swin_t, torchvision.models.swin_v2_t])
