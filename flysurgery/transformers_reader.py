@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from flysurgery.errors import PlanError
 from flysurgery.surgery import QUANT_METHOD, Plan, find_base, install, plan_of, quantization_entry
+from flysurgery.walker import modules_with_separated
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -65,7 +66,7 @@ def _renamed(plan: Plan, model: Any) -> Plan:
 
     Layers that the trunk does not have, such as the head, are left out.
     """
-    prefix, modules = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
+    prefix, modules = f"{model.base_model_prefix}.", modules_with_separated(model).keys()
     planned = [layer.fqn for layer in plan.replaced]
     if all(name in modules for name in planned):
         return plan

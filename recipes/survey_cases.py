@@ -237,4 +237,11 @@ def _shallow_arguments(name: str) -> dict[str, Any]:
     config = getattr(transformers, name).config_class
     if config is None or any(part in name for part in READ_BY_NUMBER):
         return {}
-    return {key: min(2, value) for key, value in config().to_dict().items() if key in SHALLOW and isinstance(value, int)}
+    return _shallow(config().to_dict())
+
+
+def _shallow(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that count layers, at most two each, also in the configurations of towers."""
+    towers = {key: _shallow(value) for key, value in entries.items() if isinstance(value, dict) and "model_type" in value}
+    counts = {key: min(2, value) for key, value in entries.items() if key in SHALLOW and isinstance(value, int)}
+    return counts | {key: {"model_type": entries[key]["model_type"]} | value for key, value in towers.items() if value}

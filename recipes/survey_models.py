@@ -43,6 +43,7 @@ from flysurgery.cli.bench_run import BenchRun
 from flysurgery.errors import FlysurgeryError, ModelError, OptionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.surgery import Plan, apply, plan
+from flysurgery.surgery.check import check_plan
 from flysurgery.walker import example_input, walk
 
 QUICK_CASES = "^deit_tiny_|^vit:ViT$|^DeiTForImageClassification$"
@@ -140,8 +141,9 @@ def _wrapped(case: Case, model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _make_exact(made: Plan, model: nn.Module) -> None:
     """Set each planned weight to a product of random factors, of the size that it had."""
+    dense = check_plan(made, model)
     for layer in made.replaced:
-        weight = model.get_parameter(f"{layer.fqn}.weight").flatten(1)
+        weight = dense[layer.fqn].weight.flatten(1)
         for part in layer.parts:
             if part.architecture is not None:
                 rows = weight[part.start : part.stop]

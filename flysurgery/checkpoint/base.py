@@ -1,4 +1,4 @@
-"""The dense model, built from a name and plain arguments: code of timm, vit-pytorch and transformers runs, and no other."""
+"""The dense model, built from a name and plain arguments: code of timm, torchvision, vit-pytorch and transformers runs, and no other."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ REFUSED_ARGUMENTS = frozenset(
 TRANSFORMERS = "transformers:"
 """What the bases begin with that are classes of transformers."""
 
+TORCHVISION = "torchvision:"
+"""What the bases begin with that are classifiers of torchvision, by their names or classes."""
+
 REFUSED_CONFIG = frozenset({"auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_pretrained_backbone"})
 REFUSED_CONFIG |= {"transformers_weights", "fusion_config"} | REFUSED_ARGUMENTS - {"device", "dtype"}
 """Entries of a configuration of transformers that name code, kernels or weights."""
@@ -38,9 +41,10 @@ SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
 def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device: torch.device | str | None = None) -> nn.Module:
     """Build the dense model with its own random start, without any weights from elsewhere.
 
-    ``base`` is a timm name, with or without a weights' tag, or ``"vit_pytorch:ViT"``, ``"vit_pytorch.simple_vit:SimpleViT"`` or
-    ``"transformers:ViTModel"``. ``base_args`` are its keyword arguments, or the entries of the configuration of a class of transformers,
-    JSON values only; lists become tuples. On the meta device only shapes are made, in well under a second for most models.
+    ``base`` is a timm name, with or without a weights' tag, or ``"vit_pytorch:ViT"``, ``"vit_pytorch.simple_vit:SimpleViT"``,
+    ``"torchvision:vit_b_16"`` or ``"transformers:ViTModel"``. ``base_args`` are its keyword arguments, or the entries of the
+    configuration of a class of transformers, JSON values only; lists become tuples. On the meta device only shapes are made, in well
+    under a second for most models.
 
     Raises:
         ModelError: no such model, an argument that is no plain value or is refused, or the constructor's own complaint.
@@ -92,6 +96,8 @@ def _plain(value: Any, name: str) -> Any:
 def _factory(base: str) -> Callable[..., nn.Module]:
     if ":" not in base:
         return _timm_factory(base)
+    if base.startswith(TORCHVISION):
+        return _torchvision_factory(base.removeprefix(TORCHVISION))
     return _transformers_factory(base) if base.startswith(TRANSFORMERS) else _vit_pytorch_factory(base)
 
 
@@ -111,7 +117,8 @@ def _timm_factory(base: str) -> Callable[..., nn.Module]:
 def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
     parts = re.fullmatch(r"(vit_pytorch(?:\.[A-Za-z]\w*)?):([A-Za-z]\w*)", base)
     if parts is None:
-        raise ModelError(f"a base outside timm is vit_pytorch:CLASS, vit_pytorch.MODULE:CLASS or transformers:CLASS, got '{base}'")
+        known = "vit_pytorch:CLASS, vit_pytorch.MODULE:CLASS, torchvision:NAME or transformers:CLASS"
+        raise ModelError(f"a base outside timm is {known}, got '{base}'")
     module_name, class_name = parts.groups()
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
@@ -121,6 +128,23 @@ def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
     if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.partition(".")[0] == "vit_pytorch"):
         raise ModelError(f"{module_name} has no model class '{class_name}'")
     return found
+
+
+def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
+    try:
+        models: Any = importlib.import_module("torchvision.models")
+    except ImportError as error:
+        raise ModelError(f"torchvision cannot be imported: {first_line(error)}") from error
+    found: Any = getattr(models, name, None)
+    if not (name in models.list_models(module=models) or (isinstance(found, type) and issubclass(found, nn.Module))):
+        raise ModelError(f"torchvision has no classifier '{name:.60}'")
+
+    def build(**arguments: Any) -> nn.Module:
+        if "weights" in arguments:
+            raise ModelError("base_args may not set weights: a base is built from its name and sizes alone")
+        return found(**arguments)
+
+    return build
 
 
 def _transformers_factory(base: str) -> Callable[..., nn.Module]:

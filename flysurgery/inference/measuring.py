@@ -21,7 +21,7 @@ from flysurgery.inference.replacement import Candidate, find_replacements
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture
 from flysurgery.surgery import LayerPlan, Plan, Reason, TimedChoice, TimedGroup, install, named_candidates
-from flysurgery.walker import shadow, shape_of
+from flysurgery.walker import separating, shadow, shape_of
 
 DENSE = "dense"
 
@@ -75,6 +75,9 @@ def measure_groups(plan: Plan, model: nn.Module, example: Tensor, *, fused: bool
         InferenceError: a dense layer cannot be run on this device or in this dtype.
         WalkError: the model cannot be traced.
     """
+    double = shadow(model)
+    separating(model)(double)
+    model = double
     found = find_groups(model, example)
     options = {layer.fqn: _options(layer) for layer in plan.replaced}
     names = dict.fromkeys(name for each in options.values() for name in each)

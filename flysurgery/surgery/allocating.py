@@ -146,7 +146,7 @@ def prepare(
     units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
     counted = "weights" if times is None else "ms"
     _check_reachable(units, budget, counted)
-    seen = None if calibrate is None else look(plan.replaced, model, dense, calibrate, samples)
+    seen = None if calibrate is None else look(plan, model, dense, calibrate, samples)
     return Allocation(plan, judge(units, dense, seen, progress), counted, seen)
 
 

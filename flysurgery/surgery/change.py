@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.transformers_models import is_of_transformers, quantization_entry
-from flysurgery.walker import Switch
+from flysurgery.walker import SeparateAttention, Switch, separated
 
 PLAN = "_flysurgery_plan"
 SWITCHES_BEFORE = "_flysurgery_switches_before"
@@ -83,20 +84,35 @@ class Change:
         self._model, self._undo = model, undo
 
     def convert(self, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
-        """Put the new modules in place under all their names, set the plan's switches, and leave the plan on the model."""
+        """Prepare the model, put the new modules in place under all their names, and leave the plan on the model."""
+        before = tuple(Switch(each.module_fqn, each.attribute, getattr(*self._place(each))) for each in plan.switches)
+        attentions = self.prepare(plan)
         for layer in plan.layers:
             if layer.fqn in modules:
                 self.swap(layer.names, modules[layer.fqn])
-        before = tuple(Switch(each.module_fqn, each.attribute, getattr(*self._place(each))) for each in plan.switches)
-        self.switch(plan.switches)
+        for attention in attentions:
+            attention.copy_views()
         self._set(self._model, SWITCHES_BEFORE, before)
         self._set(self._model, PLAN, plan)
         if is_of_transformers(self._model):
             self._own_config()
             self._set(self._model.config, "quantization_config", quantization_entry(plan))  # for ``save_pretrained``
 
+    def prepare(self, plan: Plan) -> set[SeparateAttention]:
+        """Have the planned layers called, as modules: set the plan's switches, and put in the attentions that are returned."""
+        attentions = separated(self._model, [layer.fqn for layer in plan.replaced])
+        for fqn, attention in attentions.items():
+            self.swap((fqn,), attention)
+        self.switch(plan.switches)
+        return {*attentions.values()}
+
     def unconvert(self) -> None:
-        """Set the switches back and take the plan off the model."""
+        """Join separate attentions, set the switches back and take the plan off the model."""
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        attentions: dict[nn.Module, nn.Module] = {each: each.joined() for each in modules.values() if isinstance(each, SeparateAttention)}
+        for fqn, module in modules.items():
+            if module in attentions:
+                self.swap((fqn,), attentions[module])
         self.switch(getattr(self._model, SWITCHES_BEFORE, ()))
         for name in (PLAN, SWITCHES_BEFORE):
             self._delete(self._model, name)
@@ -113,9 +129,17 @@ class Change:
         for fqn in fqns:
             parent, _, name = fqn.rpartition(".")
             # Straight into the registry: what a class does in __setattr__ could not be taken back.
-            children = self._model.get_submodule(parent)._modules
-            self._undo.callback(children.__setitem__, name, children[name])
-            children[name] = new
+            holder = self._model.get_submodule(parent)
+            old = holder._modules[name]
+            self._put(holder._modules, name, new)
+            for listed in vars(holder).values():  # some classes call their children from a list of their own
+                if isinstance(listed, list):
+                    for index in [index for index, each in enumerate(listed) if each is old]:
+                        self._put(listed, index, new)
+
+    def _put(self, store: Any, key: str | int, value: nn.Module) -> None:
+        self._undo.callback(store.__setitem__, key, store[key])
+        store[key] = value
 
     def switch(self, switches: Iterable[Switch]) -> None:
         """Set the attributes of parents."""

@@ -15,7 +15,7 @@ from flysurgery.errors import PlanError, ProjectionError, SurgeryError, first_li
 from flysurgery.surgery.build import Dense
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Plan
-from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_plain_pointwise
+from flysurgery.walker import CONVOLUTIONS, Switch, has_own_forward, is_plain_pointwise, modules_with_separated
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,7 +33,7 @@ def check_plan(plan: Plan, model: nn.Module) -> dict[str, Dense]:
     refuse_converted(model)
     if not plan.replaced:
         raise PlanError("the plan replaces nothing; make one that does")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = modules_with_separated(model, [layer.fqn for layer in plan.replaced])
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in modules.items():
         names.setdefault(module, []).append(fqn)

@@ -15,8 +15,9 @@ from flysurgery.errors import DataError
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, project, workers
 from flysurgery.surgery.build import Dense, matrix_of
+from flysurgery.surgery.change import changing
 from flysurgery.surgery.choices import Split
-from flysurgery.surgery.plan import LayerPlan, Part, Reason
+from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
 from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming, product_of
 
 LEAST_SAMPLES = 3
@@ -76,7 +77,7 @@ _Found: TypeAlias = Iterator[tuple[_Matrix, int, OutputError, OutputError]]
 """A matrix, the number of an option, and its two errors."""
 
 
-def look(layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dense], calibrate: Data, count: int | None) -> Seen:
+def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Data, count: int | None) -> Seen:
     """Run the model over the samples, which are shared out among fitting, choosing and reporting.
 
     Raises:
@@ -89,16 +90,18 @@ def look(layers: Sequence[LayerPlan], model: nn.Module, dense: Mapping[str, Dens
             f"there are {len(whole)}"
         )
     taken = whole.without_held_out()
-    calls = {layer.fqn: layer.calls for layer in layers}
-    with watched(model, calls) as fit:
-        felt = sensitivities(model, list(calls), taken.fit())
-    choose, report = (collect(model, calls, part) for part in (taken.held_out(), whole.held_out()))
+    calls = {layer.fqn: layer.calls for layer in plan.replaced}
+    with changing(model, keep=False) as trial:
+        trial.prepare(plan)
+        with watched(model, calls) as fit:
+            felt = sensitivities(model, list(calls), taken.fit())
+        choose, report = (collect(model, calls, part) for part in (taken.held_out(), whole.held_out()))
     return Seen(
         samples=whole,
         split=Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count),
         metrics={fqn: metric_of(fit[fqn], bias=dense[fqn].bias is not None) for fqn in calls},
         moments={fqn: (choose[fqn], report[fqn]) for fqn in calls},
-        weights={layer.fqn: felt[layer.fqn] * layer.rows for layer in layers},
+        weights={layer.fqn: felt[layer.fqn] * layer.rows for layer in plan.replaced},
     )
 
 

@@ -14,7 +14,7 @@ from flysurgery.patterns import Architecture
 from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders, metric_of
 from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.surgery.report import Permutation, PermutedLayer
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, survey, targets_of
+from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, separating, survey, targets_of
 
 HIDDEN_UNITS = "hidden units"
 INDIFFERENT = "no order is better than another for products with one class of rows, as those of low rank"
@@ -71,7 +71,7 @@ class Permuted:
 
 def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Shared, ...]:
     """Find the features that layers replaced by ``plan`` share with each other and with dense layers, in the order of execution."""
-    seen = survey(model, samples.inputs[:2])
+    seen = survey(model, samples.inputs[:2], prepare=separating(model))
     targets = targets_of(model, seen)
     known = {target.fqn: target for target in targets}
     layers = {layer.fqn: layer for layer in plan.layers}

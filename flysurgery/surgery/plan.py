@@ -237,8 +237,8 @@ class Plan:
             replace(layer, status="keep", reason=reasons[layer.fqn], parts=()) if layer.fqn in reasons and layer.is_replaced else layer
             for layer in self.layers
         )
-        names = [name for layer in layers if layer.is_replaced for name in layer.names]
-        switches = tuple(each for each in self.switches if any(name.startswith(f"{each.module_fqn}.") for name in names))
+        names = [f".{name}" for layer in layers if layer.is_replaced for name in layer.names]
+        switches = tuple(each for each in self.switches if any(name.startswith(f".{each.module_fqn}".rstrip(".") + ".") for name in names))
         return replace(self, layers=layers, switches=switches)
 
     def to_json(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def project_calibrated_layers(
             progress(len(rows) + done, len(plan.replaced), name)
 
     with changing(model, keep=False) as trial:
-        trial.switch(plan.switches)
+        trial.prepare(plan)
         for stage in stages:
             started = perf_counter()
             inputs = inputs_of(model, {layer.fqn: layer.calls for layer in stage}, samples)

@@ -1,5 +1,9 @@
 """Where: find the linears of a model by dataflow, with their roles and the obstacles to replacing them. Knows no butterflies."""
 
+from flysurgery.walker.attention import SeparateAttention as SeparateAttention
+from flysurgery.walker.attention import modules_with_separated as modules_with_separated
+from flysurgery.walker.attention import separated as separated
+from flysurgery.walker.attention import separating as separating
 from flysurgery.walker.cuts import Cut as Cut
 from flysurgery.walker.cuts import find_cuts as find_cuts
 from flysurgery.walker.example import EXAMPLE_BATCH as EXAMPLE_BATCH

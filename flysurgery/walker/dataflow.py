@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from flysurgery.walker import operations as ops
+from flysurgery.walker.axes import product_of
 from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import name_of, shape_of
 from flysurgery.walker.trace import Trace
@@ -45,8 +46,8 @@ class Attention:
     """Attention: where its query, key and value enter, and the node that holds its output.
 
     ``operands`` are pairs of ``"q"``, ``"k"`` or ``"v"`` and a node, or of ``"qkv"`` where it does not show which of them
-    it is. ``single_query``: one query row, or queries that do not depend
-    on the input (attention pooling). ``scores`` are the products and softmax nodes inside; none for a fused operator.
+    it is. ``single_query``: one query row, or one that a parameter gives for all (attention pooling). ``scores``
+    are the products and softmax nodes inside; none for a fused operator.
     """
 
     output: Node
@@ -81,6 +82,11 @@ def _axis_from_end(softmax: Node) -> int:
 def _einsum_letters(equation: str) -> tuple[list[str], str]:
     operands, _, result = equation.replace(" ", "").partition("->")
     return operands.split(","), result
+
+
+def _gated(branches: list[Flow]) -> Flow:
+    """What flows on from a product entry by entry: several branches gate each other."""
+    return {origin: Via(via.nonlinear or len(branches) > 1, via.reduced) for origin, via in joined(branches).items()}
 
 
 class Dataflow:
@@ -143,8 +149,7 @@ class Dataflow:
                 others = [("qkv", arg) for arg in node.all_input_nodes if not self.flows[arg].keys() & self._contexts.keys()]
                 self._found(Attention(node, (*context.operands, *others), False))
                 return {node: Via()}
-            gated = len(branches) > 1
-            return {origin: Via(via.nonlinear or gated, via.reduced) for origin, via in joined(branches).items()}
+            return _gated(branches)
         if name in ops.ACTIVATION:
             return {origin: Via(True, via.reduced) for origin, via in union.items()}
         if name in ops.REDUCTION:
@@ -171,7 +176,9 @@ class Dataflow:
         ):
             return None
         has_scores = any(one == 1 < other for one, other in (*zip(*shapes, strict=True), *zip(*shapes[::-1], strict=True)))
-        return Attention(node, (("qkv", operands[0]), ("qkv", operands[1])), True) if has_scores else None
+        summed = ops.shape_of(node) or ()
+        single = len(summed) == 2 or (len(summed) == len(shapes[0]) and summed[axis] == 1)
+        return Attention(node, (("qkv", operands[0]), ("qkv", operands[1])), single) if has_scores else None
 
     def _sum(self, node: Node, branches: list[Flow]) -> Flow:
         branches = without_statistics(branches)
@@ -179,7 +186,7 @@ class Dataflow:
             return branches[0]
         left, right = branches
         both = (*left, *right)
-        is_scores = any(origin in self._products for origin in both)  # with a bias computed from the query
+        is_scores = any(origin in self._products and not flow[origin].nonlinear for flow in branches for origin in flow)  # with a bias
         is_attended = all(origin in self._outputs for origin in both)  # the difference of two attentions
         if left.keys() == right.keys() or is_scores or is_attended:
             return joined(branches)
@@ -198,7 +205,7 @@ class Dataflow:
         given = [*node.args[:3], *(node.kwargs.get(name) for name in ("query", "key", "value"))]
         q, k, v = [arg for arg in given if isinstance(arg, Node)][:3]
         shape = ops.shape_of(q)
-        single = (shape is not None and shape[-2] == 1) or q not in self.depends
+        single = (shape is not None and shape[-2] == 1) or self._is_one_row(q)
         self._found(Attention(node, (("q", q), ("k", k), ("v", v)), single))
         return {node: Via()}
 
@@ -208,13 +215,18 @@ class Dataflow:
         if len(operands) != 2:
             return {node: Via(), **self._scores_in(node)}
         left, right = operands
+        product = product_of(node)
+        if product is not None and not product.letters.summed:  # entry times entry
+            return _gated(self._branches(node))
         for weights, value in ((left, right), (right, left)):
+            if self._mixes(weights, value):
+                return self.flows[value]
             softmax = next((origin for origin in self.flows[weights] if origin in self._softmaxes), None)
             if softmax is not None and value in self.depends:
                 self._found(self._softmax_attention(node, softmax, weights, value))
                 return {node: Via()}
         for inner, query in ((left, right), (right, left)):
-            if query in self.depends and any(origin in self._outputs for origin in self.flows[inner]):
+            if query in self.depends and (self._holds_attention(inner) or self._reads_states(query, inner)):
                 self._found(Attention(node, (("q", query), ("v", inner)), False))  # linear attention: query times (key times value)
                 return {node: Via()}
         for inner, outer in ((left, right), (right, left)):
@@ -236,11 +248,38 @@ class Dataflow:
         for product in scores:
             q, k, query_rows = query_and_key(product, *self._products[product], softmax)
             operands += [("q", q), ("k", k)]
-            single = single or query_rows == 1 or q not in self.depends
+            single = single or query_rows == 1 or self._is_one_row(q)
         if not scores:  # linear attention takes the softmax of the query or the key itself
             operands.append(("q" if self._holds_attention(value) else "k", softmax.all_input_nodes[0]))
         operands.append(("v", value))
         return Attention(node, tuple(operands), single, frozenset((softmax, *scores)))
+
+    def _mixes(self, weights: Node, streams: Node) -> bool:
+        """Whether a bare parameter makes the weights from the streams: these are parallel residual streams, which get mixed."""
+        calls = [self._calls.get(origin) for origin, via in self.flows[weights].items() if via.nonlinear]
+        return len(calls) == len(self.flows[weights]) > 0 and all(
+            call is not None and call.kind == "raw" and self.flows[call.source].keys() == self.flows[streams].keys() for call in calls
+        )
+
+    def _reads_states(self, query: Node, states: Node) -> bool:
+        """Whether linears made the states from what the latest attention summed up, and the query comes from what entered it too."""
+        latest = self.attentions[-1:]
+        pending, reached = [states], set[Node]()
+        while pending and latest:
+            for origin in self.flows[pending.pop()]:
+                reached.add(origin)
+                pending += [self._calls[origin].source] if origin in self._calls else []
+        return any(each.output in reached and self.flows[query] and self._feeds(self.flows[query], each) for each in latest)
+
+    def _is_one_row(self, query: Node) -> bool:
+        """Whether a query that does not depend on the input is one row of parameters, however often it is repeated."""
+        pending, rows = [query], [1]
+        while pending and query not in self.depends:
+            node = pending.pop()
+            if node in self._trace.parameters:
+                rows.append((1, *(ops.shape_of(node) or ()))[:-1][-1])
+            pending += [self._calls[node].source] if node in self._calls else node.all_input_nodes
+        return query not in self.depends and max(rows) == 1
 
     def _holds_attention(self, node: Node) -> bool:
         return any(origin in self._outputs for origin in self.flows[node])

@@ -106,7 +106,10 @@ def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:
 
 
 def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
-    """The size that the patch embedding was built for, and that of the configuration where it is another one (a stem may come first)."""
+    """The size that the patch embedding was built for, and that of the configuration where it is another one (a stem may come first).
+
+    Channels are those of the first convolution, or those of the configuration: pixels may become channels before that.
+    """
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     size = config.get("input_size") if isinstance(config, dict) else getattr(config, "input_size", None)
     if size is None:
@@ -121,8 +124,9 @@ def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
     first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
     name = next(iter(first), None) if isinstance(first, (tuple, list)) else first
     conv = dict(model.named_modules()).get(name) if name else None
-    channels = getattr(conv, "in_channels", channels)
-    return [(channels, *sides) for sides in ([built] if built == configured else [built, configured])]
+    all_sides = [built] if built == configured else [built, configured]
+    counts = dict.fromkeys((getattr(conv, "in_channels", channels), channels))
+    return [(count, *sides) for count in counts for sides in all_sides]
 
 
 def _configured_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:

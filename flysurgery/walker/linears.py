@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
+from flysurgery.walker.attention import SeparateAttention
 from flysurgery.walker.operations import (
     ACTIVATION,
     ADDMM,
@@ -135,10 +136,9 @@ def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
     """First names of the nn.Linear modules and convolutions whose weight or bias some other module reads, or may read."""
     found = {call.fqn for call in calls if call.kind != "raw" and not call.inside}
     for fqn, module in owners.modules.items():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            # its fast path, which no trace shows, takes the weights of its linears
-            found |= {owners.first_name(child) for child in module.children() if isinstance(child, nn.Linear)}
-        elif not offers_switch(module):  # else the trace has shown what the switch does
+        is_separate = isinstance(module, nn.TransformerEncoderLayer) and isinstance(getattr(module, "self_attn", None), SeparateAttention)
+        # a switch, or separate attention, keeps the forward from such reads, and the trace has shown the rest
+        if not (offers_switch(module) or is_separate):
             names = (f"{fqn}.{name}" if fqn else name for name in children_read(type(module)))
             found |= {owners.first_name(owners.modules[name]) for name in names if name in owners.modules}
     for placeholder, parameter in trace.parameters.items():
@@ -146,7 +146,7 @@ def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
         module = owners.modules.get(fqn)
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or leaf not in ("weight", "bias"):
             continue
-        readers = {owners.innermost(user) for user in placeholder.users}
+        readers = {owners.innermost(user) for user in placeholder.users if user.users}  # else it asks whether there is a bias
         if not readers <= {owners.first_name(module), *owners.holders(parameter)}:
             found.add(owners.first_name(module))
     return found

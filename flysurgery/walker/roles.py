@@ -25,6 +25,7 @@ class _Judge:
         self.trace = trace
         self.flows = dataflow.flows
         self.depends = dataflow.depends
+        self.sums = dataflow.sums
         self.calls = {call.node: call for call in calls}
         self.by_output = {attention.output: attention for attention in dataflow.attentions}
         self.entered: dict[Node, list[Attention]] = {}
@@ -34,7 +35,7 @@ class _Judge:
             for _, operand in attention.operands:
                 for origin in self.flows[operand]:
                     self.entered.setdefault(origin, []).append(attention)
-        self.at_output = self._at_output(dataflow)
+        self.at_output = self._at_output()
         self.ffn_in, self.ffn_out = self._feed_forward_pairs()
         self.head_mlps = self._head_mlps() if dataflow.attentions else set()
 
@@ -48,7 +49,7 @@ class _Judge:
         if any(origin in self.scores for origin in source):
             return Judgement("other", "talking-heads")
         if call.source not in self.depends:
-            return Judgement("other", "pool" if entered else "position-mlp")
+            return Judgement("other", "pool" if entered and all(attention.single_query for attention in entered) else "constant")
         if entered:
             return _unless(all(attention.single_query for attention in entered), "qkv")
         attentions = [self.by_output[origin] for origin in source if origin in self.by_output]
@@ -102,7 +103,7 @@ class _Judge:
                 pending += [origin for origin, via in source.items() if via.nonlinear and origin in self.ffn_in]
         return found
 
-    def _at_output(self, dataflow: Dataflow) -> set[Node]:
+    def _at_output(self) -> set[Node]:
         """The linears that give the model's result, with nothing but elementwise steps and pooling after them."""
         output = next(node for node in self.trace.graph.nodes if node.op == "output")
         found: set[Node] = set()
@@ -111,28 +112,41 @@ class _Judge:
             for origin in pending.pop():
                 if origin in self.calls:
                     found.add(origin)
-                elif origin in dataflow.sums and self._adds_heads(dataflow.sums[origin]):
-                    pending += dataflow.sums[origin]
+                elif origin in self.sums and self._adds_heads(self.sums[origin]):
+                    pending += self.sums[origin]
         return found
 
     def _adds_heads(self, addends: tuple[Flow, Flow]) -> bool:
-        """Whether a sum joins classifier heads (two heads averaged) and is no residual connection."""
-        heads = [origin for addend in addends for origin in addend]
-        side_by_side = not any(_leads_to(one, set(heads) - {one}) for one in heads)
-        return side_by_side and all(head in self.calls and self._one_row(self.calls[head]) for head in heads)
+        """Whether a sum joins results (two heads averaged, a box and a correction) and is no residual connection, nor of one input."""
+        (one, one_stream), (other, other_stream) = ((self._behind(flow), self._stream(flow)) for flow in addends)
+        if one & other_stream or other & one_stream:
+            return False
+        return one.isdisjoint(other) or all(head in self.calls and self._one_row(self.calls[head]) for flow in addends for head in flow)
+
+    def _behind(self, branch: Flow) -> set[Node]:
+        """What the branch is computed from, back to the sums that it starts from."""
+        reached, pending = set[Node](), [*branch]
+        while pending:
+            origin = pending.pop()
+            if origin not in reached:
+                reached.add(origin)
+                sources = [self.calls[origin].source] if origin in self.calls else [] if origin in self.sums else origin.all_input_nodes
+                pending += [each for source in sources for each in self.flows.get(source, ())]
+        return reached
+
+    def _stream(self, flow: Flow) -> set[Node]:
+        """The origins, with those of all that sums among them add up."""
+        reached, pending = set[Node](), [*flow]
+        while pending:
+            origin = pending.pop()
+            if origin not in reached:
+                reached.add(origin)
+                pending += [each for addend in self.sums.get(origin, ()) for each in addend]
+        return reached
 
 
 def _unless(pooled: bool, role: Role) -> Judgement:
     return Judgement("other", "pool") if pooled else Judgement(role)
-
-
-def _leads_to(start: Node, ends: set[Node]) -> bool:
-    reached, pending = {start}, [start]
-    while pending:
-        users = [user for user in pending.pop().users if user not in reached]
-        reached.update(users)
-        pending += users
-    return bool(reached & ends)
 
 
 def judge(trace: Trace, calls: list[Call], dataflow: Dataflow) -> dict[Node, Judgement]:

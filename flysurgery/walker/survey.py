@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from flysurgery.walker.owners import Owners
 from flysurgery.walker.roles import Judgement, judge
 from flysurgery.walker.switches import set_switches
 from flysurgery.walker.target import Role, Switch
-from flysurgery.walker.trace import Trace, device_of, shadow, shadow_on_cpu, trace
+from flysurgery.walker.trace import Trace, device_of, first_tensor, shadow, shadow_on_cpu, trace
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Mo
     switches = set_switches(double, inputs)
     traced, owners = trace(double, inputs), Owners(double)
     calls = find_calls(traced, owners)
+    first = first_tensor(inputs)
+    if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= len(first) for call in calls):
+        traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
     dataflow = Dataflow(traced, calls)
     return Survey(double, inputs, traced, owners, calls, judge(traced, calls, dataflow), dataflow, switches)
 

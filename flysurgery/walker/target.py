@@ -36,7 +36,8 @@ class Switch:
 class Target:
     """A linear map of the model, as the traced graph shows it.
 
-    ``fqn`` names the module; where the weight is a bare parameter of a larger module (obstacle ``raw-weight``) it names that parameter.
+    ``fqn`` names the module, which for an ``nn.MultiheadAttention`` is one of the ``SeparateAttention`` in its place; where the weight
+    is a bare parameter of a larger module (obstacle ``raw-weight``) it names that parameter.
     ``rows`` counts the rows that one forward multiplies, summed over ``calls``, for the example that was walked: divide by the
     example's batch size for rows an image. ``bias`` says whether the module itself holds one. ``aliases`` are further names of
     the same module. ``split`` holds the row ranges of a fused projection, in ascending order and covering all rows, or None where
@@ -77,7 +78,7 @@ _TABLE: dict[str, tuple[bool, str]] = {
     "not-called": (True, "the forward pass does not use it"),
     "head": (False, "it is a classifier head"),
     "pool": (False, "it serves attention pooling or a pooled vector: one row an image, nothing to gain"),
-    "position-mlp": (False, "its input does not depend on the image (a position bias)"),
+    "constant": (False, "its input is the same for every image (a position bias, or learned queries)"),
     "patch-embedding": (False, "it embeds the patches of the input"),
     "talking-heads": (False, "it mixes the heads of attention scores"),
     "rank-one": (False, "one of its sides is 1, so that its matrix has one row or column: nothing to gain"),
@@ -121,7 +122,7 @@ def module_obstacles(module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> t
         codes.append("custom-forward")
     if not isinstance(module, nn.Linear) and not is_plain_pointwise(module):
         codes.append("conv-stride")
-    if _is_hooked(module):
+    if is_hooked(module):
         codes.append("hooked")
     weight = module._parameters.get("weight")  # a parametrized one is not read: that would compute it, and may change its buffers
     if weight is not None and not weight.is_floating_point():
@@ -129,6 +130,7 @@ def module_obstacles(module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> t
     return tuple(obstacle(code) for code in codes)
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a replacement of the module would lose hooks."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name, None) for name in hooks)

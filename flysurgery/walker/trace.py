@@ -170,7 +170,7 @@ class Trace:
     """A traced forward pass.
 
     ``parameters`` maps placeholders of the graph to the names of their parameters; ``inputs`` are the placeholders of the example.
-    ``batch`` counts the example's samples; None where it is no tensor of images or tokens.
+    ``batch`` counts the example's samples; None where that is not known.
     """
 
     graph: Graph
@@ -213,7 +213,10 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
 
 
 def _batch(example: tuple[Any, ...]) -> int | None:
-    first = example[0] if example else None
-    if not isinstance(first, Tensor) or first.ndim < 2:
-        return None
-    return None if first.ndim == 2 and first.is_floating_point() else first.shape[0]  # token ids have two dimensions
+    first = first_tensor(example)
+    return None if first is None or first.ndim < 2 else first.shape[0]
+
+
+def first_tensor(example: tuple[Any, ...]) -> Tensor | None:
+    """The first of the arguments that is a tensor."""
+    return next((each for each in example if isinstance(each, Tensor)), None)

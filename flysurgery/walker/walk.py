@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.fx import Node
 
+from flysurgery.walker.attention import nested_switches, separating
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example
 from flysurgery.walker.layout import Prover
@@ -19,10 +22,10 @@ def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]
 
     The forward pass is traced to a graph of operators on fake tensors, in eval mode: nothing is computed, no weight is copied, and
     the model, its mode and the random state stay as they are. A model with its weights on the meta device will do. Roles follow from
-    the graph alone: a linear whose output reaches the query, key or value of attention is ``qkv``, the one after attention is
-    ``attn_out``, one linear, a nonlinearity or gate, and another linear are ``ffn_in`` and ``ffn_out``. A linear that gives the result
-    is the ``head``; everything else is ``other``, with an obstacle that says what it is. Targets with obstacles are in the result:
-    whoever replaces layers must leave those alone that are ``blocked``.
+    the graph alone, in which each ``nn.MultiheadAttention`` is a ``SeparateAttention``: a linear whose output reaches the query, key or
+    value of attention is ``qkv``, the one after attention is ``attn_out``, one linear, a nonlinearity or gate, and another linear are
+    ``ffn_in`` and ``ffn_out``. A linear that gives the result is the ``head``; everything else is ``other``, with an obstacle that says
+    what it is. Targets with obstacles are in the result: whoever replaces layers must leave those alone that are ``blocked``.
 
     Costs one trace: about a second for a ViT of any size.
 
@@ -34,7 +37,7 @@ def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]
     Raises:
         WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
     """
-    return targets_of(model, survey(model, example))
+    return targets_of(model, survey(model, example, prepare=separating(model)))
 
 
 def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
@@ -43,6 +46,8 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     read = read_elsewhere(seen.trace, owners, calls)
     prover = Prover(dataflow)
     pairs = element_wise_pairs(calls)
+    modules = owners.modules | dict(model.named_modules())  # the model's own have their hooks
+    nested = nested_switches(model)
     grouped: dict[str, list[Call]] = {}
     for call in calls:
         grouped.setdefault(call.fqn, []).append(call)
@@ -54,30 +59,33 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
         found = []
         if judgement.code is not None:
             found.append(obstacle(judgement.code))
-        found += _weight_obstacles(model, owners, call, fqn in read)
+        found += _weight_obstacles(modules, owners, call, fqn in read)
         targets.append(
             Target(
                 fqn=fqn,
                 role=judgement.role,
                 in_features=call.in_features,
                 out_features=call.out_features,
-                bias=_has_bias(model, call),
+                bias=_has_bias(modules, call),
                 calls=len(group),
                 rows=sum(member.rows for member in group),
                 obstacles=tuple(found),
                 split=_common_split(prover, calls, dataflow, group) if judgement.role == "qkv" else None,
                 aliases=() if call.kind == "raw" else owners.further_names(fqn),
-                switches=(seen.switches[fqn],) if fqn in seen.switches and fqn not in read else (),
+                switches=(
+                    *((seen.switches[fqn],) if fqn in seen.switches and fqn not in read else ()),
+                    *(switch for encoder, switch in nested.items() if not encoder or fqn.startswith(f"{encoder}.")),
+                ),
                 pair=pairs.get(fqn),
             )
         )
     return (*targets, *_idle(model, owners, set(grouped)))
 
 
-def _weight_obstacles(model: nn.Module, owners: Owners, call: Call, is_read: bool) -> list[Obstacle]:
+def _weight_obstacles(modules: Mapping[str, nn.Module], owners: Owners, call: Call, is_read: bool) -> list[Obstacle]:
     if call.kind == "raw":
         return [obstacle("raw-weight")]
-    module = model.get_submodule(call.fqn)
+    module = modules[call.fqn]
     assert isinstance(module, (nn.Linear, *CONVOLUTIONS))  # what is no raw weight belongs to one of these
     found = [obstacle("conv1x1")] if call.kind == "conv" else []
     found += module_obstacles(module)
@@ -88,8 +96,8 @@ def _weight_obstacles(model: nn.Module, owners: Owners, call: Call, is_read: boo
     return found
 
 
-def _has_bias(model: nn.Module, call: Call) -> bool:
-    return call.bias if call.kind == "raw" else model.get_submodule(call.fqn)._parameters.get("bias") is not None
+def _has_bias(modules: Mapping[str, nn.Module], call: Call) -> bool:
+    return call.bias if call.kind == "raw" else modules[call.fqn]._parameters.get("bias") is not None
 
 
 def _common_split(prover: Prover, calls: list[Call], dataflow: Dataflow, group: list[Call]) -> tuple[Slice, ...] | None:

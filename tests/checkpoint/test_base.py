@@ -36,6 +36,16 @@ def test_vit_pytorch_names(base: str) -> None:
     assert type(model).__name__ == base.partition(":")[2] and model(torch.zeros(1, 3, 16, 32)).shape == (1, 5)
 
 
+def test_torchvision_names() -> None:
+    model = build_base("torchvision:vit_b_16", {"image_size": 32, "num_classes": 5}, device="meta")
+    assert model(torch.zeros(1, 3, 32, 32, device="meta")).shape == (1, 5)
+    for name in ("torchvision:vit_b_17", "torchvision:get_model", "torchvision:_utils", "torchvision.ops:nms", "torchvision:"):
+        with pytest.raises(ModelError):
+            build_base(name)
+    with pytest.raises(ModelError, match="may not set weights"):
+        build_base("torchvision:vit_b_16", {"weights": "DEFAULT"})
+
+
 TIMM_LOOKALIKES = ("", "é", "/etc", "vit_pytorch", "vit_pytorch/vit", "vit_tiny_patch16_224.x y", "flysurgery_structured.x")
 PREFIXED = (
     ":",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flysurgery.factors import factors_to_dense
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, plan
+from flysurgery.surgery.check import check_plan
 
 TINY = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
 
@@ -51,8 +52,9 @@ def many() -> Tensor:
 @torch.no_grad()
 def make_exact(plan: Plan, model: nn.Module) -> None:
     """Replace each planned weight by its projection, so that it is a product of factors up to its own rounding."""
+    dense = check_plan(plan, model)
     for layer in plan.replaced:
-        weight = model.get_parameter(f"{layer.fqn}.weight").flatten(1)
+        weight = dense[layer.fqn].weight.flatten(1)
         for part in layer.parts:
             if part.architecture is not None:
                 rows = weight[part.start : part.stop]

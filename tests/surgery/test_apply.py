@@ -153,6 +153,22 @@ class Mobile(nn.Module):
         return (x + self.down(self.up(x).relu())).view(x.shape[0], 16, -1)
 
 
+class Listed(nn.Module):
+    """Calls its children from a list of its own, of which modules know nothing, and looks at the dtype of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+        for index, step in enumerate(self.steps):
+            self.add_module(str(index), step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.steps[0].weight.dtype)
+        for step in self.steps:
+            y = step(y)
+        return x + y
+
+
 X = torch.zeros(2, 16, 8, 8)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "timm": (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=300, **TINY), {}),
@@ -162,6 +178,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         lambda: vit_pytorch.ViT(image_size=32, patch_size=16, num_classes=300, dim=64, depth=2, heads=2, dim_head=32, mlp_dim=128),
         {},
     ),
+    "listed": (Listed, {"roles": ("ffn",), "example": torch.zeros(2, 16, 64)}),
     "convolutions": (Mobile, {"roles": None, "example": X, "convs": True}),
 }
 

@@ -24,6 +24,7 @@ from tests.walker.toys import FusedAttention
         ("swin_tiny_patch4_window7_224", {"img_size": 64, "window_size": 4, "in_chans": 4}, (4, 64, 64)),
         ("coat_tiny", {"img_size": 64}, (3, 64, 64)),
         ("resnet18", {"in_chans": 2}, (2, 224, 224)),
+        ("tresnet_m", {}, (3, 224, 224)),  # whose first convolution takes 48 channels, made of pixels
     ],
 )
 def test_timm(name: str, options: dict[str, object], size: tuple[int, ...]) -> None:

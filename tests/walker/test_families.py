@@ -23,7 +23,7 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "pvt_v2_b0": ({}, ((16, 8, 8, 8, 1), {})),
     "resnet18": ({}, ((0, 0, 0, 0, 1), {})),  # its 1x1 convolutions have a stride
     # Two blocks of q with k and v apart, whose positions go through a linear, and a plain one.
-    "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"position-mlp": 2})),
+    "convit_tiny": ({"depth": 3, "local_up_to_layer": 2, "embed_dim": 12, "img_size": 32}, ((5, 3, 3, 3, 1), {"constant": 2})),
     # Attention across channels; two blocks of class attention with q, k, v, proj, fc1 and fc2.
     "xcit_nano_12_p16_224": ({"depth": 2, "img_size": 64}, ((2, 2, 2, 2, 1), {"pool": 12})),
     # Three stages of 2, 6 and 4 blocks; between them a linear for the class token.
@@ -54,7 +54,7 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     # Each block has two linears for its position bias; a merging linear between the stages.
     "swinv2_cr_tiny_224": (
         {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 4), "img_size": 64},
-        ((2, 2, 2, 2, 1), {"position-mlp": 4, "no-role": 1}),
+        ((2, 2, 2, 2, 1), {"constant": 4, "no-role": 1}),
     ),
     # Gated convolutions between two linears, no attention; the head has a hidden layer.
     "mambaout_femto": ({"depths": (1, 1, 1, 1)}, ((0, 0, 4, 4, 1), {"pool": 1})),

@@ -75,6 +75,13 @@ def tied() -> nn.Module:
     return model
 
 
+def hooked_attention() -> nn.Module:
+    """An ``nn.MultiheadAttention`` that stays as it is."""
+    model = nn.TransformerEncoderLayer(WIDTH, 3, 48, batch_first=True)
+    model.self_attn.register_forward_hook(lambda *_: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -86,8 +93,9 @@ def tied() -> nn.Module:
         (ReadsWhenTheSizeChanges, {"apple": "weight-read"}),
         (used, {"apple": "weight-read"}),
         (tied, {"qkv": "tied", "proj": "tied"}),
+        (lambda: nn.TransformerEncoderLayer(WIDTH, 3, 48, batch_first=True), {}),
         (
-            lambda: nn.TransformerEncoderLayer(WIDTH, 3, 48, batch_first=True),
+            hooked_attention,
             {"self_attn.in_proj_weight": "raw-weight"} | dict.fromkeys(("self_attn.out_proj", "linear1", "linear2"), "weight-read"),
         ),
     ],

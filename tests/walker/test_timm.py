@@ -83,7 +83,7 @@ POOL = ("q", "kv", "proj", "mlp.fc1", "mlp.fc2")
     [
         ("vit_tiny_patch16_224", {**ONE, "qk_norm": True}, {"head": "head"}),
         ("vit_tiny_patch16_224", {**ONE, "attn_layer": "diff"}, {"head": "head"}),
-        ("vit_relpos_small_patch16_224", ONE, {**{f"blocks.0.{name}": "position-mlp" for name in POSITIONS}, "head": "head"}),
+        ("vit_relpos_small_patch16_224", ONE, {**{f"blocks.0.{name}": "constant" for name in POSITIONS}, "head": "head"}),
         ("vit_base_patch16_siglip_224", ONE, {f"attn_pool.{name}": "pool" for name in POOL}),
         ("deit_tiny_distilled_patch16_224", ONE, {"head": "head", "head_dist": "head"}),
         ("beit_base_patch16_224", ONE, {"head": "head"}),
@@ -120,7 +120,7 @@ def test_swin(name: str, positions: tuple[str, ...]) -> None:
         "head.fc": "head",
     }
     others = {"layers.1.downsample.reduction": ("no-role",), "head.fc": ("head",)}
-    assert codes == {**others, **{fqn: ("position-mlp",) for fqn in targets if "cpb_mlp" in fqn}}
+    assert codes == {**others, **{fqn: ("constant",) for fqn in targets if "cpb_mlp" in fqn}}
     assert targets["layers.0.blocks.1.attn.qkv"].split == thirds(24)  # the shifted one
     assert targets["layers.1.blocks.0.attn.qkv"].split == thirds(48)
     assert targets["layers.0.blocks.0.mlp.fc1"].rows == 2 * 8 * 8

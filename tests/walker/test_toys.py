@@ -140,6 +140,7 @@ class Layers(nn.Module):
             setattr(self, name, nn.Linear(WIDTH, 1 if name == "score" else 10 if name == "classify" else WIDTH))
         self.step = step
         self.seed = nn.Parameter(torch.zeros(1, 4, WIDTH))
+        self.row = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.step(self, x)
@@ -158,6 +159,12 @@ def normalized(self: Any, x: Tensor) -> Tensor:
 
 def by_learned_queries(self: Any, x: Tensor) -> Tensor:
     q = self.one(self.seed.expand(len(x), -1, -1))
+    return self.four(functional.scaled_dot_product_attention(q, self.two(x), self.three(x))).mean(1)
+
+
+def by_a_learned_query(self: Any, x: Tensor) -> Tensor:
+    """One row of parameters, repeated."""
+    q = self.one(self.row.expand(len(x), 3, -1))
     return self.four(functional.scaled_dot_product_attention(q, self.two(x), self.three(x))).mean(1)
 
 
@@ -186,7 +193,8 @@ def additive(self: Any, x: Tensor) -> Tensor:
     [
         (pooled_features, {"one": "other", "classify": "head"}),
         (normalized, {"one": "other", "two": "head"}),
-        (by_learned_queries, dict.fromkeys(ATTENTION, "other")),
+        (by_learned_queries, {**ATTENTION, "one": "other"}),
+        (by_a_learned_query, dict.fromkeys(ATTENTION, "other")),
         (by_weights_of_a_linear, {"score": "other", "classify": "head"}),
         (squeezed, {"squeeze": "other", "one": "ffn_in", "two": "ffn_out"}),
         (gated_output, {**ATTENTION, "door": "other"}),
@@ -197,7 +205,81 @@ def test_what_is_no_role(step: Callable[[Any, Tensor], Tensor], expected: dict[s
     model = Layers(step, *expected)
     assert roles(model, tokens()) == expected
     pools = {name for name, found in codes(model, tokens()).items() if "pool" in found}
-    assert pools == {by_learned_queries: {*ATTENTION}, by_weights_of_a_linear: {"score"}}.get(step, pools)
+    assert pools == {by_a_learned_query: {*ATTENTION}, by_weights_of_a_linear: {"score"}}.get(step, pools)
+    assert ("constant" in codes(model, tokens()).get("one", ())) == (step is by_learned_queries)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_samples_without_tokens_are_told_from_tokens_without_samples(samples: int) -> None:
+    """A first input of two axes: features of each sample that become tokens, or the tokens of one sample."""
+
+    class Tabular(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width, self.attention, self.mlp = nn.Parameter(torch.zeros(WIDTH)), FusedAttention(), MisnamedMlp()
+            self.squeeze, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.attention(x[..., None] * self.width)
+            x = x + self.mlp(x)
+            return self.score(x.mean(1) * self.squeeze(x.mean(1)).sigmoid())
+
+    found = {"attention.apple": "qkv", "attention.pear": "attn_out", **under("mlp", MLP), "squeeze": "other", "score": "head"}
+    assert roles(Tabular(), torch.zeros(samples, 9)) == found
+    assert roles(FusedAttention(by_rows), torch.zeros(TOKENS, WIDTH)) == {"apple": "qkv", "pear": "attn_out"}
+    assert roles(MisnamedMlp(), torch.zeros(TOKENS, WIDTH)) == {"qkv": "ffn_in", "proj": "ffn_out"}
+
+
+def by_rows(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(*(part[None] for part in fused.chunk(3, -1)))[0]
+
+
+class ManyStreams(nn.Module):
+    """Parallel residual streams that weights from a bare parameter mix, and that a block writes to by gates."""
+
+    def __init__(self, *blocks: nn.Module):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.weights = nn.ParameterList(torch.zeros(WIDTH, 3) for _ in blocks)
+        self.gates = nn.ParameterList(torch.zeros(WIDTH) for _ in blocks)
+        self.first, self.last = nn.Linear(7, WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = self.first(x)[:, :, None].expand(-1, -1, 2, -1)
+        for block, weights, gates in zip(self.blocks, self.weights, self.gates, strict=True):
+            mixed = torch.einsum("bnse,bnsd->bned", (streams @ weights).tanh(), streams)
+            branch = block(mixed[..., 0, :])
+            streams = torch.einsum("bnd,bns->bnsd", branch, (streams @ gates).tanh()) + mixed[..., 1:, :]
+        return self.last(streams.sum(2).mean(1))
+
+
+def test_parallel_residual_streams_are_no_attention() -> None:
+    model = ManyStreams(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), MisnamedMlp())
+    found = {fqn: role for fqn, role in roles(model, tokens(7)).items() if fqn.startswith("blocks")}
+    assert found == {
+        **under("blocks.0", {"apple": "qkv", "pear": "attn_out"}),
+        **under("blocks.1", MLP),
+        **under("blocks.2", ATTENTION),
+        **under("blocks.3", MLP),
+    }
+
+
+def test_states_that_attention_summed_up_and_queries_read() -> None:
+    """Tokens are summed into states, linears work on these, and each token reads the states back."""
+
+    def by_states(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+        into, out = fused.chunk(2, -1)
+        states = self.inside(into.mT.softmax(-1) @ x)
+        return out @ states
+
+    model = Stack(MisnamedMlp(), FusedAttention(by_states, rows=8, inside=nn.Linear(WIDTH, WIDTH)), MisnamedMlp())
+    assert roles(model, tokens(7)) == {
+        "first": "other",
+        **under("blocks.0", MLP),
+        **under("blocks.1", {"apple": "qkv", "inside": "qkv", "pear": "attn_out"}),
+        **under("blocks.2", MLP),
+        "last": "head",
+    }
 
 
 def test_an_in_place_activation_and_bias() -> None:

@@ -20,6 +20,11 @@ IMAGES = TRUNK | {"image_size": 32}
 TEXT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 50}
 DETECTOR = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 DETECTOR |= {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_queries": 5}
+RESNET = {"model_type": "rt_detr_resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]}
+RESNET |= {"layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}
+REFINING: dict[str, Any] = DETECTOR | {"decoder_layers": 2, "encoder_hidden_dim": 64, "encoder_in_channels": [16, 32, 32]}
+REFINING |= {"decoder_in_channels": [64] * 3, "backbone_config": RESNET}
+PAIR = {"vision_config": IMAGES | {"num_hidden_layers": 1}, "text_config": TEXT | {"max_position_embeddings": 8}, "projection_dim": 64}
 
 
 def build(name: str, device: str = "cpu", **entries: Any) -> Any:
@@ -85,12 +90,15 @@ def test_an_example_with_other_names_is_refused(example: dict[str, torch.Tensor]
         ("YolosForObjectDetection", TRUNK | {"image_size": [64, 64]}, 6),
         ("DetrForObjectDetection", DETECTOR, 4),
         ("ConditionalDetrForObjectDetection", DETECTOR, 4),
+        ("RTDetrForObjectDetection", REFINING, 12),  # whose layers correct the boxes of those before, by sums
+        ("OwlViTForObjectDetection", PAIR, 7),  # and the projection of texts
     ],
 )
 def test_classes_and_boxes_of_detectors_are_heads(name: str, entries: dict[str, Any], heads: int) -> None:
-    targets = walk(build(name, "meta", **entries), torch.zeros(2, 3, 64, 64))
+    targets = walk(build(name, "meta", **entries), None if entries is PAIR else torch.zeros(2, 3, 64, 64))
+    targets = [target for target in targets if all(obstacle.code != "conv1x1" for obstacle in target.obstacles)]
     found = [target.fqn for target in targets if target.role == "head"]
-    assert len(found) == heads and all("class" in fqn or "bbox" in fqn for fqn in found)
+    assert len(found) == heads and all(any(part in fqn for part in ("class", "box", "score", "text_projection")) for fqn in found)
     counts = Counter(target.role for target in targets)
     assert counts["ffn_in"] == counts["ffn_out"] > 0
 

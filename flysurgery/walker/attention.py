@@ -1,0 +1,201 @@
+"""``nn.MultiheadAttention`` with a linear for each of its products: a walk sees them called, and surgery can replace them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flysurgery.walker.target import Switch, has_own_forward, is_hooked
+
+
+class SeparateAttention(nn.Module):
+    """Computes what an ``nn.MultiheadAttention`` computes, by calling its linears ``q``, ``k``, ``v`` and ``out_proj``.
+
+    It takes the same arguments, but no nested tensors, and gives the same results. The weights of ``q``, ``k`` and ``v`` are views of
+    those of ``attention``; all else is shared with it. ``in_proj_weight`` and ``in_proj_bias`` are joined at each read.
+    """
+
+    _qkv_same_embed_dim = False  # nn.TransformerEncoderLayer then calls the module, where else it would read the weights
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.embed_dim, self.kdim, self.vdim = attention.embed_dim, attention.kdim, attention.vdim
+        self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
+        self.dropout, self.batch_first, self.add_zero_attn = attention.dropout, attention.batch_first, attention.add_zero_attn
+        size, together, bias = self.embed_dim, attention.in_proj_weight, attention.in_proj_bias
+        apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
+        for index, name in enumerate("qkv"):
+            rows = slice(index * size, (index + 1) * size)
+            weight = _rows(apart[index], slice(None)) if together is None else _rows(together, rows)
+            linear = nn.Linear(weight.shape[1], size, bias=bias is not None, device="meta")
+            linear.weight = weight
+            if bias is not None:
+                linear.bias = _rows(bias, rows)
+            self.add_module(name, linear)
+        self.out_proj = attention.out_proj
+        self.bias_k, self.bias_v = attention.bias_k, attention.bias_v
+        self.train(attention.training)
+
+    def forward(
+        self,
+        query: Tensor,  # shape: (batch, queries, embed_dim) if batch_first, (queries, batch, embed_dim), or (queries, embed_dim)
+        key: Tensor,  # shape: as query, with keys in place of queries and kdim of embed_dim
+        value: Tensor,  # shape: as key, with vdim
+        key_padding_mask: Tensor | None = None,  # shape: (batch, keys) or (keys,); True or -inf for keys to leave out
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,  # shape: (queries, keys) or (batch * num_heads, queries, keys)
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # the result, of the shape of query; shape: (batch, queries, keys), or a matrix for each head
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal says what attn_mask is; give the mask too")
+        batched = query.dim() == 3
+        q, k, v = (self._heads(self.get_submodule(name)(x), batched) for name, x in zip("qkv", (query, key, value), strict=True))
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (
+                torch.cat([x, bias.view(1, self.num_heads, 1, -1).expand(len(x), -1, -1, -1)], 2)
+                for x, bias in ((k, self.bias_k), (v, self.bias_v))
+            )
+        if self.add_zero_attn:
+            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        if mask is not None and mask.shape[-1] < k.shape[2]:
+            mask = functional.pad(mask, (0, k.shape[2] - mask.shape[-1]))
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.mT
+            weights = functional.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            result = weights @ v
+        else:
+            causal = is_causal and key_padding_mask is None
+            result = functional.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout, causal)
+        result = self.out_proj(result.transpose(1, 2).flatten(2))
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            return result[0], None if weights is None else weights[0]
+        return result if self.batch_first else result.transpose(0, 1), weights
+
+    def _heads(self, x: Tensor, batched: bool) -> Tensor:  # shape: (batch, num_heads, tokens, head_dim)
+        x = x.unflatten(-1, (self.num_heads, -1))
+        if not batched:
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, like: Tensor) -> Tensor | None:
+        """What is added to the scores; its shape fits theirs."""
+        masks = []
+        if attn_mask is not None:
+            masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads)))
+        if key_padding_mask is not None:
+            masks.append(key_padding_mask.view(-1, 1, 1, key_padding_mask.shape[-1]))
+        added = [like.new_zeros(mask.shape).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask for mask in masks]
+        return sum(added[1:], added[0]) if added else None
+
+    @property
+    def in_proj_weight(self) -> Tensor | None:  # shape: (3 * embed_dim, embed_dim)
+        """The matrices of query, key and value, one below the other; None where keys or values have another size. Writes are lost."""
+        return torch.cat([linear.weight for linear in self._linears()]) if self.kdim == self.vdim == self.embed_dim else None
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:  # shape: (3 * embed_dim,)
+        """The biases of query, key and value, joined; None where there are none. Writes are lost."""
+        biases = [linear.bias for linear in self._linears() if linear.bias is not None]
+        return torch.cat(biases) if biases else None
+
+    def _linears(self) -> list[Any]:
+        return [self.get_submodule(name) for name in "qkv"]
+
+    def copy_views(self) -> None:
+        """Give the linears that are still dense memory of their own, so that the attention that they came from can be freed."""
+        for linear in self._linears():
+            for name, parameter in linear.named_parameters() if type(linear) is nn.Linear else ():
+                setattr(linear, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+
+    def joined(self) -> nn.MultiheadAttention:
+        """The ``nn.MultiheadAttention`` that computes the same, where all four are linears again."""
+        more = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn, "batch_first": self.batch_first}
+        weights, bias = [linear.weight for linear in self._linears()], self.in_proj_bias
+        new = nn.MultiheadAttention(
+            self.embed_dim, self.num_heads, self.dropout, bias is not None, kdim=self.kdim, vdim=self.vdim, device="meta", **more
+        )
+        if new.in_proj_weight is not None:
+            new.in_proj_weight = _parameter(torch.cat(weights), weights)
+        else:
+            new.q_proj_weight, new.k_proj_weight, new.v_proj_weight = weights  # pyright: ignore[reportAttributeAccessIssue]
+        if bias is not None:
+            new.in_proj_bias = _parameter(bias, [linear.bias for linear in self._linears()])
+        if type(self.out_proj) is nn.Linear:  # in the place of one that was replaced; torch's own is of another class
+            new.out_proj.weight, new.out_proj.bias = self.out_proj.weight, self.out_proj.bias
+        else:
+            new.out_proj = self.out_proj
+        new.bias_k, new.bias_v = self.bias_k, self.bias_v
+        return new.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+
+def _rows(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
+    return nn.Parameter(parameter.detach()[rows], requires_grad=parameter.requires_grad)
+
+
+def _parameter(value: Tensor, parts: Iterable[Tensor]) -> nn.Parameter:
+    return nn.Parameter(value.detach(), requires_grad=any(part.requires_grad for part in parts))
+
+
+def separated(model: nn.Module, linears: Iterable[str] | None = None) -> dict[str, SeparateAttention]:
+    """New modules for the attentions of ``model``, under all names that these have; the model stays as it is.
+
+    With ``linears`` for those that must be separate so that these linears are there, and called: an attention's own, and those beside
+    it in an ``nn.TransformerEncoderLayer``, which reads their weights otherwise. Attentions stay together that have hooks,
+    parametrizations or a forward of their own, that share a parameter with another module, or are the model itself.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    parents = modules if linears is None else {fqn.rpartition(".")[0] for fqn in linears} & modules.keys()
+    beside = [getattr(modules[fqn], "self_attn", None) for fqn in parents if isinstance(modules[fqn], nn.TransformerEncoderLayer)]
+    wanted = {*beside, *(modules[fqn] for fqn in parents)} - {model}
+    new = {
+        module: SeparateAttention(module)
+        for module in wanted
+        if type(module) is nn.MultiheadAttention
+        and not (has_own_forward(module) or is_hooked(module) or hasattr(module, "parametrizations"))
+        and all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
+    }
+    return {fqn: new[module] for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention) and module in new}
+
+
+def modules_with_separated(model: nn.Module, linears: Iterable[str] | None = None) -> dict[str, nn.Module]:
+    """All modules of ``model`` under all their names, and those of the attentions that ``separated`` gives."""
+    found = dict(model.named_modules(remove_duplicate=False))
+    for fqn, attention in separated(model, linears).items():
+        found |= {f"{fqn}.{name}": linear for name, linear in attention.named_children()}
+    return found
+
+
+def separating(model: nn.Module) -> Callable[[nn.Module], None]:
+    """What makes those attentions of a ``shadow`` of ``model`` separate that can be so in ``model``: a shadow has no hooks."""
+
+    def separate(double: nn.Module) -> None:
+        names = separated(model).keys()
+        for fqn, new in separated(double).items():
+            if fqn in names:
+                parent, _, name = fqn.rpartition(".")
+                double.get_submodule(parent)._modules[name] = new
+
+    return separate
+
+
+def nested_switches(model: nn.Module) -> dict[str, Switch]:
+    """For the name of each ``nn.TransformerEncoder`` that may give its layers nested tensors, which factors do not take: the switch."""
+    return {
+        fqn: Switch(fqn, "use_nested_tensor", False)
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False)
+    }
