@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -11,6 +14,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import flysurgery
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
+from flysurgery.ops.backends.convolution import ConvolutionBackend
 from flysurgery.patterns import Architecture
 
 ARCHITECTURE = Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))
@@ -82,3 +86,23 @@ def test_counted_operations_are_those_of_the_plan() -> None:
             flysurgery.apply(plan, dense)
     saved = sum(layer.flops_before - layer.flops_after for layer in plan.replaced)
     assert counted[0] - counted[1] == len(x) * saved
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_an_onnx_file_has_grouped_convolutions_and_the_outputs(converted: nn.Module, tmp_path: Path) -> None:
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    file, x = tmp_path / "model.onnx", torch.randn(2, 3, 64, 64)
+    torch.onnx.export(converted, (x,), file, dynamo=False, input_names=["images"])
+    nodes = Counter(node.op_type for node in onnx.load(file).graph.node)
+    assert nodes["Conv"] == 1 + 2 * 5 * 2  # patches; two factors of q, k, v and both layers of the FFN in each block
+    (found,) = runtime.InferenceSession(file, providers=["CPUExecutionProvider"]).run(None, {"images": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), converted(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 5, 8)])
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, Architecture.of((1, 8, 2, 3), (3, 2, 8, 1))], ids=str)
+def test_grouped_convolutions_compute_the_product(architecture: Architecture, shape: tuple[int, ...]) -> None:
+    layer = ButterflyLinear(architecture).double()
+    x = torch.randn(*shape[:-1], layer.in_features, dtype=torch.float64)
+    found = ConvolutionBackend().linear(x, tuple(layer.factors), layer.bias)
+    torch.testing.assert_close(found, layer(x))
