@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flysurgery.checkpoint import load
-from flysurgery.surgery import Plan, convert
+from flysurgery.inference import convert
+from flysurgery.surgery import Plan
 from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, TINY_BASE, VIT_PYTORCH, Document, Refused, Run, snapshot, tiny_model
 
 

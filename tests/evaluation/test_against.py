@@ -18,8 +18,7 @@ from vit_pytorch import ViT
 from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.evaluation import compare, digits, load_unseen
-from flysurgery.inference import clock, optimize
-from flysurgery.surgery import convert
+from flysurgery.inference import clock, convert, optimize
 
 ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
 

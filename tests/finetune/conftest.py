@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flysurgery.checkpoint import build_base
-from flysurgery.surgery import convert
+from flysurgery.inference import convert
 
 BASE = "vit_tiny_patch16_224"
 ARGUMENTS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 10}

@@ -13,7 +13,7 @@ from torch import nn
 
 from flysurgery.checkpoint import build_base, load, save, save_dense
 from flysurgery.finetune import Settings, train, training_data
-from flysurgery.surgery import convert
+from flysurgery.inference import convert
 from tests.finetune.conftest import BASE
 from tests.finetune.test_unlabelled import HEADLESS, photographs
 from tests.support.processes import launch

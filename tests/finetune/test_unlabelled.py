@@ -22,7 +22,7 @@ from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.batches import LoadedBatches, Process, ViewedBatches
 from flysurgery.finetune.pictures import read_pictures, unlabelled_files
-from flysurgery.surgery import convert
+from flysurgery.inference import convert
 from tests.finetune.conftest import ARGUMENTS, BASE
 from tests.finetune.test_run import StoppedError, rows, states, stop_at
 
