@@ -33,7 +33,7 @@ from flysurgery.errors import CheckpointError, ModelError, PlanError, first_line
 from flysurgery.inference import optimize as make_faster
 from flysurgery.surgery import Plan, transformers_arguments
 
-WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
+WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
 
 MAX_LENGTH = 400
 """Most characters of a message. Names, values and paths come from files and may have any length."""
@@ -52,15 +52,16 @@ def load(
 ) -> nn.Module:
     """Read a converted model, in eval mode, on ``device`` (default CPU).
 
-    ``folder`` may also be ``"hf-hub:user/name"`` or ``"hf-hub:user/name@revision"``, a repository that is downloaded first. Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
-    dtype; by default they stay as they are stored. Of a folder neither the network nor a pickle nor the original weights are used, and
+    ``folder`` may also be ``"hf-hub:user/name"`` or ``"hf-hub:user/name@revision"``, a repository that is downloaded first.
+
+    Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
+    dtype; by default they stay as they are stored. For a folder, neither the network nor a pickle nor the original weights are used, and
     no code is named by the files but models of timm, vit-pytorch and transformers. Names, shapes and dtypes are checked before
     memory is taken, which peaks at about twice the model's size. What the files make the base's constructor build is bounded by the
     size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it. Folders of the first
-    versions have none, nor have those that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote. For a ViT-L this about doubles the time of
-    loading; ``docs/python.md`` has the command that measures it.
-    ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs
-    are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
+    versions have none, nor have those that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote. For a ViT-L this about
+    doubles the time of loading; ``docs/python.md`` has the command that measures it. ``optimize`` calls ``flysurgery.optimize`` on the
+    model, whose outputs are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
@@ -132,7 +133,8 @@ def read_model(
             model = _read_by_transformers(config, file, place, wanted)
             _describe_images(model, folder)
             return model
-        by_timm = SCHEMA_KEY not in file.metadata and config.get("architecture") == ENTRY_POINT
+        # Where a report lies beside it, ``save`` wrote the file, and it had a header.
+        by_timm = SCHEMA_KEY not in file.metadata and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
         header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
         plan = header.plan
         if not by_timm:

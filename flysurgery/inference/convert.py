@@ -58,7 +58,9 @@ def convert(
         if arch not in ("monarch", AUTO):
             named.append("arch")
         if named:
-            raise OptionError(f"{' and '.join(named)} name the architectures, and what else is given chooses them; leave one out")
+            raise OptionError(
+                f"measure, budget, max_error and fidelity choose the architectures, so {' and '.join(named)} cannot be given with them"
+            )
         plan = make_plan(model, PLACEHOLDER, **options)
         if calibrate is not None:  # the same samples for the choice and for the fit
             calibrate = samples_of(calibrate, count=samples, shape=sample_shape(plan))

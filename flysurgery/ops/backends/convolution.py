@@ -38,7 +38,7 @@ def _by_samples(
     factors: Sequence[Tensor],  # shapes: (a, b, c, d), left to right
     bias: Tensor | None,  # shape: (out_features,)
 ) -> Tensor:  # shape: (*batch, out_features)
-    samples = x.reshape(1, -1, x.shape[-1]) if x.dim() < 3 else x.flatten(1, -2)
+    samples = x if x.dim() == 3 else x.flatten(1, -2) if x.dim() > 3 else x.reshape(1, -1, x.shape[-1])
     rows = samples.shape[1]
     columns = samples.transpose(1, 2)  # shape: (samples, features, rows)
     for factor in reversed(factors):
