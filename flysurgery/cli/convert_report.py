@@ -10,15 +10,27 @@ import typer
 
 from flysurgery.cli.tables import accuracy_rows, print_changes, print_json, print_table
 from flysurgery.evaluation import Comparison
-from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, fidelity_rows, grouped, permutation_tables, short_count
+from flysurgery.surgery import (
+    NO_BREAK,
+    LayerPlan,
+    Measurement,
+    Plan,
+    Report,
+    Row,
+    Tradeoff,
+    fidelity_rows,
+    grouped,
+    permutation_tables,
+    short_count,
+)
 
 Layers: TypeAlias = Sequence[LayerPlan | Row]
 
 PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "family", "architecture")
 DONE = ("layer", "n", "role", "params", "FLOPs", "worst error", "least energy", "family", "architecture")
-CALIBRATED = ("layer", "n", "role", "params", "FLOPs", "output error", "plain projection", "family", "architecture")
+CALIBRATED = ("layer", "n", "role", "params", "FLOPs", "output error", "plain error", "family", "architecture")
 KEPT = ("kept dense", "n", "role", "out x in", "why")
-NUMBERS = ("n", "params", "FLOPs", "worst error", "least energy", "output error", "plain projection")
+NUMBERS = ("n", "params", "FLOPs", "worst error", "least energy", "output error", "plain error")
 
 
 def print_plan(plan: Plan, tradeoff: Tradeoff | None, measurement: Measurement | None, *, as_json: bool) -> None:
@@ -75,7 +87,7 @@ def _cells(name: str, members: Layers) -> dict[str, str]:
     calibrated = [found for found in (getattr(each, "calibration", None) for each in members) if found is not None]
     return {
         "output error": f"{max((found.output_error for found in calibrated), default=0.0):.3f}",
-        "plain projection": f"{max((found.plain_output_error for found in calibrated), default=0.0):.3f}",
+        "plain error": f"{max((found.plain_output_error for found in calibrated), default=0.0):.3f}",
         "layer": name,
         "kept dense": name,
         "n": str(len(members)),
@@ -106,4 +118,4 @@ def _total(what: str, before: int, after: int) -> tuple[str, ...]:
 
 
 def _change(before: int, after: int) -> str:
-    return f"{short_count(before)} -> {short_count(after)}"
+    return " -> ".join(short_count(count).replace(" ", NO_BREAK) for count in (before, after))

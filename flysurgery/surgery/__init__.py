@@ -43,6 +43,7 @@ from flysurgery.surgery.report import fidelity_rows as fidelity_rows
 from flysurgery.surgery.report import measures as measures
 from flysurgery.surgery.report import permutation_tables as permutation_tables
 from flysurgery.surgery.serial import as_json as as_json
+from flysurgery.surgery.tables import NO_BREAK as NO_BREAK
 from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import short_count as short_count
 from flysurgery.surgery.tables import text_table as text_table
