@@ -30,3 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # the keywords hold the names of folders as well
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def wide_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for each row of a table, whatever the terminal."""
+    monkeypatch.setenv("COLUMNS", "300")

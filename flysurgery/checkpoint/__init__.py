@@ -1,4 +1,4 @@
-"""Converted models on disk: self-describing safetensors folders, and the timm entry point that opens them."""
+"""Converted models on disk: self-describing safetensors folders, and what timm opens them by."""
 
 from flysurgery.checkpoint.base import TRANSFORMERS as TRANSFORMERS
 from flysurgery.checkpoint.base import build_base as build_base
@@ -14,11 +14,12 @@ from flysurgery.checkpoint.files import read_json as read_json
 from flysurgery.checkpoint.folder import check_space as check_space
 from flysurgery.checkpoint.load import is_converted as is_converted
 from flysurgery.checkpoint.load import load as load
+from flysurgery.checkpoint.push import push_to_hub as push_to_hub
 from flysurgery.checkpoint.save import check_folder as check_folder
 from flysurgery.checkpoint.save import read_report as read_report
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.shell import build_random as build_random
 from flysurgery.checkpoint.tensors import read_device as read_device
-from flysurgery.checkpoint.timm_entry import flysurgery_structured as flysurgery_structured
+from flysurgery.checkpoint.timm_entry import build_for_timm as build_for_timm
 from flysurgery.checkpoint.transformers_folder import PROCESSOR as PROCESSOR
 from flysurgery.checkpoint.transformers_folder import describe_images as describe_images

@@ -15,9 +15,7 @@ from torch import nn
 
 from flysurgery.errors import ModelError, first_line
 from flysurgery.patterns import MAX_FEATURES
-
-ENTRY_POINT = "flysurgery_structured"
-"""The name under which converted models are registered with timm. It is never a base."""
+from flysurgery.surgery import ENTRY_POINT as ENTRY_POINT
 
 REFUSED_ARGUMENTS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "checkpoint_path", "cache_dir", "device", "dtype"}

@@ -25,6 +25,9 @@ except ImportError:  # Windows
 FILES = ("model.safetensors", "config.json", "report.json", "README.md", "preprocessor_config.json")
 """What a checkpoint's folder consists of; the last only for models of transformers."""
 
+FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".onnx"})
+"""Names of files of weights end in these, and names of folders do not."""
+
 
 def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, force: bool) -> Path:
     """The folder with symbolic links followed, once it is sure that it may be written; an empty folder counts as none.
@@ -54,6 +57,10 @@ def _check_replaced(folder: Path, is_replaceable: Callable[[Path], bool], *, for
         raise CheckpointError(f"'{folder}' cannot be a checkpoint's folder; give it a name of its own")
     if Path.cwd().is_relative_to(folder):
         raise CheckpointError(f"{folder} is the folder that this runs in, or around it, and would be replaced; give a name below it")
+    if folder.suffix in FILE_SUFFIXES:
+        raise CheckpointError(
+            f"{folder} is the name of a file, and a model is saved as a folder; give a folder, such as {folder.with_suffix('')}"
+        )
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; choose the name of a folder")
     if not folder.is_dir() or not any(folder.iterdir()):

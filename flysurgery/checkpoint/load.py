@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flysurgery.checkpoint.base import transformers_class
+from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
 from flysurgery.checkpoint.config import check_config, check_description, describe, is_converted_config, read_config, wants_optimize
 from flysurgery.checkpoint.files import TensorFile, open_tensors, read_json
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
+from flysurgery.checkpoint.hub import HUB, downloaded
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import (
@@ -32,7 +33,7 @@ from flysurgery.errors import CheckpointError, ModelError, PlanError, first_line
 from flysurgery.inference import optimize as make_faster
 from flysurgery.surgery import Plan, transformers_arguments
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
 
 MAX_LENGTH = 400
 """Most characters of a message. Names, values and paths come from files and may have any length."""
@@ -51,24 +52,26 @@ def load(
 ) -> nn.Module:
     """Read a converted model, in eval mode, on ``device`` (default CPU).
 
+    ``folder`` may also be ``"hf-hub:user/name"`` or ``"hf-hub:user/name@revision"``, a repository that is downloaded first.
+
     Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
-    dtype; by default they stay as they are stored. Neither the network nor a pickle nor the original weights are used, and
+    dtype; by default they stay as they are stored. For a folder, neither the network nor a pickle nor the original weights are used, and
     no code is named by the files but models of timm, vit-pytorch and transformers. Names, shapes and dtypes are checked before
     memory is taken, which peaks at about twice the model's size. What the files make the base's constructor build is bounded by the
     size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it. Folders of the first
-    versions have none, nor have those that ``save_pretrained`` of transformers wrote. For a ViT-L this about doubles the time of
-    loading; ``docs/python.md`` has the command that measures it.
-    ``optimize`` calls ``flysurgery.optimize`` on the model, whose outputs
-    are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
+    versions have none, nor have those that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote. For a ViT-L this about
+    doubles the time of loading; ``docs/python.md`` has the command that measures it. ``optimize`` calls ``flysurgery.optimize`` on the
+    model, whose outputs are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
         OptionError: a dtype or device that there is not.
     """
-    model = read_model(Path(folder), {}, device=device, dtype=dtype, verify=verify).eval()
+    folder = downloaded(folder) if isinstance(folder, str) and folder.startswith(HUB) else Path(folder)
+    model = read_model(folder, {}, device=device, dtype=dtype, verify=verify).eval()
     if optimize is None:
         on_cuda = next(model.parameters()).is_cuda
-        optimize = on_cuda and wants_optimize(read_config(Path(folder)))
+        optimize = on_cuda and wants_optimize(read_config(folder))
     if optimize:
         make_faster(model)
     return model
@@ -121,14 +124,21 @@ def read_model(
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     config = read_config(folder)
+    if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+        raise CheckpointError(
+            f"{folder} has its weights in {PICKLE}, a pickle, which is not opened; save them with safe_serialization=True"
+        )
     with open_tensors(folder / WEIGHTS) as file:
         if is_of_transformers(config) and SCHEMA_KEY not in file.metadata:
             model = _read_by_transformers(config, file, place, wanted)
             _describe_images(model, folder)
             return model
-        header = Header.from_metadata(file.metadata, str(file.path))
+        # Where a report lies beside it, ``save`` wrote the file, and it had a header.
+        by_timm = SCHEMA_KEY not in file.metadata and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
+        header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
         plan = header.plan
-        check_config(config, plan, folder)
+        if not by_timm:
+            check_config(config, plan, folder)
         limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(header.aliases))
         try:
             adapted = replace(plan, base_args={**plan.base_args, **overrides})
@@ -148,6 +158,20 @@ def read_model(
     if is_of_transformers(config):
         _describe_images(model, folder)
     return model
+
+
+def _header_by_timm(config: Mapping[str, Any], folder: Path) -> Header:
+    """The header of a folder that ``save_for_hf`` of timm wrote: its plan is in ``config.json``, with what has changed since.
+
+    Raises:
+        CheckpointError: a plan that cannot be used.
+    """
+    changed = {name: value for name, value in config["model_args"].items() if name not in ("base", "base_args", "plan")}
+    try:
+        plan = Plan.from_json(config["model_args"].get("plan"))
+    except PlanError as error:
+        raise CheckpointError(f"{folder / 'config.json'} holds a plan that cannot be used: {error}") from error
+    return Header(replace(plan, base_args={**plan.base_args, **changed}))
 
 
 def _describe_images(model: nn.Module, folder: Path) -> None:

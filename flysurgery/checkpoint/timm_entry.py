@@ -1,4 +1,4 @@
-"""The registered timm model ``flysurgery_structured``, so that ``timm.create_model("local-dir:DIR")`` opens a checkpoint."""
+"""Builds the model that timm asks for under the registered name, so that ``timm.create_model("local-dir:DIR")`` opens a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from timm.models import register_model
 from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
 from flysurgery.checkpoint.config import check_data, describe_data
-from flysurgery.checkpoint.folder import FILES
+from flysurgery.checkpoint.hub import downloaded
 from flysurgery.checkpoint.load import in_one_sentence, read_model
 from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
@@ -25,9 +24,8 @@ FEATURE_ARGUMENTS = ("out_indices", "feature_cls", "output_fmt")
 """What timm's models take besides ``features_only``."""
 
 
-@register_model
 @in_one_sentence()
-def flysurgery_structured(
+def build_for_timm(
     pretrained: bool = False,
     *,
     base: str | None = None,
@@ -64,9 +62,6 @@ def flysurgery_structured(
         with _in_a_sentence(f"num_classes={num_classes!r:.60}"):
             _change_head(model, num_classes)
         describe_data(model, config)
-        described: Any = getattr(model, "pretrained_cfg", {})
-        # So that timm's own saving writes the name under which the model can be built again.
-        described["architecture"] = ENTRY_POINT
         with _in_a_sentence("features_only"):
             return _wrap(model, features) if wants_features else model
     except (ModelError, PlanError) as error:
@@ -75,10 +70,7 @@ def flysurgery_structured(
 
 def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
     if config.get("source") == "hf-hub" and config.get("hf_hub_id"):
-        from huggingface_hub import snapshot_download  # only where the user named a repository of the hub
-
-        repository, _, revision = str(config["hf_hub_id"]).partition("@")
-        return Path(snapshot_download(repository, revision=revision or None, cache_dir=cache_dir, allow_patterns=list(FILES)))
+        return downloaded(str(config["hf_hub_id"]), cache_dir)
     if not config.get("file"):
         raise CheckpointError(
             f"{ENTRY_POINT} has no weights of its own; name a folder, as in timm.create_model('local-dir:DIR', pretrained=True)"

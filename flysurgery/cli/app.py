@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import torch
 import typer
 
 from flysurgery import __version__
 from flysurgery.cli import autotune, bench, convert, densify, doctor, evaluate, finetune, inspect
+from flysurgery.cli.options import Command, Group, option
 from flysurgery.errors import FlysurgeryError
 
 # The parent of BadParameter, whichever click it comes from: typer used to import click and now carries its own.
@@ -26,24 +26,25 @@ CPU_ALLOCATOR = "DefaultCPUAllocator"
 app = typer.Typer(
     name="flysurgery",
     help="Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors.",
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("inspect")(inspect.inspect)
-app.command("convert")(convert.convert)
-app.command("evaluate")(evaluate.evaluate)
-app.command("finetune")(finetune.finetune)
-app.command("densify")(densify.densify)
-app.command("doctor")(doctor.doctor)
-app.command("autotune")(autotune.autotune)
+app.command("inspect", cls=Command)(inspect.inspect)
+app.command("convert", cls=Command)(convert.convert)
+app.command("evaluate", cls=Command)(evaluate.evaluate)
+app.command("finetune", cls=Command)(finetune.finetune)
+app.command("densify", cls=Command)(densify.densify)
+app.command("doctor", cls=Command)(doctor.doctor)
+app.command("autotune", cls=Command)(autotune.autotune)
 app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, option("Output", "--version", "Print the version and exit.")] = False,
 ) -> None:
     """Print help or the version where no verb was given."""
     if version:
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def sentence_if_full(error: RuntimeError) -> str | None:
     """What to tell a user whose work did not fit into memory; None for any other error."""
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError):
         return "this does not fit into the memory of the GPU; take fewer images or rows, or a smaller model"
     if CPU_ALLOCATOR in str(error):

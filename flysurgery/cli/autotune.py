@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from torch import Tensor, nn
 
-from flysurgery import surgery
 from flysurgery.cli import options
-from flysurgery.cli.source import ConvertedFolder, find
-from flysurgery.cli.tables import print_json, print_table, progress
 from flysurgery.errors import BackendError, OptionError
-from flysurgery.gpu.autotune import Tuning
-from flysurgery.gpu.autotune import autotune as tune
-from flysurgery.gpu.table import user_table
-from flysurgery.walker import example_input
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flysurgery.gpu.autotune import Tuning
 
 ARITHMETICS = ("float16", "bfloat16", "tf32", "float32")
-Batch = Annotated[int, typer.Option("--batch", help="Images a call.", min=1)]
-Arithmetic = Annotated[str, typer.Option("--dtype", help=f"Arithmetics to tune for, out of {', '.join(ARITHMETICS)}.", metavar="NAMES")]
-Train = Annotated[bool, typer.Option("--train/--no-train", help="Tune the backward pass as well.")]
+Batch = Annotated[int, options.option(options.MEASUREMENT, "--batch", "Images a call.", "N", 1)]
+ARITHMETICS_HELP = f"Arithmetics to tune for, out of {', '.join(ARITHMETICS)}."
+Arithmetic = Annotated[str, options.option(options.MEASUREMENT, "--dtype", ARITHMETICS_HELP, "NAMES")]
+Train = Annotated[bool, options.option(options.MEASUREMENT, "--train/--no-train", "Tune the backward pass as well.")]
 
 
 def autotune(
@@ -43,6 +40,12 @@ def autotune(
 
     A dense MODEL is converted in memory first, with arbitrary weights; nothing is saved but the choices.
     """
+    from flysurgery import surgery
+    from flysurgery.cli.source import ConvertedFolder, find
+    from flysurgery.cli.tables import progress
+    from flysurgery.gpu.autotune import autotune as tune
+    from flysurgery.gpu.table import user_table
+
     arithmetics = options.names(dtype, "--dtype")
     unknown = [name for name in arithmetics if name not in ARITHMETICS]
     if unknown:
@@ -65,8 +68,12 @@ def autotune(
 
 def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
     """One forward, and backward if asked for, in an arithmetic, with PyTorch's switches as they were afterwards."""
+    import torch
+
+    from flysurgery.walker import example_input
+
     example = example_input(network)
-    if not isinstance(example, Tensor):
+    if not isinstance(example, torch.Tensor):
         raise OptionError("expected a model of images in one tensor, got one that takes a list of images, which has no batch size")
     images = example[:1].expand(batch, *example.shape[1:]).contiguous()
     half = getattr(torch, arithmetic) if arithmetic in ("float16", "bfloat16") else None
@@ -82,6 +89,8 @@ def _step(network: nn.Module, batch: int, arithmetic: str, train: bool) -> None:
 
 
 def _print(tunings: list[Tuning], table: str, as_json: bool) -> None:
+    from flysurgery.cli.tables import print_json, print_table
+
     rows = [
         {
             **tuning.entry.to_json(),

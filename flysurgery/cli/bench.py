@@ -6,35 +6,25 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from flysurgery import surgery
-from flysurgery.bench import model as models
-from flysurgery.bench import modes_of, rows_of_case
-from flysurgery.bench import multiply as multiplying
-from flysurgery.bench.plots import draw_ratios
-from flysurgery.bench.rows import check_apart, check_file, typed, write_records
-from flysurgery.bench.units import model_name
-from flysurgery.cli import bench_run as own
+from flysurgery.cli import bench_options as own
 from flysurgery.cli import options
-from flysurgery.cli.bench_run import TIMES, BenchRun
-from flysurgery.cli.source import find_dense
-from flysurgery.cli.tables import print_json
+from flysurgery.cli.options import MEASUREMENT, OUTPUT, Command, Group, option
 from flysurgery.errors import OptionError
 
-app = typer.Typer(help="Measure speed: times and ratios to dense, taken in one run.")
+app = typer.Typer(cls=Group, help="Measure speed: times and ratios to dense, taken in one run.")
 
 QUICK_ROWS, ROWS = 788, 3152
 """Four and sixteen images at 197 tokens."""
 
-Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Rows of x, that is tokens of all images; by default 3152.")]
+Rows = Annotated[int | None, option(MEASUREMENT, "--rows", "Rows of x, that is tokens of all images; by default 3152.", "N", 1)]
 MODE_HELP = "One precision: fp32, tf32 (CUDA), fp16 or bf16."
 OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
 TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
 
-MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
-MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
+MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *own.TIMES)
+MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *own.TIMES)
 PROJECTION_SHOWN = ("arch", "layer", "out_features", "in_features", "density", "matrix", "seconds", "relative_error", "status")
 
 
@@ -45,7 +35,7 @@ def bench(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@app.command("multiply")
+@app.command("multiply", cls=Command)
 def multiply(
     arch: own.Families = None,
     width: own.Width = 384,
@@ -63,9 +53,14 @@ def multiply(
     as_json: options.Json = False,
 ) -> None:
     """Time every backend on the layers of a transformer block."""
-    target = own.prepare(device, threads)
+    from flysurgery.bench import modes_of
+    from flysurgery.bench import multiply as multiplying
+    from flysurgery.bench.plots import draw_ratios
+    from flysurgery.cli.bench_run import BenchRun, prepare, protocol_of
+
+    target = prepare(device, threads)
     modes = modes_of(mode, target)
-    protocol = own.protocol_of(launch, rounds, seed, quick=quick, seconds=(0.2, 1.0))
+    protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.2, 1.0))
     count = rows or (QUICK_ROWS if quick else ROWS)
     families = [each.value for each in arch or (own.Family.gonon, own.Family.monarch)]
     with BenchRun(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh, plot=plot) as run:
@@ -77,7 +72,7 @@ def multiply(
     run.print(MULTIPLY_SHOWN, as_json=as_json)
 
 
-@app.command("model")
+@app.command("model", cls=Command)
 def model(
     model: options.DenseModel,
     arch: options.Arch = "monarch",
@@ -88,23 +83,33 @@ def model(
     exclude: options.Exclude = None,
     model_args: options.ModelArgs = None,
     base: options.Base = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Images a forward.")] = 1,
-    mode: Annotated[str, typer.Option("--mode", help=MODE_HELP, metavar="NAME")] = "fp32",
+    batch: Annotated[int, option(MEASUREMENT, "--batch", "Images a forward.", "N", 1)] = 1,
+    mode: Annotated[str, option(MEASUREMENT, "--mode", MODE_HELP, "NAME")] = "fp32",
     launch: own.Launch = "graph",
-    optimized: Annotated[bool, typer.Option("--optimized", help=OPTIMIZED_HELP)] = False,
+    optimized: Annotated[bool, option(MEASUREMENT, "--optimized", OPTIMIZED_HELP)] = False,
     device: options.Device = None,
     threads: own.Threads = None,
     rounds: own.Rounds = None,
     seed: options.Seed = 0,
     quick: own.Quick = False,
-    table: Annotated[Path | None, typer.Option("--table", help=TABLE_HELP, metavar="FILE")] = None,
+    table: Annotated[Path | None, option(OUTPUT, "--table", TABLE_HELP, "FILE")] = None,
     out: own.Out = None,
     fresh: own.Fresh = False,
     plot: own.Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
-    target = own.prepare(device, threads)
+    from flysurgery import surgery
+    from flysurgery.bench import model as models
+    from flysurgery.bench import modes_of, rows_of_case
+    from flysurgery.bench.plots import draw_ratios
+    from flysurgery.bench.rows import check_apart, check_file, typed, write_records
+    from flysurgery.bench.units import model_name
+    from flysurgery.cli.bench_run import BenchRun, prepare, print_records, protocol_of
+    from flysurgery.cli.source import find_dense
+    from flysurgery.cli.tables import print_json
+
+    target = prepare(device, threads)
     precision, *others = modes_of(mode, target)
     if others:
         raise OptionError(f"bench model takes one mode at a time, got {mode}")
@@ -121,7 +126,7 @@ def model(
         base=skeleton.base,
         base_args=skeleton.base_args,
     )
-    protocol = own.protocol_of(launch, rounds, seed, quick=quick, seconds=(0.1, 0.5))
+    protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.1, 0.5))
     name = model_name(source.name, options.model_arguments(model_args))
     settings = models.ModelSettings(name, target, batch, precision, search=not quick, optimized=optimized, protocol=protocol)
     groups = models.groups_of(plan)
@@ -148,11 +153,11 @@ def model(
     if as_json:
         print_json({"answer": answer, "stay_dense": list(models.slower_layers(rows, groups)), **typed(rows)})
         return
-    own.print_records(rows, MODEL_SHOWN)
+    print_records(rows, MODEL_SHOWN)
     typer.echo(answer)
 
 
-@app.command("projection")
+@app.command("projection", cls=Command)
 def projection(
     arch: own.Families = None,
     width: own.Width = 384,
@@ -164,8 +169,10 @@ def projection(
     as_json: options.Json = False,
 ) -> None:
     """Time the projection of the layers of a transformer block onto each family of architectures."""
-    own.prepare("cpu", threads)
-    with BenchRun(torch.device("cpu"), multiplying.PROJECTION_COLUMNS, out, fresh=fresh) as run:
+    from flysurgery.bench import multiply as multiplying
+    from flysurgery.cli.bench_run import BenchRun, prepare
+
+    with BenchRun(prepare("cpu", threads), multiplying.PROJECTION_COLUMNS, out, fresh=fresh) as run:
         for family in arch or own.Family:
             run.fill(multiplying.projection_jobs(family.value, width, 1 if quick else 3, seed))
     run.print(PROJECTION_SHOWN, as_json=as_json)

@@ -1,13 +1,12 @@
-"""One run of measurements: its options, the rows that are there already and those that are added, and how they are shown."""
+"""One run of measurements: the rows that are there already and those that are added, and how they are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import typer
@@ -15,35 +14,11 @@ import typer
 from flysurgery.bench import Protocol, Record, Sheet, check_plot
 from flysurgery.bench.rows import Job, check_apart, typed
 from flysurgery.cli import options
+from flysurgery.cli.bench_options import TIMES as TIMES
 from flysurgery.cli.tables import print_json, print_table, progress
-
-
-class Family(str, Enum):
-    """The families of architectures, for an option that takes several: typer knows lists of enums, and none of literals."""
-
-    monarch = "monarch"
-    gonon = "gonon"
-    lowrank = "lowrank"
-
-
-Families = Annotated[list[Family] | None, typer.Option("--arch", help="A family of architectures; repeatable.")]
-Width = Annotated[int, typer.Option("--width", min=1, help="Width of the transformer; the FFN is 4 times as wide.")]
-MODES_HELP = "Precisions: fp32, tf32 (CUDA), fp16, bf16, or all; separated by commas."
-Modes = Annotated[str, typer.Option("--mode", help=MODES_HELP, metavar="NAMES")]
-LAUNCH_HELP = "On CUDA: captured graphs, or calls launched one by one from Python."
-Launch = Annotated[Literal["graph", "eager"], typer.Option("--launch", help=LAUNCH_HELP)]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default PyTorch's number.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", min=2, help="Samples of each candidate at most; by default 30, quick 7.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and samples: an answer within two minutes.")]
-OUT_HELP = "Keep the rows in this CSV file; a run that was interrupted goes on where it stopped."
-Out = Annotated[Path | None, typer.Option("--out", help=OUT_HELP, metavar="FILE")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure all again, and replace the rows that the file holds.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this file; needs flysurgery[bench].", metavar="FILE")]
 
 TITLES = {"median_ms": "median ms", "iqr_ms": "iqr ms", "ratio_to_dense": "/ dense", "paper_ratio": "paper", "share_of_bound": "of bound"}
 FORMATS = {"median_ms": ".3f", "iqr_ms": ".3f", "bound_ms": ".3f", "ratio_to_dense": ".2f", "share_of_bound": ".0%", "error": ".1e"}
-TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "error", "status")
-"""The columns that every measurement ends with."""
 
 
 def prepare(device: str | None, threads: int | None) -> torch.device:
@@ -127,7 +102,12 @@ class BenchRun:
 
 
 def print_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print some columns of the records; numbers short, and to the right."""
+    """Print some columns of the records; numbers short, and to the right.
+
+    The share of the bound is left out for a CPU: inputs that lie in its caches are not bounded by the rate of its memory.
+    """
+    if all(record.get("device_type") == "cpu" for record in records):
+        columns = [name for name in columns if name != "share_of_bound"]
     titles = [TITLES.get(name, name.replace("_", " ")) for name in columns]
     numbers = {
         title for name, title in zip(columns, titles, strict=True) if name in FORMATS or all(_is_number(each[name]) for each in records)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import torch
-import typer
-from torch import nn
-
-from flysurgery import checkpoint as storage
-from flysurgery import evaluation, inference, surgery
-from flysurgery.bench import check_plot, draw_tradeoff
 from flysurgery.cli import options
 from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
-from flysurgery.cli.source import find_dense
-from flysurgery.cli.tables import accuracy_rows, print_changes, print_json, print_table, progress, tell_skipped
-from flysurgery.surgery import LayerPlan, Measurement, Plan, Report, Row, Tradeoff, fidelity_rows, grouped, permutation_tables, short_count
 
-Layers: TypeAlias = Sequence[LayerPlan | Row]
+if TYPE_CHECKING:
+    from torch import nn
 
-PLANNED = ("layer", "n", "role", "out x in", "params", "FLOPs", "family", "architecture")
-DONE = ("layer", "n", "role", "params", "FLOPs", "worst\nerror", "least\nenergy", "family", "architecture")
-CALIBRATED = ("layer", "n", "role", "params", "FLOPs", "output\nerror", "plain\nprojection", "family", "architecture")
-KEPT = ("kept dense", "n", "role", "out x in", "why")
-NUMBERS = ("n", "params", "FLOPs", "worst\nerror", "least\nenergy", "output\nerror", "plain\nprojection")
+    from flysurgery.surgery import Plan
 
 
 @together
@@ -72,6 +58,15 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Replace the linear layers of a Vision Transformer by products of two Kronecker-sparse factors."""
+    import torch
+
+    from flysurgery import checkpoint as storage
+    from flysurgery import evaluation, inference, surgery
+    from flysurgery.bench import check_plot, draw_tradeoff
+    from flysurgery.cli.convert_report import print_plan, print_report
+    from flysurgery.cli.source import find_dense
+    from flysurgery.cli.tables import print_json, progress, tell_skipped
+
     needy = {"--samples": samples, "--sequential": sequential, "--permute": permute, "--reconstruct": reconstruct, "--fidelity": fidelity}
     options.check_calibration(calibrate, needy)
     budgeted = options.reconstruction(reconstruct, minutes)
@@ -105,7 +100,7 @@ def convert(
         base_args=skeleton.base_args,
     )
     if dry_run and not allocated:
-        _print_plan(plan, None, None, as_json=as_json)
+        print_plan(plan, None, None, as_json=as_json)
         return
     if latency is not None:
         surgery.read_latency_table(latency, plan.replaced)  # before the model and its data are loaded
@@ -117,15 +112,12 @@ def convert(
     tradeoff = measurement = None
     closeness = None if fidelity is None else surgery.FidelityGoal(fidelity, sequential, permute)
     chosen_by: dict[str, Any] = {"budget": budget, "max_error": max_error, "fidelity": closeness, "calibrate": inputs, "samples": samples}
-    if measure:
-        setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize)
-        with progress("measuring") as step:
-            plan, tradeoff, measurement = inference.choose_measured(plan, network, setting, ms=ms, progress=step, **chosen_by)
-    elif allocated:
-        with progress("choosing") as step:
-            plan, tradeoff = surgery.allocate(plan, network, latency=latency, progress=step, **chosen_by)
+    if allocated:
+        setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize) if measure else None
+        with progress("measuring" if measure else "choosing") as step:
+            plan, tradeoff, measurement = inference.choose(plan, network, setting, latency=latency, ms=ms, progress=step, **chosen_by)
     if dry_run:
-        _print_plan(plan, tradeoff, measurement, as_json=as_json)
+        print_plan(plan, tradeoff, measurement, as_json=as_json)
         return
     storage.check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
@@ -156,7 +148,7 @@ def convert(
     if as_json:
         print_json({"folder": str(folder), "accuracy": measured} | report.to_json())
     else:
-        _print_report(report, folder, accuracy)
+        print_report(report, folder, accuracy)
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:
@@ -164,91 +156,3 @@ def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -
     saved = sum(layer.params_before - layer.params_after for layer in plan.replaced)
     size = 2 if dtype in ("float16", "bfloat16") else 4
     return size * (sum(parameter.numel() for parameter in skeleton.parameters()) - saved)
-
-
-def _print_plan(plan: Plan, tradeoff: Tradeoff | None, measurement: Measurement | None, *, as_json: bool) -> None:
-    """Print what convert would do. FLOPs are those of one sample's forward."""
-    chosen_by = {"tradeoff": tradeoff, "measurement": measurement}
-    if as_json:
-        print_json({"plan": plan.to_json()} | {name: each.to_json() for name, each in chosen_by.items() if each is not None})
-        return
-    _print_layers(PLANNED, plan.layers)
-    typer.echo("")
-    print_changes("total", _layer_totals(plan.layers))
-    _print_each(tradeoff, measurement)
-
-
-def _print_report(report: Report, folder: Path, accuracy: evaluation.Comparison | None) -> None:
-    """Print what convert did.
-
-    A layer's error is ``norm(W - W') / norm(W)`` and its energy the share of ``norm(W)**2`` that is kept; of layers
-    that are alike, the worst is shown. After a calibration the error is that of the layer's output on held-out samples, beside that of the
-    plain projection.
-    """
-    _print_layers(DONE if report.calibration is None else CALIBRATED, report.rows)
-    totals = [_total("parameters of the model", report.model_params_before, report.model_params_after), *_layer_totals(report.rows)]
-    if accuracy is not None:
-        totals += accuracy_rows(accuracy.before, accuracy.after)
-    if report.fidelity is not None:
-        totals += fidelity_rows(report.fidelity, report.reconstruction)
-    typer.echo("")
-    print_changes("total", totals)
-    _print_each(*report.remarks)
-    _print_each(report.calibration, permutation_tables(report.permutations) or None, report.tradeoff, report.measurement)
-    typer.echo(f"\nsaved in {folder}")
-
-
-def _print_each(*parts: object) -> None:
-    for part in parts:
-        if part is not None:
-            typer.echo(f"\n{part}")
-
-
-def _print_layers(columns: Sequence[str], layers: Layers) -> None:
-    groups = grouped(layers, lambda layer: layer.fqn, lambda layer: (layer.role, layer.size, layer.architecture, layer.reason))
-    replaced = [_cells(name, members) for name, members in groups if members[0].status == "replace"]
-    kept = [_cells(name, members) for name, members in groups if members[0].status == "keep"]
-    print_table(columns, [[cells[column] for column in columns] for cells in replaced], right=NUMBERS)
-    if kept:
-        typer.echo("")
-        print_table(KEPT, [[cells[column] for column in KEPT] for cells in kept], right=NUMBERS)
-
-
-def _cells(name: str, members: Layers) -> dict[str, str]:
-    first = members[0]
-    worst = max(getattr(each, "relative_error", None) or 0.0 for each in members)
-    calibrated = [found for found in (getattr(each, "calibration", None) for each in members) if found is not None]
-    return {
-        "output\nerror": f"{max((found.output_error for found in calibrated), default=0.0):.3f}",
-        "plain\nprojection": f"{max((found.plain_output_error for found in calibrated), default=0.0):.3f}",
-        "layer": name,
-        "kept dense": name,
-        "n": str(len(members)),
-        "role": first.role,
-        "out x in": first.size,
-        "params": _change(sum(each.params_before for each in members), sum(each.params_after for each in members)),
-        "FLOPs": _change(sum(each.flops_before for each in members), sum(each.flops_after for each in members)),
-        "worst\nerror": f"{worst:.3f}",
-        "least\nenergy": f"{1 - worst**2:.3f}",
-        "family": first.family or "",
-        "architecture": (first.architecture or "").replace(" ", "\n").replace("),(", "),\n("),
-        "why": f"{first.reason.code}: {first.reason.text}" if first.reason else "",
-    }
-
-
-def _layer_totals(layers: Layers) -> list[tuple[str, ...]]:
-    replaced = [layer for layer in layers if layer.status == "replace"]
-    return [
-        _total(
-            "parameters of the replaced layers", sum(each.params_before for each in replaced), sum(each.params_after for each in replaced)
-        ),
-        _total("FLOPs of all linear layers", sum(each.flops_before for each in layers), sum(each.flops_after for each in layers)),
-    ]
-
-
-def _total(what: str, before: int, after: int) -> tuple[str, ...]:
-    return (what, short_count(before), short_count(after), f"{after / before - 1:+.1%}")
-
-
-def _change(before: int, after: int) -> str:
-    return f"{short_count(before)} ->\n{short_count(after)}"

@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flysurgery import checkpoint, surgery
 from flysurgery.cli import options
-from flysurgery.cli.tables import print_json
 from flysurgery.errors import CheckpointError
 
 
 def densify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A converted folder.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder.")],
+    out: Annotated[Path, options.option(options.OUTPUT, "--out", "Output folder.", "DIR")],
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
     """Multiply the factors out: a converted folder becomes a dense model folder."""
+    from flysurgery import checkpoint, surgery
+    from flysurgery.cli.tables import print_json
+
     checkpoint.check_dense_folder(out, force=force)
     model = checkpoint.load(folder)
     plan = surgery.plan_of(model)

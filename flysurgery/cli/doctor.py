@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-import torch
 import typer
 
 from flysurgery.cli.options import Json
-from flysurgery.cli.tables import print_json, print_table
-from flysurgery.ops import Problem, explain
-from flysurgery.patterns import monarch
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("flysurgery", "torch", "timm", "vit-pytorch", "safetensors", "cuda-core")
 PROBE_FEATURES, PROBE_ROWS = 384, 25216
@@ -23,6 +23,7 @@ BACKENDS = ("device", "dtype", "backend", "runs", "reason")
 
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, and why not: versions, devices, the kernels' compiler and cache, backends."""
+    from flysurgery.cli.tables import print_json, print_table
     from flysurgery.gpu.device import cuda_facts
 
     python = ("python", f"{platform.python_version()} on {platform.platform()}", None)
@@ -45,6 +46,8 @@ def _package(name: str) -> tuple[str, str, str | None]:
 
 
 def _torch_facts() -> list[tuple[str, str, str | None]]:
+    import torch
+
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return [("CPU", threads, None), ("CUDA in torch", torch.version.cuda or "none", None), ("driver", *_driver())]
 
@@ -63,11 +66,16 @@ def _driver() -> tuple[str, str | None]:
 
 
 def _backends() -> list[dict[str, str]]:
+    import torch
+
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [row for device in devices for dtype in (torch.float32, torch.bfloat16, torch.float16) for row in _verdicts(device, dtype)]
 
 
 def _verdicts(device: str, dtype: torch.dtype) -> list[dict[str, str]]:
+    from flysurgery.ops import Problem, explain
+    from flysurgery.patterns import monarch
+
     problem = Problem(monarch(PROBE_FEATURES, PROBE_FEATURES), PROBE_ROWS, dtype, device, bias=True)
     explanation = explain(problem)
     rows = []

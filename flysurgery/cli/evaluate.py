@@ -8,29 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from flysurgery import evaluation, inference
 from flysurgery.cli import options
-from flysurgery.cli.source import find
-from flysurgery.cli.tables import print_json, print_table, tell_skipped
 from flysurgery.errors import OptionError
-from flysurgery.surgery import as_json as json_of
-from flysurgery.surgery import block_errors, measures
 
 DATA_HELP = "The digits, generated fractals, or a folder with one folder of images a class; with --against any folder of images."
 AGAINST_HELP = (
     "Measure the fidelity to this model, any form of MODEL, not the accuracy. "
     "Where MODEL is a folder, --model-args, --base and --checkpoint are this one's."
 )
+SAMPLES_HELP = "With --against: how many images; by default 512, or as many as there are."
 NUMBERS = ("top-1", "top-5", "samples", "seconds")
 
 
 def evaluate(
     model: options.Model,
-    data: Annotated[str, typer.Option("--data", help=DATA_HELP, metavar=options.DATA)],
-    against: Annotated[str | None, typer.Option("--against", help=AGAINST_HELP, metavar="MODEL")] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="With --against: how many images; by default 512, or as many as there are.", min=2)
-    ] = None,
+    data: Annotated[str, options.option(options.MEASUREMENT, "--data", DATA_HELP, options.DATA)],
+    against: Annotated[str | None, options.option(options.MEASUREMENT, "--against", AGAINST_HELP, "MODEL")] = None,
+    samples: Annotated[int | None, options.option(options.MEASUREMENT, "--samples", SAMPLES_HELP, "N", 2)] = None,
     model_args: options.ModelArgs = None,
     base: options.Base = None,
     checkpoint: options.Checkpoint = None,
@@ -42,6 +36,12 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Measure a model's top-1 and top-5 accuracy, or with --against how close its outputs are to another model's."""
+    from flysurgery import evaluation, inference
+    from flysurgery.cli.source import find
+    from flysurgery.cli.tables import print_json, print_table, tell_skipped
+    from flysurgery.surgery import as_json as json_of
+    from flysurgery.surgery import block_errors, measures
+
     if against is None and samples is not None:
         raise OptionError("--samples goes with --against MODEL; accuracy is measured on all images")
     if against is not None and optimize:

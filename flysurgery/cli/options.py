@@ -5,89 +5,132 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from flysurgery.checkpoint import parse_json, read_device
 from flysurgery.errors import OptionError
-from flysurgery.surgery import check_budget
+
+if TYPE_CHECKING:
+    import torch
 
 Family = Literal["monarch", "gonon", "lowrank"]
 Choice = Literal["monarch", "gonon", "lowrank", "auto"]
 StorageType = Literal["float16", "bfloat16", "float32"]
 """The families of architectures, these or a choice among them for each layer, and the dtypes in which weights can be saved."""
 
+MODEL, LAYERS, ARCHITECTURES, CHOICE, FIT, MEASUREMENT, TRAINING, OUTPUT, MACHINE = (
+    "The model",
+    "Which layers",
+    "By what",
+    "A choice for each layer",
+    "Closer to the dense model",
+    "Measurement",
+    "Training",
+    "Output",
+    "Machine",
+)
+"""The groups in which help lists the options."""
 
-def _option(name: str, text: str, metavar: str | None = None, minimum: int | None = None) -> Any:
-    return typer.Option(name, help=text, metavar=metavar, min=minimum)
+
+def option(panel: str, name: str, text: str, metavar: str | None = None, minimum: float | None = None) -> Any:
+    """An option in a group of the help. ``metavar`` stands for its value; a switch has none."""
+    return typer.Option(name, help=text, metavar=metavar or "", min=minimum, rich_help_panel=panel, show_default=metavar is not None)
+
+
+class _WithoutType:
+    """Lists ``--help`` as what it is, a switch, in the last group."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        found: Any = super().get_help_option(ctx)  # pyright: ignore[reportAttributeAccessIssue] - the command's own
+        found.metavar, found.rich_help_panel = "", OUTPUT
+        return found
+
+
+class Command(_WithoutType, TyperCommand):
+    """A verb."""
+
+
+class Group(_WithoutType, TyperGroup):
+    """Verbs under one name."""
 
 
 # The model, and where its weights come from.
-MODEL_HELP = "A timm name, a local dense {}folder, a checkpoint file with --base, or vit_pytorch:CLASS with --model-args."
+MODEL_HELP = "A timm name, a dense {}folder, a checkpoint file with --base, vit_pytorch:CLASS with --model-args, or transformers:NAME."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP.format("or converted "))]
 DenseModel = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP.format(""))]
-ModelArgs = Annotated[list[str] | None, _option("--model-args", "Arguments of the model's constructor; repeatable.", "JSON|KEY=VALUE")]
-Base = Annotated[str | None, _option("--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
-Checkpoint = Annotated[Path | None, _option("--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]
-Pretrained = Annotated[bool, _option("--pretrained/--no-pretrained", "Download timm's weights, or start from random ones.")]
-Seed = Annotated[int, _option("--seed", "Seed of random weights.")]
+ModelArgs = Annotated[
+    list[str] | None, option(MODEL, "--model-args", "Its constructor's arguments, JSON or KEY=VALUE; repeatable.", "ARGS")
+]
+Base = Annotated[str | None, option(MODEL, "--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
+Checkpoint = Annotated[Path | None, option(MODEL, "--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]
+Pretrained = Annotated[bool, option(MODEL, "--pretrained/--no-pretrained", "Published weights, the default, or random ones.")]
+Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights.", "N")]
 
-# Which layers are replaced, and by what.
-Arch = Annotated[Family, _option("--arch", "The family of architectures.")]
-ARCH_CHOICE_HELP = "The family of architectures; auto chooses for each layer, by --measure, --budget, --max-error or --fidelity."
-ArchChoice = Annotated[Choice, _option("--arch", ARCH_CHOICE_HELP)]
-Nblocks = Annotated[int, _option("--nblocks", "Number of blocks of Monarch architectures.", minimum=1)]
-Rank = Annotated[int | None, _option("--rank", "Rank of low-rank architectures.", minimum=1)]
-Patterns = Annotated[list[str] | None, _option("--patterns", "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size.", "TEXT")]
-BUDGET_HELP = "Share of the selected layers' weights to keep (with --latency: of their time); each layer gets what suits all of them best."
-Budget = Annotated[float | None, _option("--budget", BUDGET_HELP)]
-MAX_ERROR_HELP = "Keep as few weights (with --latency: as little time) as this relative error of all selected layers together allows."
-MaxError = Annotated[float | None, _option("--max-error", MAX_ERROR_HELP)]
-FIDELITY_HELP = "With --calibrate: keep as few weights (with times: as little time) as this output and token cosine allow."
-Fidelity = Annotated[float | None, _option("--fidelity", FIDELITY_HELP)]
-MS_HELP = "With --measure: the least error within these milliseconds of a whole forward."
-Ms = Annotated[float | None, _option("--ms", MS_HELP)]
-LATENCY_HELP = "With --budget, --max-error or --fidelity: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
-Latency = Annotated[Path | None, _option("--latency", LATENCY_HELP, "TABLE")]
-MEASURE_HELP = "With --arch auto: time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
-Measure = Annotated[bool, _option("--measure", MEASURE_HELP)]
-MeasuredBatch = Annotated[int | None, _option("--batch", "With --measure: images a forward; by default 64 on CUDA, else 1.", minimum=1)]
-Plot = Annotated[Path | None, _option("--plot", "With a choice for each layer: draw the trade-off into this picture file.", "FILE")]
+# Which layers are replaced.
 ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."
-Roles = Annotated[str | None, _option("--roles", ROLES_HELP, "NAMES")]
-Include = Annotated[list[str] | None, _option("--include", "Only layers whose name matches; repeatable.", "REGEX")]
-Exclude = Annotated[list[str] | None, _option("--exclude", "No layer whose name matches; repeatable.", "REGEX")]
-Blocks = Annotated[str | None, _option("--blocks", "Only layers within the blocks of these numbers, as in 0-5,8.", "NUMBERS")]
-MinSize = Annotated[int | None, _option("--min-size", "Only layers with both sides at least so long.", minimum=1)]
-Convs = Annotated[bool, _option("--convs", "Replace 1x1 convolutions of the selected roles too.")]
-DryRun = Annotated[bool, _option("--dry-run", "Print the plan and change nothing; needs no weights, unless there is a budget.")]
+Roles = Annotated[str | None, option(LAYERS, "--roles", ROLES_HELP, "NAMES")]
+Include = Annotated[list[str] | None, option(LAYERS, "--include", "Only layers whose name matches; repeatable.", "REGEX")]
+Exclude = Annotated[list[str] | None, option(LAYERS, "--exclude", "No layer whose name matches; repeatable.", "REGEX")]
+Blocks = Annotated[str | None, option(LAYERS, "--blocks", "Only layers within the blocks of these numbers, as in 0-5,8.", "NUMBERS")]
+MinSize = Annotated[int | None, option(LAYERS, "--min-size", "Only layers with both sides at least so long.", "N", 1)]
+Convs = Annotated[bool, option(LAYERS, "--convs", "Replace 1x1 convolutions of the selected roles too.")]
+
+# By what.
+Arch = Annotated[Family, option(ARCHITECTURES, "--arch", "monarch, gonon or lowrank.", "FAMILY")]
+ARCH_CHOICE_HELP = "monarch, gonon, lowrank, or auto: a choice for each layer, by --measure, --budget, --max-error or --fidelity."
+ArchChoice = Annotated[Choice, option(ARCHITECTURES, "--arch", ARCH_CHOICE_HELP, "FAMILY")]
+Nblocks = Annotated[int, option(ARCHITECTURES, "--nblocks", "Number of blocks of Monarch architectures.", "N", 1)]
+Rank = Annotated[int | None, option(ARCHITECTURES, "--rank", "Rank of low-rank architectures.", "N", 1)]
+PATTERNS_HELP = "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size."
+Patterns = Annotated[list[str] | None, option(ARCHITECTURES, "--patterns", PATTERNS_HELP, "TEXT")]
+
+# A choice for each layer.
+BUDGET_HELP = "Share of the selected layers' weights to keep (with --latency: of their time); each layer gets what suits all of them best."
+Budget = Annotated[float | None, option(CHOICE, "--budget", BUDGET_HELP, "SHARE")]
+MAX_ERROR_HELP = "Keep as few weights (with --latency: as little time) as this relative error of all selected layers together allows."
+MaxError = Annotated[float | None, option(CHOICE, "--max-error", MAX_ERROR_HELP, "ERROR")]
+FIDELITY_HELP = "With --calibrate: keep as few weights (with times: as little time) as this output and token cosine allow."
+Fidelity = Annotated[float | None, option(CHOICE, "--fidelity", FIDELITY_HELP, "COSINE")]
+MS_HELP = "With --measure: the least error within these milliseconds of a whole forward."
+Ms = Annotated[float | None, option(CHOICE, "--ms", MS_HELP, "MS")]
+LATENCY_HELP = "With --budget, --max-error or --fidelity: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
+Latency = Annotated[Path | None, option(CHOICE, "--latency", LATENCY_HELP, "TABLE")]
+MEASURE_HELP = "With --arch auto: time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
+Measure = Annotated[bool, option(CHOICE, "--measure", MEASURE_HELP)]
+MEASURED_BATCH_HELP = "With --measure: images a forward; by default 64 on CUDA, else 1."
+MeasuredBatch = Annotated[int | None, option(CHOICE, "--batch", MEASURED_BATCH_HELP, "N", 1)]
+Plot = Annotated[Path | None, option(CHOICE, "--plot", "Draw the trade-off into this picture file.", "FILE")]
+
+# Closer to the dense model.
+DATA = "DATA"
+CALIBRATE_HELP = "Fit the factors to what the layers do to these images: digits, fractals or a folder, which need not have classes."
+Calibrate = Annotated[str | None, option(FIT, "--calibrate", CALIBRATE_HELP, DATA)]
+SAMPLES_HELP = "How many images to calibrate with; by default 512, or as many as there are."
+CalibrationSamples = Annotated[int | None, option(FIT, "--samples", SAMPLES_HELP, "N", 2)]
+Sequential = Annotated[bool, option(FIT, "--sequential", "Calibrate block by block, each after the ones before it are converted.")]
+PERMUTE_HELP = "With --calibrate: reorder FFNs' hidden units, heads and their entries where that lowers the errors and is exact."
+Permute = Annotated[bool, option(FIT, "--permute", PERMUTE_HELP)]
+RECONSTRUCT_HELP = "With --calibrate: fit the converted blocks to the dense ones, on views of these images; torchrun shares it out to GPUs."
+Reconstruct = Annotated[bool, option(FIT, "--reconstruct", RECONSTRUCT_HELP)]
+MINUTES_HELP = "With --reconstruct: how long it may take; by default 1 on CUDA, 20 on a CPU."
+Minutes = Annotated[float | None, option(FIT, "--minutes", MINUTES_HELP, "M")]
 
 # Measuring.
-DATA = "digits|fractals|FOLDER"
-Evaluate = Annotated[str | None, _option("--evaluate", "Measure the accuracy on this data before and after.", DATA)]
-BatchSize = Annotated[int, _option("--batch-size", "Images a step of the evaluation.", minimum=1)]
-CALIBRATE_HELP = "Fit the factors to what the layers do to these images; folders in it need not be classes."
-Calibrate = Annotated[str | None, _option("--calibrate", CALIBRATE_HELP, DATA)]
-SAMPLES_HELP = "How many images to calibrate with; by default 512, or as many as there are."
-CalibrationSamples = Annotated[int | None, _option("--samples", SAMPLES_HELP, minimum=2)]
-Sequential = Annotated[bool, _option("--sequential", "Calibrate block by block, each after the ones before it are converted.")]
-PERMUTE_HELP = "With --calibrate: reorder FFNs' hidden units, heads and their entries where that lowers the errors and is exact."
-Permute = Annotated[bool, _option("--permute", PERMUTE_HELP)]
-RECONSTRUCT_HELP = "With --calibrate: fit the converted blocks to the dense ones, on views of these images; torchrun shares it out to GPUs."
-Reconstruct = Annotated[bool, _option("--reconstruct", RECONSTRUCT_HELP)]
-MINUTES_HELP = "With --reconstruct: how long it may take; by default 1 on CUDA, 20 on a CPU."
-Minutes = Annotated[float | None, _option("--minutes", MINUTES_HELP, "M")]
-Device = Annotated[str | None, _option("--device", "cpu, cuda, cuda:1, ...; by default cuda where there is one.", "DEVICE")]
+EVALUATE_HELP = "Measure the accuracy before and after: on digits, fractals or a folder with one folder of images a class."
+Evaluate = Annotated[str | None, option(MEASUREMENT, "--evaluate", EVALUATE_HELP, DATA)]
+BatchSize = Annotated[int, option(MEASUREMENT, "--batch-size", "Images a step of the evaluation.", "N", 1)]
 
-# What is written, and how results are shown.
-Out = Annotated[Path | None, _option("--out", "Output folder; by default checkpoints/<model>.<arch>.", "DIR")]
-Force = Annotated[bool, _option("--force", "Replace the output folder where it exists.")]
-StorageDtype = Annotated[StorageType | None, _option("--dtype", "Save the weights in this dtype.")]
+# What is written, how results are shown, and where the work is done.
+Out = Annotated[Path | None, option(OUTPUT, "--out", "Output folder; by default checkpoints/<model>.<arch>.", "DIR")]
+Force = Annotated[bool, option(OUTPUT, "--force", "Replace the output folder where it exists.")]
+StorageDtype = Annotated[StorageType | None, option(OUTPUT, "--dtype", "Save the weights in float16, bfloat16 or float32.", "DTYPE")]
 OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; convert notes it in the folder, for loading on CUDA."
-Optimize = Annotated[bool, _option("--optimize", OPTIMIZE_HELP)]
-Json = Annotated[bool, _option("--json", "Print one JSON document on stdout, and nothing else.")]
+Optimize = Annotated[bool, option(OUTPUT, "--optimize", OPTIMIZE_HELP)]
+DryRun = Annotated[bool, option(OUTPUT, "--dry-run", "Print the plan and change nothing; needs no weights, unless there is a budget.")]
+Json = Annotated[bool, option(OUTPUT, "--json", "Print one JSON document on stdout, and nothing else.")]
+Device = Annotated[str | None, option(MACHINE, "--device", "cpu, cuda, cuda:1, ...; by default cuda where there is one.", "DEVICE")]
 
 
 def model_arguments(texts: list[str] | None) -> dict[str, Any]:
@@ -96,6 +139,8 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
     Raises:
         OptionError: a text that is neither; the message quotes it.
     """
+    from flysurgery.checkpoint import parse_json
+
     arguments: dict[str, Any] = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
@@ -152,6 +197,8 @@ def check_allocation(
         OptionError: more than one goal, ``--arch auto`` or a plot without any, ``others``, which name architectures,
             beside them, or options of measuring that lack each other.
     """
+    from flysurgery.surgery import check_budget
+
     if measure and arch != "auto":
         raise OptionError(f"--measure chooses the architectures, and --arch {arch} names one; give --arch auto with it")
     for option, is_given in (("--batch", batch is not None), ("--ms", goal["ms"] is not None)):
@@ -198,4 +245,8 @@ def device_of(text: str | None) -> torch.device:
     Raises:
         OptionError: torch does not know the name, or this machine has no such device.
     """
+    import torch
+
+    from flysurgery.checkpoint import read_device
+
     return read_device(("cuda" if torch.cuda.is_available() else "cpu") if text is None else text)

@@ -6,14 +6,15 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-import torch
 import typer
-from torch import distributed as dist
 
 from flysurgery.cli import options
 from flysurgery.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 
@@ -38,6 +39,8 @@ def together(verb: Callable[P, None]) -> Callable[P, None]:
 
 def is_first() -> bool:
     """Whether this process is the one that writes and prints: the only one, or the first."""
+    from torch import distributed as dist
+
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
@@ -47,6 +50,8 @@ def device_of_process(text: str | None) -> torch.device:
     Raises:
         OptionError: the machine has no such device or fewer GPUs than processes, or several processes are to share one GPU.
     """
+    import torch
+
     device = options.device_of(text)
     if device.type != "cuda" or not _are_several():
         return device
@@ -73,11 +78,15 @@ def check_shared(*, shared: bool) -> None:
 
 
 def _are_several() -> bool:
+    from torch import distributed as dist
+
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
 def _connected() -> Iterator[None]:
+    from torch import distributed as dist
+
     if not (dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1):
         yield
         return

@@ -181,7 +181,11 @@ class TransformersModel:
         if not self.where.is_dir():
             if self.where.is_absolute() or len(self.where.parts) > 2:
                 raise ModelError(f"there is no folder {self.where}")
-            _check_connection(str(self.where), str(self.where), ("config.json",))
+            if not _within_reach(str(self.where), ("config.json",)):
+                raise ModelError(
+                    f"{self.where} cannot be downloaded: no connection to the Hugging Face hub; give a folder that save_pretrained wrote, "
+                    "or a class with random weights, as in transformers:ViTModel --no-pretrained"
+                )
         try:
             config = AutoConfig.from_pretrained(str(self.where), trust_remote_code=False)
         except Exception as error:
@@ -308,20 +312,21 @@ def check_available(name: str) -> None:
     config = timm.get_pretrained_cfg(name)
     if config is None or not config.has_weights:
         raise ModelError(_instead(f"timm publishes no weights for {name}"))
-    if config.hf_hub_id:
-        _check_connection(name, config.hf_hub_id, HUB_FILES)
+    if config.hf_hub_id and not _within_reach(config.hf_hub_id, HUB_FILES):
+        raise ModelError(_instead(f"the weights of {name} cannot be downloaded from the Hugging Face hub: no connection"))
 
 
-def _check_connection(name: str, hub_id: str, files: Sequence[str]) -> None:
+def _within_reach(hub_id: str, files: Sequence[str]) -> bool:
+    """Whether one of the files is cached, or the hub answers."""
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
     if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in files):
-        return
+        return True
     try:
         get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
     except Exception as error:  # requests, httpx or httpx2, depending on the hub client's version
-        if "ReadTimeout" not in type(error).__name__:
-            raise ModelError(_instead(f"the weights of {name} cannot be downloaded from {constants.ENDPOINT}: no connection")) from error
+        return "ReadTimeout" in type(error).__name__
+    return True
 
 
 def _instead(reason: str) -> str:

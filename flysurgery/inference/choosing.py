@@ -120,7 +120,8 @@ def _not_slower(plan: Plan, timer: WholeTimer, groups: Sequence[TimedGroup]) -> 
         times = timer.times(plan)
         if times.converted_ms <= times.reference_ms:
             return plan, times
-        text = f"with it the whole model takes {times.converted_ms:.3g} ms here, dense {times.reference_ms:.3g} ms"
+        margin = f"{times.converted_ms / times.reference_ms - 1:+.1%}"
+        text = f"with it the whole model takes {times.converted_ms:.3g} ms here, dense {times.reference_ms:.3g} ms ({margin})"
         remaining = [group for group in groups if group.in_plan(plan) is not group.dense]
         least = min(remaining, key=lambda group: group.dense.ms - group.in_plan(plan).ms)
         back = [group for group in remaining if (group.choices, group.in_plan(plan).name) == (least.choices, least.in_plan(plan).name)]

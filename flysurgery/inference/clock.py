@@ -18,7 +18,10 @@ from flysurgery.ops import taking
 Way = Callable[..., Any]
 Shapes = tuple[tuple[int, ...], ...]
 
-CUDA_ROUNDS, OTHER_ROUNDS = 9, 3
+ROUNDS = 9
+"""Samples of each way at least. Their median is one of the middle ones, so a few that something else delayed do not count."""
+MOST_ROUNDS, OTHER_SECONDS = 101, 0.05
+"""Elsewhere than on CUDA, short calls are timed more often: up to so many times, or so many seconds for each way."""
 CACHE_MULTIPLE = 2
 """On CUDA, the inputs of one sample are together this many times larger than the L2 cache."""
 MOST_COPIES = 64
@@ -44,7 +47,9 @@ def medians_ms(ways: Sequence[Way], inputs: Sequence[Tensor], *, most_copies: in
     samplers = _cuda_samplers(ways, inputs, most_copies) if on_cuda else [_sampler(way, inputs) for way in ways]
     times: list[list[float]] = [[] for _ in ways]
     order, shuffle = list(range(len(ways))), random.Random(0).shuffle
-    for _ in range(CUDA_ROUNDS if on_cuda else OTHER_ROUNDS):
+    rounds, started = 0, time.perf_counter()
+    while rounds < ROUNDS or (not on_cuda and rounds < MOST_ROUNDS and time.perf_counter() - started < OTHER_SECONDS * len(ways)):
+        rounds += 1
         shuffle(order)
         for index in order:
             times[index].append(samplers[index]())

@@ -6,6 +6,7 @@ from flysurgery.ops.backend import Backend
 from flysurgery.ops.backends.bmm import BmmBackend
 from flysurgery.ops.backends.bsr import BsrBackend
 from flysurgery.ops.backends.chunked import ChunkedBackend
+from flysurgery.ops.backends.convolution import ConvolutionBackend
 from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.backends.dense import DenseBackend
 from flysurgery.ops.backends.einsum import EinsumBackend
@@ -15,6 +16,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         CudaBackend(),
+        ConvolutionBackend(),
         ChunkedBackend(),
         EinsumBackend(),
         BmmBackend(),

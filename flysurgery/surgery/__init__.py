@@ -12,6 +12,8 @@ from flysurgery.surgery.allocation import within as within
 from flysurgery.surgery.apply import apply as apply
 from flysurgery.surgery.apply import densify as densify
 from flysurgery.surgery.apply import install as install
+from flysurgery.surgery.apply import sample_shape as sample_shape
+from flysurgery.surgery.base import ENTRY_POINT as ENTRY_POINT
 from flysurgery.surgery.base import find_base as find_base
 from flysurgery.surgery.candidates import candidates as candidates
 from flysurgery.surgery.candidates import named_candidates as named_candidates
@@ -26,7 +28,6 @@ from flysurgery.surgery.choices import Split as Split
 from flysurgery.surgery.choices import TimedChoice as TimedChoice
 from flysurgery.surgery.choices import TimedGroup as TimedGroup
 from flysurgery.surgery.choices import Tradeoff as Tradeoff
-from flysurgery.surgery.convert import convert as convert
 from flysurgery.surgery.plan import ExampleInput as ExampleInput
 from flysurgery.surgery.plan import LayerPlan as LayerPlan
 from flysurgery.surgery.plan import Part as Part
@@ -42,6 +43,7 @@ from flysurgery.surgery.report import fidelity_rows as fidelity_rows
 from flysurgery.surgery.report import measures as measures
 from flysurgery.surgery.report import permutation_tables as permutation_tables
 from flysurgery.surgery.serial import as_json as as_json
+from flysurgery.surgery.tables import NO_BREAK as NO_BREAK
 from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import short_count as short_count
 from flysurgery.surgery.tables import text_table as text_table

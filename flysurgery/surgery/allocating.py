@@ -237,7 +237,9 @@ def _nearest(times: Sequence[TimedGroup]) -> str:
         return "there is no choice but dense"
     group, choice = min(pairs, key=lambda pair: pair[1].ms / pair[0].dense.ms)
     where = f" for {' and '.join(group.fqns)}" if len(times) > 1 else ""
-    return f"nothing is faster than dense here; {choice.name} comes nearest{where}, {choice.ms:.3g} ms beside {group.dense.ms:.3g} ms"
+    margin = f"{choice.ms / group.dense.ms - 1:+.1%}, and less than {-group.noise:.1%} would count as faster"
+    nearest = f"{choice.ms:.3g} ms beside {group.dense.ms:.3g} ms ({margin})"
+    return f"nothing is faster than dense here; {choice.name} comes nearest{where}, {nearest}"
 
 
 def _check_reachable(units: Sequence[Unit], budget: float | None, counted: str) -> None:

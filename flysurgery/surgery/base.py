@@ -12,6 +12,9 @@ from torch import nn
 from flysurgery.errors import OptionError
 from flysurgery.surgery.transformers_models import is_of_transformers, transformers_arguments
 
+ENTRY_POINT = "flysurgery_structured"
+"""The name under which converted models are registered with timm. It is never a base."""
+
 
 def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
     """The given ``base``, else the one that a timm model names; ``base_args`` replace what the model says.
@@ -38,6 +41,12 @@ def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] |
     if found is None:
         return None, given
     return f"{architecture}.{tag}" if tag else architecture, found | given
+
+
+def is_of_timm(model: nn.Module) -> bool:
+    """Whether the model says of itself what timm's say."""
+    config = getattr(model, "pretrained_cfg", None)
+    return isinstance(config, dict) and bool(config.get("architecture"))
 
 
 def _timm_arguments(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.surgery.base import ENTRY_POINT, is_of_timm
 from flysurgery.surgery.plan import Plan
 from flysurgery.surgery.transformers_models import is_of_transformers, quantization_entry
 from flysurgery.walker import SeparateAttention, Switch, separated
@@ -97,6 +98,8 @@ class Change:
         if is_of_transformers(self._model):
             self._own_config()
             self._set(self._model.config, "quantization_config", quantization_entry(plan))  # for ``save_pretrained``
+        elif is_of_timm(self._model) and plan.base is not None:  # for timm's ``save_for_hf``
+            self._name(ENTRY_POINT, {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()})
 
     def prepare(self, plan: Plan) -> set[SeparateAttention]:
         """Have the planned layers called, as modules: set the plan's switches, and put in the attentions that are returned."""
@@ -108,7 +111,7 @@ class Change:
 
     def unconvert(self) -> None:
         """Join separate attentions, set the switches back and take the plan off the model."""
-        modules = dict(self._model.named_modules(remove_duplicate=False))
+        plan, modules = plan_of(self._model), dict(self._model.named_modules(remove_duplicate=False))
         attentions: dict[nn.Module, nn.Module] = {each: each.joined() for each in modules.values() if isinstance(each, SeparateAttention)}
         for fqn, module in modules.items():
             if module in attentions:
@@ -119,6 +122,15 @@ class Change:
         if is_of_transformers(self._model):
             self._own_config()
             self._delete(self._model.config, "quantization_config")
+        elif is_of_timm(self._model) and plan is not None and plan.base is not None:
+            self._name(plan.base.partition(".")[0], dict(plan.base_args))
+
+    def _name(self, architecture: str, arguments: dict[str, Any]) -> None:
+        """Let a model of timm say that timm builds it under this name, with these arguments."""
+        described: Any = self._model.pretrained_cfg
+        for name in ("pretrained_cfg", "default_cfg"):
+            self._set(self._model, name, {**described, "architecture": architecture})
+        self._set(self._model, "_model_args", arguments)
 
     def _own_config(self) -> None:
         """Give the model a configuration of its own: transformers lets models share the one that they were built from."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from textwrap import fill, wrap
 from typing import Any, TypeAlias, TypeVar
 
 Item = TypeVar("Item")
@@ -14,17 +17,52 @@ Columns: TypeAlias = Mapping[str, Callable[[list[Any]], str | None]]
 LEFT = ("role", "out x in", "family", "architecture", "reason", "note")
 """The columns of texts; numbers are set to the right."""
 
+GAPS = (2, 1)
+"""Spaces between columns, the second where a table is too wide with the first."""
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
+"""In a cell: a space at which a line is not broken, and which is printed as any other."""
+
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> str:
-    """Columns as wide as their widest cell; those named in ``right`` are set to the right."""
-    lines = [tuple(header), *map(tuple, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if title in right else cell.ljust(width) for title, cell, width in zip(header, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    """Rows under their column titles; the columns named in ``right`` are set to the right.
+
+    Lines are as long as the terminal is wide, or as ``COLUMNS`` says; 80 where neither is known. Cells of a table that is wider are broken
+    between words, which spaces separate, and no-break spaces do not. Where not even words fit beside each other, each row becomes a
+    paragraph. Nothing is left out.
+    """
+    terminal = shutil.get_terminal_size((80, 24)).columns
+    gap, widths = next(((gap, found) for gap in GAPS if (found := _widths([header, *rows], terminal, gap))), (0, None))
+    if widths is None:
+        return "\n".join(_paragraph(header, row, terminal) for row in rows).replace(NO_BREAK, " ")
+    texts = []
+    for line in (header, *rows):
+        cells = [wrap(cell, width, break_long_words=False, break_on_hyphens=False) for cell, width in zip(line, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            aligned = zip(parts, widths, header, strict=True)
+            texts.append(
+                (gap * " ").join(text.rjust(width) if name in right else text.ljust(width) for text, width, name in aligned).rstrip()
+            )
+    return "\n".join(texts).replace(NO_BREAK, " ")
+
+
+def _widths(lines: Sequence[Sequence[str]], most: int, gap: int) -> list[int] | None:
+    """The columns' widths, so that a line has at most ``most`` characters; None if the longest words of all columns do not fit."""
+    columns = list(zip(*lines, strict=True))
+    widths = [max(1, *map(len, cells)) for cells in columns]
+    least = [max(1, *(len(word) for cell in cells for word in cell.split(" "))) for cells in columns]
+    while sum(widths) + gap * (len(widths) - 1) > most:
+        breakable = [index for index, width in enumerate(widths) if width > least[index]]
+        if not breakable:
+            return None
+        widths[max(breakable, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> str:
+    """The row's first cell, and below it the others behind their titles."""
+    others = "; ".join(f"{name}: {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell)
+    return "\n".join([fill(row[0], width), fill(others, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)])
 
 
 def grouped(items: Iterable[Item], name: Callable[[Item], str], alike: Callable[[Item], object]) -> list[tuple[str, list[Item]]]:

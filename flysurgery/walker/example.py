@@ -68,6 +68,8 @@ def example_input(
                 double([torch.zeros_like(image, device=place) for image in images[0]])
             return images
     name = type(model).__name__
+    if hasattr(getattr(model, "config", None), "to_dict") and not any(True for _ in _configured_sizes(model)):
+        name += ", whose configuration names no image_size"
     raise WalkError(f"no example input is known for {name}{reason}; give an example: a tensor, a tuple or a dict of what its forward takes")
 
 

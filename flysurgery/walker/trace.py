@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 import logging
@@ -179,6 +180,17 @@ class Trace:
     batch: int | None
 
 
+def _left_out(model: nn.Module, example: tuple[Any, ...]) -> str:
+    """Which of the forward's inputs the example gives, where it leaves some out."""
+    names = [each.name for each in inspect.signature(model.forward).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    given = [name for name, value in zip(names, example, strict=False) if value is not None]
+    others = [name for name in names if name not in given]
+    if not others:
+        return ""
+    also = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
+    return f"; the example gives {', '.join(given)}, and the forward also takes {also}: give what it needs, as a tuple or a dict"
+
+
 def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
     """Export the forward pass of a ``shadow`` for the example's shapes; nothing is computed, and no weight is copied.
 
@@ -191,7 +203,8 @@ def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
         with isolated(double):
             program = export(double, example, strict=False)
     except Exception as error:
-        raise WalkError(f"{type(double).__name__} cannot be walked, because torch.export cannot trace it: {one_line(error)}") from error
+        reason = f"torch.export cannot trace it: {one_line(error)}{_left_out(double, example)}"
+        raise WalkError(f"{type(double).__name__} cannot be walked, because {reason}") from error
     signature = program.graph_signature
     graph = inlined(program.graph_module)
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}

@@ -20,8 +20,8 @@ from flysurgery.checkpoint import load, save
 from flysurgery.checkpoint.header import canonical
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
 from flysurgery.errors import CheckpointError
+from flysurgery.inference import convert as convert_model
 from flysurgery.surgery import Report, install, plan
-from flysurgery.surgery import convert as convert_model
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]

@@ -14,7 +14,8 @@ from torch import nn
 
 from flysurgery.checkpoint import build_base, load, save, save_dense, vouch_for_weights
 from flysurgery.fidelity import Fidelity, Reconstruction
-from flysurgery.surgery import Report, convert
+from flysurgery.inference import convert
+from flysurgery.surgery import Report
 from tests.checkpoint.conftest import ARGUMENTS, BASE, VIT_PYTORCH, Converted, small_model
 
 TAGGED = f"{BASE}.augreg_in21k_ft_in1k"

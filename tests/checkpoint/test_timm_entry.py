@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.checkpoint import load, save
+from flysurgery.checkpoint import load, load_dense, push_to_hub, save
 from flysurgery.checkpoint.folder import FILES
 from flysurgery.errors import CheckpointError
+from flysurgery.surgery import densify
 from tests.checkpoint.conftest import VIT_PYTORCH, Converted, images, install_random, outputs
 
 
@@ -110,14 +113,35 @@ def test_overlay_of_the_data_description(saved: Path) -> None:
     assert (config["mean"], config["crop_pct"], config["input_size"]) == ((0.1, 0.2, 0.3), 1.0, (3, 16, 16))
 
 
-def test_timm_saving_keeps_the_name(saved: Path, converted: Converted, tmp_path: Path) -> None:
-    """Such a folder has no header, so its weights are refused rather than trusted; its structure can be built."""
-    timm.models.save_for_hf(create(saved), str(tmp_path), safe_serialization=True)
-    with pytest.raises(CheckpointError, match="no flysurgery checkpoint"):
-        create(tmp_path)
-    assert create(tmp_path, pretrained=False).state_dict().keys() == converted[0].state_dict().keys()
+def test_what_timm_saves_is_opened(converted: Converted, tmp_path: Path) -> None:
+    """Such a folder has no header: its plan is in ``config.json``."""
+    model, expected = copy.deepcopy(converted[0]), outputs(converted[0])
+    timm.models.save_for_hf(model, str(tmp_path / "timm"), safe_serialization=True)
+    assert torch.equal(outputs(load(tmp_path / "timm")), expected) and torch.equal(outputs(create(tmp_path / "timm")), expected)
+    model.reset_classifier(3)
+    timm.models.save_for_hf(model, str(tmp_path / "head"), safe_serialization=True)
+    assert torch.equal(outputs(load(tmp_path / "head")), outputs(model))
+    assert create(tmp_path / "head", pretrained=False).num_classes == 3
+    save(load(tmp_path / "head"), tmp_path / "again")
+    assert torch.equal(outputs(load(tmp_path / "again")), outputs(model))
+    densify(model)
+    timm.models.save_for_hf(model, str(tmp_path / "dense"), safe_serialization=True)
+    assert torch.equal(outputs(load_dense(tmp_path / "dense")[0]), outputs(model))
+
+
+def test_what_timm_saves_may_be_refused(converted: Converted, tmp_path: Path) -> None:
+    timm.models.save_for_hf(converted[0], str(tmp_path), safe_serialization=False)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle, .*save them with safe_serialization=True"):
+        load(tmp_path)
     with pytest.raises(CheckpointError, match="local-dir:DIR"):
         timm.create_model("flysurgery_structured", pretrained=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model_args"]["plan"]["schema"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    timm.models.save_for_hf(converted[0], str(tmp_path / "other"), safe_serialization=True)
+    shutil.copy(tmp_path / "config.json", tmp_path / "other" / "config.json")
+    with pytest.raises(CheckpointError, match=r"a plan that cannot be used: this version reads plans of schema 1, got schema 7"):
+        load(tmp_path / "other")
 
 
 def test_from_the_hub(saved: Path, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +160,43 @@ def test_from_the_hub(saved: Path, converted: Converted, tmp_path: Path, monkeyp
     model = timm.create_model("hf-hub:someone/vit@v2", pretrained=True).eval()
     assert torch.equal(outputs(model), outputs(converted[0]))
     assert (asked["repository"], asked["revision"], asked["allow_patterns"]) == ("someone/vit", "v2", list(FILES))
+    shutil.rmtree(tmp_path / "snapshot")
+    assert torch.equal(outputs(load("hf-hub:someone/vit")), outputs(converted[0])) and asked["revision"] is None
+
+
+def test_to_the_hub(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class Api:
+        def __init__(self, token: str | None) -> None:
+            assert token == "secret"
+
+        def create_repo(self, name: str, **options: Any) -> Any:
+            assert options == {"private": True, "exist_ok": True}
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> str:
+            shutil.copytree(folder_path, tmp_path / "uploaded")
+            return f"https://huggingface.co/{repo_id}/commit/1"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    address = push_to_hub(converted[0], "hf-hub:someone/vit", private=True, token="secret", dtype="float16")
+    assert address == "https://huggingface.co/someone/vit/commit/1"
+    assert torch.equal(outputs(load(tmp_path / "uploaded")), outputs(copy.deepcopy(converted[0]).half()))
+
+
+def test_what_the_hub_refuses_is_a_sentence(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("401 Client Error.\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"^someone/vit cannot be had from the Hugging Face hub: 401 Client Error$"):
+        load("hf-hub:someone/vit@v2")
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
+    with pytest.raises(CheckpointError, match=r"^the model cannot be pushed to someone/vit: 401 Client Error$"):
+        push_to_hub(converted[0], "someone/vit")
 
 
 def test_vit_pytorch_keeps_head_and_size(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from flysurgery.checkpoint import build_base, save
 from flysurgery.cli import main
-from flysurgery.surgery import convert
+from flysurgery.inference import convert
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,29 @@ def test_help_and_version(run: Run, arguments: tuple[str, ...], words: tuple[str
     assert all(word in outcome.out for word in words)
 
 
+HEAVY = {"torch", "timm", "numpy", "transformers"}
+VERBS = ("inspect", "convert", "evaluate", "finetune", "densify", "doctor", "autotune")
+HELP = [(), *((verb,) for verb in VERBS), *(("bench", each) for each in ("multiply", "layer", "model", "projection"))]
+
+
+@pytest.mark.parametrize("verb", HELP, ids=" ".join)
+def test_help_lists_options_in_named_groups_and_without_types_of_switches(
+    run: Run, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = run(*verb, "--help")
+    assert outcome.code == 0 and "<bool>" not in outcome.out and "BOOLEAN" not in outcome.out
+    assert "─ Options ─" not in outcome.out and "─ Output ─" in outcome.out
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("convert", "--help"), ("bench", "model", "--help")], ids=" ".join)
+def test_help_and_version_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    code = f"import sys; from flysurgery.cli import main; main({arguments}); sys.stderr.write(' '.join({HEAVY} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -91,7 +114,7 @@ def test_interruption_is_quiet_and_exit_code_130(run: Run, monkeypatch: pytest.M
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flysurgery.cli.doctor.print_table", interrupt)
+    monkeypatch.setattr("flysurgery.cli.tables.print_table", interrupt)
     outcome = run("doctor")
     assert (outcome.code, outcome.out, outcome.err.strip()) == (130, "", "")
 

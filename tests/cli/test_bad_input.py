@@ -58,6 +58,7 @@ def no_projection(monkeypatch: pytest.MonkeyPatch) -> None:
         ((*RANDOM, "--samples", "20"), 2, ("--samples", "--calibrate")),
         ((*RANDOM, "--sequential", "--permute"), 2, ("--sequential and --permute need data", "--calibrate")),
         ((*RANDOM, "--calibrate", "nowhere"), 1, ("there is no data set 'nowhere'",)),
+        ((*RANDOM, "--out", "model.safetensors"), 1, ("model.safetensors is the name of a file", "give a folder, such as", "/model")),
         ((*RANDOM, "--out", "."), 1, ("the folder that this runs in",)),
         ((*RANDOM, "--out", "", "--force"), 1, ("the folder that this runs in",)),
     ],

@@ -162,7 +162,11 @@ def test_milliseconds_bound_the_whole_model_and_one_sentence_says_what_won(run: 
 
 def test_where_nothing_is_faster_nothing_is_written(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: (1.0, 1.0, *[1.5] * (len(ways) - 2)))
-    refused("convert", *MEASURE, words=("nothing would be replaced", "comes nearest", "1.5 ms beside 1 ms"))
+    refused(
+        "convert",
+        *MEASURE,
+        words=("nothing would be replaced", "comes nearest", "1.5 ms beside 1 ms (+50.0%, and less than -2.0% would count as faster)"),
+    )
 
 
 @pytest.mark.parametrize(

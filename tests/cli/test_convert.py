@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flysurgery.checkpoint import load
-from flysurgery.surgery import Plan, convert
+from flysurgery.inference import convert
+from flysurgery.surgery import Plan
 from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, TINY_BASE, VIT_PYTORCH, Document, Refused, Run, snapshot, tiny_model
 
 
@@ -85,7 +86,7 @@ def test_calibration_says_its_errors_and_the_images_that_it_left_out(run: Run, r
     outcome = run("convert", *RANDOM, "--calibrate", images, "--sequential", "--out", "o")
     assert outcome.code == 0
     assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 03.png\n"
-    assert "output error  plain projection" in outcome.out.splitlines()[0]
+    assert "output error  plain error" in outcome.out.splitlines()[0]
     assert f"calibrated with 11 samples of {images}, of which 2 were held out" in outcome.out
     report = json.loads(Path("o/report.json").read_text())
     rows = [row["calibration"] for row in report["rows"] if row["status"] == "replace"]

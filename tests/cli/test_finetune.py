@@ -17,7 +17,8 @@ from PIL import Image
 
 from flysurgery.checkpoint import build_base, load, load_dense, save, save_dense
 from flysurgery.evaluation import evaluate, load_data
-from flysurgery.surgery import convert, plan_of
+from flysurgery.inference import convert
+from flysurgery.surgery import plan_of
 from tests.cli.conftest import RANDOM, TINY, TINY_ARGUMENTS, TINY_BASE, Document, Refused, Run
 
 QUICK = ("--data", "digits", "--epochs", "1", "--batch-size", "256", "--cpu", "--workers", "0")

@@ -11,7 +11,7 @@ import pytest
 
 from flysurgery.cli.source import check_available
 from flysurgery.errors import ModelError
-from tests.cli.conftest import Run
+from tests.cli.conftest import Refused, Run
 
 NAME = "vit_small_patch16_224"
 
@@ -28,6 +28,12 @@ def test_without_network_convert_says_what_to_do_and_writes_nothing(run: Run, tm
     outcome = run("convert", NAME, "--arch", "monarch")
     outcome.check_refused(NAME, "--checkpoint FILE", "--no-pretrained")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_network_a_name_of_transformers_gets_its_own_advice(refused: Refused) -> None:
+    advice = ("someone/vit cannot be downloaded: no connection", "save_pretrained", "transformers:ViTModel --no-pretrained")
+    refused("convert", "transformers:someone/vit", words=advice)
 
 
 def test_it_says_so_within_seconds_and_without_the_client_s_retries(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -92,50 +91,63 @@ def test_a_cache_folder_s_parent_that_is_a_file_is_an_obstacle(document: Documen
     assert "not a folder" in facts["kernel cache"]["obstacle"]
 
 
-COLUMNS = ("layer", "n", "worst\nerror", "architecture")
-ROWS = [("blocks.*.attn.qkv", "12", "0.612", "(1,96,96,4),\n(4,96,96,1)"), ("blocks.*.mlp.fc1", "2", "0.7", "(1,384,96,4),\n(4,96,96,1)")]
+COLUMNS = ("layer", "n", "worst error", "architecture")
+ROWS = [("blocks.*.attn.qkv", "12", "0.612", "(1,96,96,4), (4,96,96,1)"), ("blocks.*.mlp.fc1", "2", "0.7", "(1,384,96,4), (4,96,96,1)")]
 
-PLAIN = """\
+WIDE = """\
 layer               n  worst error  architecture
 blocks.*.attn.qkv  12        0.612  (1,96,96,4), (4,96,96,1)
 blocks.*.mlp.fc1    2          0.7  (1,384,96,4), (4,96,96,1)
 """
 
 NARROW = """\
-                     worst
-layer              n error architecture
-blocks.*.attn.qkv 12 0.612 (1,96,96,4),
-                           (4,96,96,1)
-blocks.*.mlp.fc1   2   0.7 (1,384,96,4),
-                           (4,96,96,1)
+layer               n  worst  architecture
+                       error
+blocks.*.attn.qkv  12  0.612  (1,96,96,4),
+                              (4,96,96,1)
+blocks.*.mlp.fc1    2    0.7  (1,384,96,4),
+                              (4,96,96,1)
 """
 
-WIDE = """\
-layer              n worst error architecture
-blocks.*.attn.qkv 12       0.612 (1,96,96,4), (4,96,96,1)
-blocks.*.mlp.fc1   2         0.7 (1,384,96,4), (4,96,96,1)
+NARROWER = """\
+blocks.*.attn.qkv
+    n: 12; worst error: 0.612;
+    architecture: (1,96,96,4),
+    (4,96,96,1)
+blocks.*.mlp.fc1
+    n: 2; worst error: 0.7;
+    architecture: (1,384,96,4),
+    (4,96,96,1)
 """
 
 
-def show(capsys: pytest.CaptureFixture[str]) -> str:
-    print_table(COLUMNS, ROWS, right=("n", "worst\nerror"))
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    return "".join(line.rstrip() + "\n" for line in text.splitlines())
-
-
-def test_elsewhere_than_on_a_terminal_a_row_is_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    assert show(capsys) == PLAIN
-
-
-@pytest.mark.parametrize(("width", "expected"), [(45, NARROW), (120, WIDE)])
-def test_a_terminal_breaks_where_it_is_told_and_only_if_it_must(
+@pytest.mark.parametrize(("width", "expected"), [(120, WIDE), (61, WIDE), (43, NARROW), (32, NARROWER)])
+def test_tables_keep_to_the_width_and_lose_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, expected: str
 ) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm")
-    assert show(capsys) == expected
+    print_table(COLUMNS, ROWS, right=("n", "worst error"))
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", *TINY),
+        ("doctor",),
+        ("convert", *TINY, "--no-pretrained", "--dry-run"),
+        ("convert", *TINY, "--no-pretrained", "--arch", "auto", "--budget", 0.4, "--calibrate", "digits", "--samples", 12, "--permute"),
+        ("bench", "multiply", "--quick", "--width", 16, "--rows", 8, "--rounds", 2),
+    ],
+    ids=lambda command: " ".join(map(str, command)),
+)
+def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]) -> None:
+    monkeypatch.delenv("COLUMNS")
+    outcome = run(*command)
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    tables = [line for line in lines if "   " in line]  # sentences have as many words as they need
+    assert tables and max(map(len, tables)) <= 80 and not any("…" in line for line in lines)
 
 
 def test_json_is_one_document_and_refuses_what_json_has_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from flysurgery.checkpoint import build_base, load, load_dense, save
 from flysurgery.evaluation import evaluate, load_data
-from flysurgery.surgery import convert
+from flysurgery.inference import convert
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "checkpoints" / "digits_vit"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
@@ -44,6 +46,30 @@ def test_counts() -> None:
     with pytest.raises(OptionError, match="at least 1, got 0"):
         evaluate(model, data(scores, classes), batch_size=0)
     assert str(Accuracy(0.985, 1.0, 599, 2.04)) == "top-1 98.50%, top-5 100.00% of 599 samples in 2.0 s"
+
+
+def test_any_iterable_of_images_and_labels() -> None:
+    images, classes = torch.eye(CLASSES)[:, None, None, :], torch.tensor([0, 1, 2, 3, 4, 5, 0])
+    loader = DataLoader(TensorDataset(images, classes), batch_size=3)
+    for given in (loader, list(loader), ((image[None], label[None]) for image, label in zip(images, classes, strict=True))):
+        found = evaluate(Lookup(), given)
+        assert (found.top1, found.samples) == (6 / 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "fact"),
+    [
+        (3, r"expected a model and then a DataLoader .*, got Lookup and int"),
+        ([], "there are no images"),
+        ([torch.zeros(2, 1, 1, 7)], r"batches \(images, labels\).*got \(torch.float32 \(2, 1, 1, 7\)\)"),
+        ([(torch.zeros(1, 1, 7), 3)], r"got \(torch.float32 \(1, 1, 7\), int\)"),
+        ([(torch.zeros(2, 1, 1, 7), torch.zeros(2, 7))], r"got .*torch.float32 \(2, 7\)\)"),
+        ([(torch.zeros(2, 1, 1, 7), torch.tensor([0, 7]))], "tells 7 classes apart, got labels from 0 to 7"),
+    ],
+)
+def test_what_is_no_batch_of_images_and_labels(given: Any, fact: str) -> None:
+    with pytest.raises(DataError, match=fact):
+        evaluate(Lookup(), given)
 
 
 def test_modes_are_set_back_and_images_cast_to_the_model() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import timm
@@ -13,6 +15,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import flysurgery
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
+from flysurgery.ops.backends.convolution import ConvolutionBackend
 from flysurgery.patterns import Architecture
 
 ARCHITECTURE = Architecture.of((1, 8, 6, 2), (2, 6, 4, 1))
@@ -60,3 +63,25 @@ def test_a_converted_model_is_traced_counted_and_looked_into() -> None:
     torch.testing.assert_close(traced(x), model(x))
     found = create_feature_extractor(model, {"blocks.0": "first", "blocks.1.mlp.fc1": "hidden"})(x)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"first": (2, 17, 192), "hidden": (2, 17, 768)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_an_onnx_file_has_grouped_convolutions_and_the_outputs(tmp_path: Path) -> None:
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=10).eval()
+    flysurgery.apply(flysurgery.plan(model, arch="monarch"), model)
+    file, x = tmp_path / "model.onnx", torch.randn(2, 3, 64, 64)
+    torch.onnx.export(model, (x,), file, dynamo=False, input_names=["images"])
+    nodes = Counter(node.op_type for node in onnx.load(file).graph.node)
+    assert nodes["Conv"] == 1 + 2 * 5 * 2  # patches; two factors of q, k, v and both layers of the FFN in each block
+    (found,) = runtime.InferenceSession(file, providers=["CPUExecutionProvider"]).run(None, {"images": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 5, 8)])
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, Architecture.of((1, 8, 2, 3), (3, 2, 8, 1))], ids=str)
+def test_grouped_convolutions_compute_the_product(architecture: Architecture, shape: tuple[int, ...]) -> None:
+    layer = ButterflyLinear(architecture).double()
+    x = torch.randn(*shape[:-1], layer.in_features, dtype=torch.float64)
+    found = ConvolutionBackend().linear(x, tuple(layer.factors), layer.bias)
+    torch.testing.assert_close(found, layer(x))

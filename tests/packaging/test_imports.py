@@ -45,3 +45,24 @@ def test_the_rooms_import_downwards_only() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+LATER = """
+import sys
+import flysurgery
+light = not {"torch", "timm", "numpy"} & set(sys.modules)
+import timm
+print(light, timm.is_model("flysurgery_structured"), "flysurgery.checkpoint" in sys.modules)
+print(flysurgery.plan.__module__, flysurgery.ops.__name__)
+try:
+    flysurgery.nonsense
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_rooms_are_imported_when_they_are_asked_for() -> None:
+    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=True)
+    first, second, third = done.stdout.splitlines()
+    assert (first, second) == ("True True False", "flysurgery.surgery.planning flysurgery.ops")
+    assert third == "module 'flysurgery' has no attribute 'nonsense'"

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from flysurgery.calibration import collect, samples_of
 from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.factors import factors_to_dense
+from flysurgery.inference import convert
 from flysurgery.patterns import Architecture, low_rank, monarch
 from flysurgery.projection import metric_of, output_error, project, project_calibrated
-from flysurgery.surgery import FidelityGoal, Plan, Split, allocate, apply, candidates, convert, plan
+from flysurgery.surgery import FidelityGoal, Plan, Split, allocate, apply, candidates, plan
 from tests.surgery.conftest import unchanged
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery.errors import OptionError, PlanError, SurgeryError
 from flysurgery.factors import factors_to_dense
+from flysurgery.inference import convert
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.patterns import monarch
 from flysurgery.projection import project
-from flysurgery.surgery import Plan, apply, convert, densify, install, plan, plan_of
+from flysurgery.surgery import Plan, apply, densify, install, plan, plan_of
 from tests.support.oracle import dense as dense_factor
 from tests.support.tolerance import FP32, MIN_OUTPUTS
 from tests.surgery.conftest import TINY, beit, make_exact, unchanged

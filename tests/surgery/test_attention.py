@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.errors import PlanError
+from flysurgery.inference import convert
 from flysurgery.layers import ButterflyLinear
-from flysurgery.surgery import Plan, apply, convert, densify, install, plan
+from flysurgery.surgery import Plan, apply, densify, install, plan
 from tests.surgery.conftest import make_exact, unchanged
 
 torchvision = pytest.importorskip("torchvision", reason="timm brings torchvision")

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from flysurgery.calibration import Samples
 from flysurgery.errors import DataError, OptionError, SurgeryError
+from flysurgery.inference import convert
 from flysurgery.layers import SplitLinear
-from flysurgery.surgery import Plan, Report, apply, convert, plan
+from flysurgery.surgery import Plan, Report, apply, plan
 from tests.surgery.conftest import beit, inputs_of, interrupt_at, unchanged
 from tests.surgery.test_apply import Mobile
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import WalkError
-from flysurgery.walker import EXAMPLE_BATCH, example_input
+from flysurgery.walker import EXAMPLE_BATCH, example_input, walk
 from tests.walker.toys import FusedAttention
 
 
@@ -77,3 +77,29 @@ def test_unknown() -> None:
         match=r"no example input is known for FusedAttention, and zeros of shape \(2, .*\) fail \(.+\); give an example",
     ):
         example_input(FusedAttention())
+
+
+def test_a_configuration_without_a_size() -> None:
+    class Rigid(FusedAttention):
+        config = type("Config", (), {"to_dict": dict})()
+
+    with pytest.raises(WalkError, match=r"known for Rigid, whose configuration names no image_size, and zeros .* fail .*give an example"):
+        example_input(Rigid())
+
+
+def test_a_model_of_two_inputs_that_got_one() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, ids: Tensor, images: Tensor | None = None) -> Tensor:
+            assert images is not None, "images are missing"
+            return self.linear(images) + ids
+
+    sentence = r"images are missing; the example gives ids, and the forward also takes images: give what it needs, as a tuple or a dict$"
+    with pytest.raises(WalkError, match=sentence):
+        walk(Pair(), torch.zeros(2, 8))
+    with pytest.raises(WalkError, match=r"missing 1 required positional argument.*; give an example: a tensor, a tuple or a dict"):
+        example_input(type("Needy", (Pair,), {"forward": lambda self, ids, images: self.linear(images) + ids})())
+    assert len(walk(Pair(), (torch.zeros(2, 8), torch.zeros(2, 8)))) == 1
