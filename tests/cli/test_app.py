@@ -26,7 +26,7 @@ SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
     [
         (("--help",), ("inspect", "convert", "evaluate", "finetune", "densify", "doctor", "autotune", "bench")),
         ((), ("convert",)),
-        (("bench",), ("multiply", "layer", "model", "projection")),
+        (("bench",), ("multiply", "model", "projection")),
         (("--version",), (flysurgery.__version__,)),
     ],
 )
@@ -38,7 +38,7 @@ def test_help_and_version(run: Run, arguments: tuple[str, ...], words: tuple[str
 
 HEAVY = {"torch", "timm", "numpy", "transformers"}
 VERBS = ("inspect", "convert", "evaluate", "finetune", "densify", "doctor", "autotune")
-HELP = [(), *((verb,) for verb in VERBS), *(("bench", each) for each in ("multiply", "layer", "model", "projection"))]
+HELP = [(), *((verb,) for verb in VERBS), *(("bench", each) for each in ("multiply", "model", "projection"))]
 
 
 @pytest.mark.parametrize("verb", HELP, ids=" ".join)

@@ -99,7 +99,7 @@ def test_operators_keep_their_schemas() -> None:
     dy = rows_of(33)
     torch.library.opcheck(torch.ops.flysurgery.ks_linear.default, (x, factors, [layer.bias], 1, "fp16"))
     torch.library.opcheck(torch.ops.flysurgery.ks_linear_input_gradient.default, (dy, detached, 1, "fp16"))
-    torch.library.opcheck(torch.ops.flysurgery.ks_linear_gradients.default, (dy, x.detach(), detached, [], 1, "fp16", True, True))
+    torch.library.opcheck(torch.ops.flysurgery.ks_linear_gradients.default, (dy, x.detach(), detached, 1, "fp16", True, True))
 
 
 def test_double_backward_is_refused() -> None:
