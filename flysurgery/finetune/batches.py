@@ -54,9 +54,15 @@ def check_augmentation(settings: Settings) -> None:
     if settings.augment is None:
         return
     try:
-        create_transform(32, is_training=True, auto_augment=settings.augment)
+        create_transform(32, is_training=True, auto_augment=policy_of(settings))
     except (AssertionError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"timm has no policy of augmentation '{settings.augment}'; rand-m9-mstd0.5-inc1 is one") from error
+
+
+def policy_of(settings: Settings) -> str | None:
+    """The policy of augmentation, whose increasing magnitudes end at 9 of 10: at 10 timm posterizes to no bits, which Pillow 13 refuses."""
+    policy = settings.augment
+    return f"{policy}-mmax9" if policy is not None and "-inc1" in policy and "-mmax" not in policy else policy
 
 
 def batch_size_of(settings: Settings, images: int, processes: int) -> int:
@@ -101,7 +107,7 @@ class LoadedBatches(Batches):
             ratio=(0.9, 1.1) if in_memory else None,
             hflip=flip if settings.flip is None else settings.flip,
             color_jitter=jitter if wanted.channels == 3 and not in_memory else 0.0,
-            auto_augment=settings.augment,
+            auto_augment=policy_of(settings),
             re_prob=settings.erase,
             interpolation=str(wanted.config["interpolation"]),
             mean=wanted.mean,

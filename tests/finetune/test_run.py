@@ -11,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from timm.data import create_transform
 from torch import nn
 
 from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingError
 from flysurgery.fidelity import Copied, moments
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
+from flysurgery.finetune.batches import policy_of
 from flysurgery.finetune.loop import LOOKS, looks_for
 from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.run import Outcome
@@ -259,3 +263,10 @@ def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
     assert outcome.labelled and outcome.updates == 7
     (seconds,) = given  # at least two looks are left out of 1.8 seconds
     assert seconds < 1.8 - 2 * 0.3
+
+
+def test_a_policy_of_increasing_magnitudes_never_posterizes_to_no_bits() -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 8, 3), np.uint8))
+    strongest = create_transform(8, is_training=True, auto_augment=policy_of(Settings(augment="rand-m10-inc1")))
+    for _ in range(300):
+        strongest(image)
