@@ -24,12 +24,13 @@ def factor_gradients(
 ) -> list[Tensor]:  # one a factor, of its shape and the dtype of dw
     """The gradients of factors whose products have the gradients ``dw``, side by side along the outputs.
 
-    Two factors on CUDA take one launch for all linears, which reads ``dw`` twice. All others are multiplied by PyTorch, as if the rows of
-    one linear's ``dw`` were a batch.
+    Two factors on CUDA take one launch for all linears, which reads ``dw`` twice, if all factors have one dtype. All others are multiplied
+    by PyTorch, as if the rows of one linear's ``dw`` were a batch.
     """
     length = len(factors) // linears
     architecture = architecture_of(factors[:length])
-    if length == 2 and dw.is_cuda and dw.dtype == torch.float32 and factors[0].dtype in DTYPE_NUMBERS:
+    (dtype, *others) = {factor.dtype for factor in factors}
+    if length == 2 and dw.is_cuda and dw.dtype == torch.float32 and dtype in DTYPE_NUMBERS and not others:
         return _by_kernel(dw, [factor.contiguous() for factor in factors], linears, architecture)
     starts = range(0, len(factors), length)
     parts = zip(dw.split(architecture.out_features), starts, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ KINDS = {"fused_linear": (False, False), "norm_linear": (True, False), "gated_li
 _ALIGNMENT = 16
 
 
+@lru_cache(maxsize=4096)
 def fused_reason(
     architecture: Architecture, mode: str, linears: int, shared_limit: int, *, norm: bool = False, gated: bool = False
 ) -> str | None:
@@ -85,8 +86,7 @@ class FusedLinear:
         self.config = found[0]
         self.tile = tile = tile.of(self.config)
         self.device, self.device_index = torch.device("cuda", device_index), device_index
-        (name,) = [name for name, kind in KINDS.items() if kind == (norm, gated)]
-        self._case = partial(TunedCase, torch.cuda.get_device_name(device_index), name, architecture, mode, linears)
+        self._case = partial(TunedCase, torch.cuda.get_device_name(device_index), _name_of(norm, gated), architecture, mode, linears)
         self._out_features = linears * architecture.out_features // (2 if gated else 1)
         self._launches: dict[tuple[int, int, str, bool, int | None, float, bool], Prepared] = {}
 
@@ -174,10 +174,13 @@ def fused_kernel(
 
 @chosen_by_table
 def _chosen(architecture: Architecture, mode: str, linears: int, rows: int, norm: bool, gated: bool, device_index: int) -> FusedLinear:
-    (name,) = [name for name, kind in KINDS.items() if kind == (norm, gated)]
-    fields = tuned_config(name, architecture, mode, linears, device_index, rows)
+    fields = tuned_config(_name_of(norm, gated), architecture, mode, linears, device_index, rows)
     config = _config_of(fields, tiling(architecture, mode, linears, norm=norm, gated=gated), device_index) if fields else None
     return _kernel(architecture, mode, linears, config, norm, gated, device_index)
+
+
+def _name_of(norm: bool, gated: bool) -> str:
+    return next(name for name, kind in KINDS.items() if kind == (norm, gated))
 
 
 @cache

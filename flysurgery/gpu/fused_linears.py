@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 
 
-@lru_cache(maxsize=4096)
 def fused_linears_obstacle(
     architecture: Architecture, mode: str, linears: int, activation: str, norm: bool, gated: bool, device_index: int
 ) -> str | None:

@@ -29,7 +29,7 @@ def input_gradient(
 ) -> Tensor:  # shape: (*batch, in_features)
     """``dx = dy @ W``: one linear by its transposed factors, several by one dense product with what their factors give for unit rows.
 
-    A launch for each of several linears, and for each sum, takes about 45 us more for q, k and v of 384 features, 25216 rows in bf16.
+    The dense product replaces a launch for each linear and the sums between them.
     """
     if linears == 1:
         return run_product(dy, factors, (), 1, mode, transposed=True)
@@ -55,11 +55,10 @@ def all_gradients(
     doubt_trained(factors)
     with without_autocast(x.device.type):
         rows, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        found = [
-            each.to(torch.promote_types(x.dtype, torch.float32)) for each in factor_gradients(_summed(rows, given, mode), factors, linears)
-        ]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        found = [gradient.to(dtype) for gradient in factor_gradients(_summed(rows, given, mode), factors, linears)]
         if with_bias:
-            found.append(_sum_of_rows(rows, found[0].dtype))
+            found.append(_sum_of_rows(rows, dtype))
         return [*found, input_gradient(dy, factors, linears, mode)] if with_input else found
 
 
@@ -74,7 +73,7 @@ def _summed(dy: Tensor, x: Tensor, mode: str) -> Tensor:  # shape: (linears * ou
 
 
 def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:  # shapes: (rows, features) -> (features,)
-    """The sum in ``dtype``; of halves by a product with ones, which takes half the time of PyTorch's sum."""
+    """The sum in ``dtype``; of halves by a product with ones, which reads memory faster than PyTorch's sum."""
     if not dy.is_cuda or dy.dtype.itemsize != 2:
         return dy.sum(0, dtype=dtype)
     return torch.mm(dy.new_ones((8, len(dy))), dy, out_dtype=dtype)[0]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.configured import SINGLE, FactorProduct, chosen_factor
-from flysurgery.gpu.fused import FusedLinear, fused_kernel
+from flysurgery.gpu.fused import FusedLinear, fused_kernel, fused_reason
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.obstacles import fused_obstacle, shared_limit_of
+from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.table import TunedCase
 from flysurgery.patterns import Architecture
 
@@ -103,7 +103,7 @@ def product_of(architecture: Architecture, mode: str, linears: int, device_index
         BackendError: no kernel can run this; ``product_obstacle`` tells beforehand.
     """
     limit = shared_limit_of(device_index)
-    if linears > 1 or fused_obstacle(architecture, mode, 1, limit) is None:
+    if linears > 1 or fused_reason(architecture, mode, 1, limit) is None:
         kernel = fused_kernel(architecture, mode, linears, rows, device_index=device_index)
         return _product(architecture, mode, linears, device_index, kernel)
     singles = tuple(chosen_factor(pattern, mode, device_index, rows) for pattern in reversed(architecture.patterns))

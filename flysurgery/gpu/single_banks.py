@@ -23,16 +23,6 @@ def writes(residue_warps: int, residues: int, element_bytes: int) -> Key:
     return "write", (residue_warps, residues, element_bytes)
 
 
-def feature_reads(block_residues: int, residues: int, neighbours: int, element_bytes: int) -> Key:
-    """What a warp of the factor-gradient kernel reads of rows t = lane % 4: the features of lane / 4.
-
-    Halves of a single residue are read as four matrices of 8 rows and 16 bytes.
-    """
-    if element_bytes == 2 and block_residues == 1:
-        return "matrices", ()
-    return "features", (block_residues, residues, neighbours, element_bytes)
-
-
 def _vectors(start: int, size: int) -> list[tuple[int, int]]:
     """(offset, width) of the accesses that cover ``size`` bytes, as ``read_words`` and ``write_words`` split them."""
     width = 16 if size % 16 == 0 else 8 if size % 8 == 0 else 4
@@ -70,15 +60,6 @@ def _write_accesses(residue_warps: int, residues: int, element_bytes: int) -> Ac
     return _gather(lanes)
 
 
-def _feature_accesses(block_residues: int, residues: int, neighbours: int, element_bytes: int) -> Accesses:
-    lanes = [_vectors(lane // 4 * neighbours * block_residues * element_bytes, neighbours * residues * element_bytes) for lane in range(32)]
-    return tuple((lanes[0][s][1], tuple((lane % 4, lanes[lane][s][0]) for lane in range(32))) for s in range(len(lanes[0])))
-
-
-def _matrix_accesses() -> Accesses:
-    return ((16, tuple((lane // 16 * 8 + lane % 8, lane // 8 % 2 * 16) for lane in range(32))),)
-
-
 def best_pitch(row_bytes: int, key: Key) -> tuple[int, float]:
     """The shortest pitch of at least ``row_bytes`` with the fewest conflicts, and its wavefronts over the least possible."""
     base = -(-row_bytes // 16) * 16
@@ -86,7 +67,7 @@ def best_pitch(row_bytes: int, key: Key) -> tuple[int, float]:
     return base + pad, conflicts
 
 
-_ACCESSES = {"read": _read_accesses, "write": _write_accesses, "features": _feature_accesses, "matrices": _matrix_accesses}
+_ACCESSES = {"read": _read_accesses, "write": _write_accesses}
 
 
 @lru_cache(maxsize=8192)

@@ -101,10 +101,6 @@ class SingleTiling:
         return config.block_residues * self.planes * config.chunk * config.block_outputs * width
 
     @property
-    def image_bytes(self) -> int:
-        return HEADER_BYTES + self.groups * self.counts[2] * self.weight_chunk_bytes
-
-    @property
     def x_pitch(self) -> int:
         """Bytes from row to row of a staged chunk of x."""
         return self._x_pitch_and_conflicts()[0]

@@ -12,8 +12,9 @@ import flysurgery.gpu.operators  # noqa: F401 - registers them
 from flysurgery.gpu.autograd import EagerLinear
 from flysurgery.gpu.configured import factor_config
 from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.fused import fused_reason
 from flysurgery.gpu.modes import mode_of
-from flysurgery.gpu.obstacles import fused_obstacle, gradient_obstacle, product_obstacle, shared_limit_of
+from flysurgery.gpu.obstacles import product_obstacle, shared_limit_of
 from flysurgery.gpu.run_product import run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
@@ -44,7 +45,7 @@ class CudaBackend(Backend):
     def remark(self, problem: Problem) -> str | None:
         """A remark on how a problem is run, where that is not by one kernel of this package."""
         mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact), torch.cuda.current_device()
-        fused = None if mode is None else fused_obstacle(problem.architecture, mode, 1, shared_limit_of(device_index))
+        fused = None if mode is None else fused_reason(problem.architecture, mode, 1, shared_limit_of(device_index))
         if mode is None or fused is None:
             return None
         found = [] if len(problem.architecture) == 1 else [f"factor by factor, as {fused}"]
@@ -110,4 +111,4 @@ def _size_obstacle(
 ) -> str | None:
     architecture = Architecture.of(*shapes)
     obstacle = product_obstacle(architecture, mode, linears, shared_limit)
-    return obstacle or (gradient_obstacle(architecture, mode, shared_limit) if requires_grad else None)
+    return obstacle or (product_obstacle(architecture.transpose, mode, 1, shared_limit) if requires_grad else None)
