@@ -307,6 +307,8 @@ def test_arguments_of_another_kind(call: Callable[..., Any], sentence: str, vit:
 def test_auto_needs_a_goal_and_every_public_name_is_there(vit: nn.Module) -> None:
     with pytest.raises(OptionError, match="arch 'auto' needs what it is to choose by"):
         flysurgery.convert(vit, "auto")
+    with pytest.raises(PlanError, match=r"nothing is faster than dense here; .* would count as faster"):
+        flysurgery.convert(vit, "auto", measure=True)  # layers so small are faster dense on any machine
     report = flysurgery.convert(vit, "auto", budget=0.5)
     assert isinstance(report, flysurgery.Report) and report.tradeoff is not None and report.tradeoff.chosen.share <= 0.5
     assert all(hasattr(flysurgery, name) for name in flysurgery.__all__)
