@@ -16,8 +16,8 @@ from flysurgery.ops.problem import Problem
 class ConvolutionBackend(Backend):
     """``conv1d`` with a group for each of the a*d dense blocks. Features are channels, rows of a sample are positions.
 
-    ONNX files have it: ONNX Runtime and OpenVINO run it in .8 of dense's time, and batched products, with a transposition
-    around each, in 1 to 2 times that (``docs/python.md``). In PyTorch it is slower than the other backends.
+    ONNX files have it: ONNX Runtime and OpenVINO run it faster than dense layers, and batched products, with a transposition
+    around each, mostly slower (rows in ``docs/python.md``). In PyTorch it is slower than the other backends.
     """
 
     name = "convolution"
