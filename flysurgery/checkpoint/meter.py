@@ -29,6 +29,9 @@ PIECE_BYTES = 1024
 RESERVING = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"))
 """Operations whose memory the system hands out only when it is written to."""
 
+FILLING = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "erfinv", "fill", "zero", "clamp", "mul", "add"))
+"""Operations by which constructors give parameters their first numbers. On meta there are none, and the shape stays."""
+
 SHOWN = {"parameters": "parameter tensors", "nbytes": "bytes besides its parameters"}
 """What messages call a limit, where not by its own name."""
 
@@ -152,6 +155,8 @@ class _Meter(TorchDispatchMode):
             self.add("nbytes", _nbytes(args))
         if func._schema.is_mutable:
             self._check("nbytes")  # it writes to memory that was only reserved
+        if func._schema.name in FILLING and args[0].is_meta and not any(isinstance(each, Tensor) and each.ndim for each in args[1:]):
+            return args[0]
         if all(each.alias_info is not None for each in func._schema.returns):
             return func(*args, **kwargs)  # it gives views of its arguments, or themselves
         predicted = None if _is_on_meta(args, kwargs) else _predicted(func, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -49,7 +50,7 @@ def from_json(kind: type[T], data: object, where: str) -> T:
         raise PlanError(f"{where} must be a JSON object, got {shown(data)}")
     if isinstance(data.get("fqn"), str):
         where = f"layer {data['fqn']}"
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     values = {}
     for each in fields(kind):  # pyright: ignore[reportArgumentType]
         if each.name in data:
@@ -60,6 +61,11 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     if unknown is not None:
         raise PlanError(f"{where} has an unknown entry {shown(unknown)}")
     return kind(**values)
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def shown(value: object) -> str:

@@ -1,16 +1,18 @@
 """Damaged and forged folders, as many as one likes, and what comes of loading one.
 
 Each case changes one to three things in a small valid folder: arguments, plan, configuration, header, tensors, bytes; hashes mostly
-match. What is loaded must be what the files say, or the folder is refused in one sentence, within ``MAX_SECONDS``.
+match. What is loaded must be what the files say, or the folder is refused in one sentence, within ``MAX_SECONDS`` and ``MAX_GROWTH``.
+``python -m tests.checkpoint.damage_by_the_million`` runs as many as one likes.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import json
 import random
+import resource
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -32,7 +34,13 @@ from flysurgery.surgery import install, plan, plan_of
 MAX_SECONDS = 3.0
 """The most computing that loading a damaged folder may take, on a slow machine."""
 
+MAX_GROWTH = 200 << 20
+"""The bytes by which one folder may raise the process's largest memory, of which valid folders have been loaded before."""
+
 MAX_MESSAGE = 400
+
+OUTCOMES = ("equal", "refused")
+"""What may come of a damaged folder."""
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
 SIMPLE_VIT = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
@@ -74,6 +82,11 @@ class Files:
         content = (folder / "model.safetensors").read_bytes()
         length = int.from_bytes(content[:8], "little")
         return cls(json.loads((folder / "config.json").read_text()), json.loads(content[8 : 8 + length]), content[8 + length :])
+
+    def copy(self) -> Files:
+        """The same files, of which each can be changed alone."""
+        config, header = json.loads(json.dumps((self.config, self.header)))
+        return Files(config, header, self.data, self.whole)
 
     def write(self, folder: Path) -> None:
         header = json.dumps(self.header).encode()
@@ -141,11 +154,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``equal``: what is loaded is what the files say; ``refused`` in one sentence; or anything else, which is a fault."""
+    """``equal``: what is loaded is what the files say; ``refused`` in one sentence; or anything else, which is a fault.
+
+    ``seconds`` are those of computing, ``growth`` the bytes by which the process's largest memory rose.
+    """
 
     kind: str
     text: str
     seconds: float
+    growth: int = 0
 
 
 def valid_folders(home: Path) -> list[Valid]:
@@ -169,9 +186,9 @@ def valid_folders(home: Path) -> list[Valid]:
 
 def damaged(valid: Valid, draw: random.Random) -> Case:
     """The folder with one to three changes, chosen by ``draw``."""
-    files, changes = copy.deepcopy(valid.files), []
+    files, changes = valid.files.copy(), []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        changed = copy.deepcopy(files)
+        changed = files.copy()
         try:
             text = draw.choice(CHANGES)(changed, valid, draw)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError):  # an earlier change took away what this one changes
@@ -184,7 +201,7 @@ def damaged(valid: Valid, draw: random.Random) -> Case:
 def outcome_of(folder: Path, case: Case, *, by_timm: bool) -> Outcome:
     """Write the case's files into the folder and load it; errors that timm raises before it calls flysurgery count as refused."""
     case.files.write(folder)
-    start = time.process_time()
+    start, before = time.process_time(), _largest_memory()
     try:
         model = timm.create_model(f"local-dir:{folder}", pretrained=True) if by_timm else flysurgery.load(folder)
     except CheckpointError as error:
@@ -198,7 +215,15 @@ def outcome_of(folder: Path, case: Case, *, by_timm: bool) -> Outcome:
         seconds = time.process_time() - start
         text = _difference(model, case.files)
         kind = "differs" if text else "equal"
-    return Outcome(kind if seconds <= MAX_SECONDS or kind == "error" else "slow", text, seconds)
+    growth = _largest_memory() - before
+    if kind in OUTCOMES and (seconds > MAX_SECONDS or growth > MAX_GROWTH):
+        kind = "slow" if seconds > MAX_SECONDS else "large"
+    return Outcome(kind, text, seconds, growth)
+
+
+def _largest_memory() -> int:
+    """The most bytes that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _difference(model: nn.Module, files: Files) -> str:
