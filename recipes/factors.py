@@ -11,7 +11,7 @@ The tables:
               ``vits.py optimized --joules`` has whole models
     rivals    the linears of a ViT-S/16 beside low rank, magnitude pruning, 2:4 sparsity, int8, fp8 and lazylinop, each held against
               float64 with its own weights: what pruning and rounding do to a model's accuracy is no part of this table. Low rank has
-              as many weights as the butterfly, CSR its density and others. torchao and lazylinop are optional
+              as many weights as the butterfly, CSR, in both layouts, its density and others. torchao and lazylinop are optional
 
 25088 rows. Patterns come in one shuffled order, so that a run that ends after ``--minutes`` has measured a random subset, and the next run
 with the same ``--out`` goes on. What cannot be captured in a graph (bsr) is launched from Python, and its row says so. ``bound_ms`` is what
@@ -33,7 +33,7 @@ import energy
 import recipe
 from factor_cases import FACTOR_COLUMNS, compiled_ahead, factor_head, factor_rows
 from paper_patterns import ROWS, draw_boxes, energy_boxes, energy_patterns, panels, shares_table, shuffled, time_patterns, wins_table
-from rivals import CSR, DENSITIES, RIVAL_COLUMNS, rival_rows
+from rivals import CSR, CSR_LAST, DENSITIES, RIVAL_COLUMNS, rival_rows
 
 from flysurgery.bench import Record
 from flysurgery.bench.units import layer_sizes
@@ -126,16 +126,16 @@ def measure_rivals(options: argparse.Namespace) -> None:
 
     records = recipe.make(options, device, RIVAL_COLUMNS, jobs(), shown=("layer", "mode", "candidate", "density", "launch", *TIMES))
     for name, points in csr_points(records).items():
-        print(f"{CSR}, {name}: {crossing(points)}")
+        print(f"{name}: {crossing(points)}")
 
 
 def csr_points(records: Sequence[Record]) -> Mapping[str, list[tuple[float, float]]]:
-    """Share of the weights that magnitude pruning keeps and time over dense, of each layer and mode."""
+    """Share of the weights that magnitude pruning keeps and time over dense, of each layout, layer and mode."""
     found: dict[str, list[tuple[float, float]]] = {}
     for record in records:
-        if record["candidate"] == CSR and record["ratio_to_dense"]:
+        if record["candidate"] in (CSR, CSR_LAST) and record["ratio_to_dense"]:
             point = float(record["density"]), float(record["ratio_to_dense"])
-            found.setdefault(f"{record['layer']}, {record['mode']}", []).append(point)
+            found.setdefault(f"{record['candidate']}, {record['layer']}, {record['mode']}", []).append(point)
     return found
 
 
