@@ -133,8 +133,8 @@ def read_model(
             model = _read_by_transformers(config, file, place, wanted)
             _describe_images(model, folder)
             return model
-        # Where a report lies beside it, ``save`` wrote the file, and it had a header.
-        by_timm = SCHEMA_KEY not in file.metadata and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
+        # Where a report lies beside it, or a part of a header is there, ``save`` wrote the file, and it had a whole one.
+        by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
         header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
         plan = header.plan
         if not by_timm:
