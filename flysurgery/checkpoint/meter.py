@@ -71,6 +71,15 @@ class Limits:
             largest = int((self.nbytes / PAIR_BYTES) ** 0.25)
             if "window" in name and number > largest:
                 raise LimitError(f"base_args: {name} is {number}, and the tensors that are stored allow windows of at most {largest}")
+        self._check_repetition(base_args)
+
+    def _check_repetition(self, base_args: Mapping[str, Any]) -> None:
+        """Refuse a list or a text that a constructor which multiplies it by a number would make larger than ``nbytes``."""
+        number = max((each for _, each in _numbers("", base_args) if isinstance(each, int)), default=0)
+        sizes = [(len(value) if isinstance(value, str) else 8 * len(value), name) for name, value in _sequences("", base_args)]
+        size, name = max(sizes, default=(0, ""))
+        if size * number > self.nbytes:
+            raise LimitError(f"base_args: {number} times what {name} lists is too much for the tensors that are stored")
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, int | float]]:
@@ -82,6 +91,15 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, int | float]]:
         for each in value:
             yield from _numbers(name, each)
     elif isinstance(value, int | float):
+        yield name, value
+
+
+def _sequences(name: str, value: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """All lists and texts within the arguments, each with the name of the argument or the innermost entry that holds it."""
+    if isinstance(value, Mapping):
+        for inner, each in value.items():
+            yield from _sequences(inner, each)
+    elif isinstance(value, list | tuple | str):
         yield name, value
 
 

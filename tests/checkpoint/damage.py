@@ -102,6 +102,11 @@ class Files:
         return self.header["__metadata__"]
 
     @property
+    def plan(self) -> dict[str, Any]:
+        """A copy of the plan; ``set_plan`` writes it."""
+        return json.loads(self.metadata["plan"])
+
+    @property
     def tensors(self) -> list[str]:
         """The names of the stored tensors."""
         return sorted(set(self.header) - {"__metadata__"})
@@ -245,7 +250,7 @@ def _difference(model: nn.Module, files: Files) -> str:
 
 def set_argument(files: Files, valid: Valid, draw: random.Random) -> str:
     """Another value for an argument of the base, with matching hashes."""
-    parts = json.loads(files.metadata["plan"])
+    parts = files.plan
     name = draw.choice((*valid.arguments, *parts["base_args"]))
     value = draw.choice(LIKELY if draw.random() < 0.5 else VALUES)
     parts["base_args"][name] = [value] * draw.randint(1, 4) if draw.random() < 0.2 else value
@@ -256,7 +261,7 @@ def set_argument(files: Files, valid: Valid, draw: random.Random) -> str:
 def edit_json(files: Files, _valid: Valid, draw: random.Random) -> str:
     """Another value anywhere in the plan, with matching hashes, in ``config.json`` or in the header's own entries."""
     what = draw.choice((*("plan",) * 4, *("config",) * 2, *("metadata",) * 2))
-    parts = {"plan": json.loads(files.metadata["plan"]), "config": files.config, "metadata": files.metadata}[what]
+    parts = {"plan": files.plan, "config": files.config, "metadata": files.metadata}[what]
     text = _edit(parts, draw)
     if what == "plan":
         files.set_plan(parts)
