@@ -1,4 +1,4 @@
-"""Data sets are prepared for the model's input, and refused where they cannot belong to it."""
+"""Images to evaluate on and to calibrate with: prepared for the model's input, kept apart, and refused where they cannot belong to it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader
+from vit_pytorch import ViT
 
+from flysurgery.checkpoint import build_base
 from flysurgery.errors import DataError, WalkError
-from flysurgery.evaluation import ImageData, digits, evaluate, load_data
+from flysurgery.evaluation import Fractals, ImageData, digits, evaluate, load_calibration, load_data
 
 DATA = importlib.import_module("flysurgery.evaluation.data")
 
+
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+
+
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 
@@ -78,15 +84,11 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_on_meta_and_of_vit_pytorch() -> None:
-    from vit_pytorch import ViT
-
     with torch.device("meta"):
         skeleton = model(10)
     assert load_data("digits", skeleton).dataset[0][0].shape == (3, 16, 16)
     vit = ViT(image_size=32, patch_size=8, num_classes=10, dim=32, depth=1, heads=2, mlp_dim=64)
-    data = load_data("digits", vit)
-    assert data.dataset[0][0].shape == (3, 32, 32)
-    assert evaluate(vit, data, batch_size=300).samples == 599
+    assert load_data("digits", vit).dataset[0][0].shape == (3, 32, 32)
 
 
 def test_image_folder(pictures: Path) -> None:
@@ -97,21 +99,6 @@ def test_image_folder(pictures: Path) -> None:
         assert label == index // 2
         assert torch.equal(image, ((colour - 0.5) / 0.5)[:, None, None].expand(3, 16, 16))
     assert load_data(pictures, model(3, in_chans=1)).dataset[0][0].shape == (1, 16, 16), "a grey model reads grey pictures"
-
-
-def test_colours_are_told_apart(pictures: Path) -> None:
-    """A model that looks at channels: index 2 is red, the last in the order of names."""
-
-    class Channels(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return images.mean((2, 3)).flip(1) * self.scale
-
-    found = evaluate(Channels(), load_data(pictures, model(3)))
-    assert (found.top1, found.top5) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +143,91 @@ def test_models_of_something_else_than_images(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(DATA, "example_input", lambda model, shape=shape: torch.zeros(shape))
         with pytest.raises(DataError, match="expected a model of images with 1 or 3 channels, got one that takes inputs of shape"):
             load_data("digits", model(10))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten grey images, from dark to bright, at two depths and of two sizes."""
+    for index in range(10):
+        place = tmp_path / "images" / ("a" if index < 5 else "b/c")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20 + index, 40, 3), 25 * index, np.uint8)).save(place / f"{index}.png")
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def test_digits_to_calibrate_with_are_not_those_that_are_measured_on() -> None:
+    network = model(10)
+    found = load_calibration("digits", network, samples=300)
+    assert found.inputs.shape == (300, 3, 16, 16)
+    held_out = {image.numpy().tobytes() for image, _ in load_data("digits", network).dataset}  # pyright: ignore[reportGeneralTypeIssues]
+    assert held_out.isdisjoint(image.numpy().tobytes() for image in found.inputs)
+
+
+def test_a_folder_of_any_depth_without_regard_to_classes_gives_samples_that_are_spread_evenly(folder: Path) -> None:
+    found = load_calibration(folder, model(7))
+    assert found.inputs.shape == (10, 3, 16, 16) and found.skipped == ()
+    assert found.inputs.mean((1, 2, 3)).diff().min() > 0
+    assert torch.equal(load_calibration(folder, model(7), samples=5).inputs, found.inputs[::2])
+
+
+def test_unreadable_images_are_left_out_named_and_made_up_for(folder: Path) -> None:
+    (folder / "a" / "0.png").write_text("broken")
+    (folder / "b" / "c" / "6.png").write_bytes((folder / "b" / "c" / "6.png").read_bytes()[:40])
+    found = load_calibration(folder, model(7), samples=5)
+    assert len(found) == 5 and found.skipped == ("a/0.png", "b/c/6.png")
+    with pytest.raises(DataError, match=r"9 samples are needed, and only 8 images can be read; unreadable are a/0\.png, b/c/6\.png$"):
+        load_calibration(folder, model(7), samples=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "words"),
+    [
+        ("empty", None, "there are no images in"),
+        ("images", None, "none of the 10 images"),
+        ("dogs", None, "there is no data set 'dogs'"),
+        ("digits", 1500, "1500 were asked for and there are 1198"),
+    ],
+)
+def test_nothing_to_read_is_refused(
+    name: str, samples: int | None, words: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in folder.rglob("*.png"):
+        path.write_text("broken")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=words):
+        load_calibration(name, model(10), samples=samples)
+
+
+GREY = {"mean": [0.5], "std": [0.5]}
+
+
+def test_a_picture_follows_from_its_number_alone() -> None:
+    data = Fractals("train", 5, (24, 32), **GREY)
+    images, classes = data.batch([7, 100_000, 8])
+    again, same = data.batch([8, 7])
+    assert images.shape == (3, 1, 24, 32) and images.min() >= -1 and images.max() <= 1
+    assert torch.equal(images[[2, 0]], again) and torch.equal(classes[[2, 0]], same)
+    other = Fractals("train", 5, (24, 32), **GREY, seed=1).batch([7, 100_000, 8])[0]
+    assert not any(torch.equal(one, two) for one in images for two in other)
+
+
+def test_held_out_pictures_are_no_training_pictures_and_their_classes_take_turns() -> None:
+    held_out, train = (Fractals(part, 4, (16, 16), **GREY, samples=40) for part in ("held-out", "train"))
+    images, classes = next(iter(DataLoader(held_out, 40)))
+    assert classes.tolist() == [number % 4 for number in range(40)]
+    seen = {image.numpy().tobytes() for image in train.batch(range(400))[0]}
+    assert len(seen) == 400 and not seen & {image.numpy().tobytes() for image in images}
+    counts = train.batch(range(400))[1].bincount(minlength=4)
+    assert counts.min() > 70, "random classes, each about 100 times"
+
+
+def test_load_data_makes_them_for_the_model() -> None:
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+    model = build_base("vit_tiny_patch16_224", arguments).eval()
+    data = load_data("fractals", model)
+    assert (data.samples, data.num_classes, data.workers) == (150, 3, 0)
+    assert evaluate(model, data).samples == 150
+    with pytest.raises(DataError, match="at least 2 classes"):
+        load_data("fractals", build_base("vit_tiny_patch16_224", arguments | {"num_classes": 1}))

@@ -1,16 +1,21 @@
-"""Accuracy is counted right, and the model is left as it was."""
+"""Accuracy is counted right, the model is left as it was, and the demo checkpoint is what its card says."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flysurgery.checkpoint import build_base, load, load_dense, save
 from flysurgery.errors import DataError, OptionError
-from flysurgery.evaluation import Accuracy, ImageData, evaluate
+from flysurgery.evaluation import Accuracy, ImageData, evaluate, load_data
+from flysurgery.inference import convert
 
 CLASSES = 7
 
@@ -100,3 +105,32 @@ def test_outputs_that_are_no_scores(model: nn.Module, fact: str) -> None:
     with pytest.raises(DataError, match=fact):
         evaluate(model, data(torch.eye(CLASSES), torch.arange(CLASSES)))
     assert model.training
+
+
+ROOT = Path(__file__).parents[2]
+
+
+DEMO = ROOT / "checkpoints" / "digits_vit"
+
+
+def test_the_demo_is_as_accurate_and_small_as_stated_and_timm_opens_it() -> None:
+    model, base, base_args = load_dense(DEMO)
+    found = evaluate(model, load_data("digits", model))
+    stated = re.search(r"\*\*([\d.]+)%\*\* top-1", (DEMO / "README.md").read_text())
+    assert stated is not None and f"{found.top1:.2%}" == f"{stated[1]}%"
+    assert found.top1 >= 0.975 and found.samples == 599
+    assert (DEMO / "model.safetensors").stat().st_size <= 4_000_000
+    skeleton = build_base(base, base_args, device="meta")
+    assert {n: t.shape for n, t in skeleton.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
+    other, image = timm.create_model(f"local-dir:{DEMO}", pretrained=True).eval(), torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(model(image), other(image))
+
+
+@pytest.mark.parametrize(("arch", "least"), [("monarch", 0.95), ("gonon", 0.955)])
+def test_converted_it_still_reads_digits(arch: str, least: float, tmp_path: Path) -> None:
+    model, _, _ = load_dense(DEMO)
+    data = load_data("digits", model)
+    convert(model, arch)
+    save(model, tmp_path / arch)
+    assert evaluate(load(tmp_path / arch), data).top1 >= least
