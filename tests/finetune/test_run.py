@@ -19,10 +19,9 @@ from timm.data import create_transform
 from torch import nn
 
 from flysurgery.errors import DataError, FlysurgeryError, OptionError, TrainingError
-from flysurgery.fidelity import Copied, moments
+from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings, held_out_data, judging_data, train, training_data
 from flysurgery.finetune.batches import policy_of
-from flysurgery.finetune.loop import LOOKS, looks_for
 from flysurgery.finetune.measure import Judge, Look
 from flysurgery.finetune.run import Outcome
 from flysurgery.layers import ButterflyLinear
@@ -231,12 +230,6 @@ def test_runs_that_cannot_begin(converted: Make, photographs: Path, monkeypatch:
     refused(DataError, "no finite numbers before the first update", headless, pictures, UNLABELLED, **seen)
     monkeypatch.setattr("flysurgery.finetune.devices.find_spec", lambda name: None)
     refused(TrainingError, r"pip install 'flysurgery\[train\]'", model, digits, QUICK)
-
-
-def test_looks_take_a_fifth_of_the_budget_at_most() -> None:
-    assert looks_for(600, 0.5) == LOOKS and looks_for(600, 0.0) == LOOKS
-    assert looks_for(600, 50) == 2 and looks_for(60, 50) == 1
-    assert moments(1, 10) == {1} and moments(100, 1) == {100} and max(moments(100, 3)) == 100 and len(moments(100, 10)) == 10
 
 
 def test_a_budget_sets_the_number_of_updates_and_slow_looks_leave_it_to_them(
