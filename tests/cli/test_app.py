@@ -1,4 +1,4 @@
-"""The entry point and the text forms of options: every end of a command is an exit code and at most one line."""
+"""The entry point, the text forms of options, tables and advice: every end of a command is an exit code and at most one line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 
 import flysurgery
 from flysurgery.cli import app
-from flysurgery.cli.options import device_of, model_arguments, names
+from flysurgery.cli.options import model_arguments
+from flysurgery.cli.tables import print_json, print_table
 from flysurgery.errors import OptionError, PatternError, SelectionError
-from tests.cli.conftest import RANDOM, Run, snapshot
+from tests.cli.conftest import RANDOM, TINY, Run, snapshot
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
 
@@ -37,7 +39,11 @@ def test_help_and_version(run: Run, arguments: tuple[str, ...], words: tuple[str
 
 
 HEAVY = {"torch", "timm", "numpy", "transformers"}
+
+
 VERBS = ("inspect", "convert", "evaluate", "finetune", "densify", "doctor", "autotune")
+
+
 HELP = [(), *((verb,) for verb in VERBS), *(("bench", each) for each in ("multiply", "model", "projection"))]
 
 
@@ -74,6 +80,15 @@ def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[st
     run(*arguments).check_refused(*words, code=2)
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    """What stands in for a command, or a part of one, that ends so."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -91,10 +106,7 @@ def test_usage_errors_are_one_line_and_exit_code_2(run: Run, arguments: tuple[st
 def test_errors_become_one_line_and_their_exit_code(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
 ) -> None:
-    def fail(**_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(app, "app", fail)
+    monkeypatch.setattr(app, "app", raising(error))
     outcome = run("doctor")
     outcome.check_refused(code=code)
     assert outcome.err == f"flysurgery: {text}\n"
@@ -102,19 +114,13 @@ def test_errors_become_one_line_and_their_exit_code(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), RuntimeError("a bug")])
 def test_an_error_that_nobody_meant_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(**_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(app, "app", fail)
+    monkeypatch.setattr(app, "app", raising(error))
     with pytest.raises(type(error), match="a bug"):
         run("doctor")
 
 
 def test_interruption_is_quiet_and_exit_code_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("flysurgery.cli.tables.print_table", interrupt)
+    monkeypatch.setattr("flysurgery.cli.tables.print_table", raising(KeyboardInterrupt()))
     outcome = run("doctor")
     assert (outcome.code, outcome.out, outcome.err.strip()) == (130, "", "")
 
@@ -176,12 +182,70 @@ def test_model_arguments_mix_json_and_pairs_and_the_last_one_wins() -> None:
         assert text in str(caught.value)
 
 
-def test_names_and_devices() -> None:
-    assert names("ffn, qkv,", "--roles") == ("ffn", "qkv")
-    with pytest.raises(OptionError, match="--roles"):
-        names(" , ", "--roles")
-    assert device_of("cpu") == torch.device("cpu") and device_of(None).type in ("cpu", "cuda")
-    for text in ("abacus", "cuda:99"):
-        with pytest.raises(OptionError, match=f"'{text}'") as caught:
-            device_of(text)
-        assert "\n" not in str(caught.value)
+COLUMNS = ("layer", "n", "worst error", "architecture")
+
+
+ROWS = [("blocks.*.attn.qkv", "12", "0.612", "(1,96,96,4), (4,96,96,1)"), ("blocks.*.mlp.fc1", "2", "0.7", "(1,384,96,4), (4,96,96,1)")]
+
+
+WIDE = """\
+layer               n  worst error  architecture
+blocks.*.attn.qkv  12        0.612  (1,96,96,4), (4,96,96,1)
+blocks.*.mlp.fc1    2          0.7  (1,384,96,4), (4,96,96,1)
+"""
+
+
+NARROW = """\
+layer               n  worst  architecture
+                       error
+blocks.*.attn.qkv  12  0.612  (1,96,96,4),
+                              (4,96,96,1)
+blocks.*.mlp.fc1    2    0.7  (1,384,96,4),
+                              (4,96,96,1)
+"""
+
+
+NARROWER = """\
+blocks.*.attn.qkv
+    n: 12; worst error: 0.612;
+    architecture: (1,96,96,4),
+    (4,96,96,1)
+blocks.*.mlp.fc1
+    n: 2; worst error: 0.7;
+    architecture: (1,384,96,4),
+    (4,96,96,1)
+"""
+
+
+@pytest.mark.parametrize(("width", "expected"), [(120, WIDE), (61, WIDE), (43, NARROW), (32, NARROWER)])
+def test_tables_keep_to_the_width_and_lose_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, expected: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(COLUMNS, ROWS, right=("n", "worst error"))
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", *TINY),
+        ("doctor",),
+        ("convert", *TINY, "--no-pretrained", "--dry-run"),
+        ("convert", *TINY, "--no-pretrained", "--arch", "auto", "--budget", 0.4, "--calibrate", "digits", "--samples", 12, "--permute"),
+        ("bench", "multiply", "--quick", "--width", 16, "--rows", 8, "--rounds", 2),
+    ],
+    ids=lambda command: " ".join(map(str, command)),
+)
+def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]) -> None:
+    monkeypatch.delenv("COLUMNS")
+    outcome = run(*command)
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    tables = [line for line in lines if "   " in line]  # sentences have as many words as they need
+    assert tables and max(map(len, tables)) <= 80 and not any("…" in line for line in lines)
+
+
+def test_json_refuses_what_json_has_not() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        print_json({"a": float("nan")})

@@ -1,4 +1,4 @@
-"""The verbs with few options, and the tables that all of them print."""
+"""Inspect, doctor and densify; and models of vit-pytorch and transformers through every verb."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import transformers
 
+import flysurgery
 from flysurgery import surgery
 from flysurgery.checkpoint import load
-from flysurgery.cli.tables import print_json, print_table
 from flysurgery.ops import BACKENDS
 from tests.cli.conftest import TINY, VIT_PYTORCH, Document, Refused, Run
 
@@ -91,67 +92,62 @@ def test_a_cache_folder_s_parent_that_is_a_file_is_an_obstacle(document: Documen
     assert "not a folder" in facts["kernel cache"]["obstacle"]
 
 
-COLUMNS = ("layer", "n", "worst error", "architecture")
-ROWS = [("blocks.*.attn.qkv", "12", "0.612", "(1,96,96,4), (4,96,96,1)"), ("blocks.*.mlp.fc1", "2", "0.7", "(1,384,96,4), (4,96,96,1)")]
-
-WIDE = """\
-layer               n  worst error  architecture
-blocks.*.attn.qkv  12        0.612  (1,96,96,4), (4,96,96,1)
-blocks.*.mlp.fc1    2          0.7  (1,384,96,4), (4,96,96,1)
-"""
-
-NARROW = """\
-layer               n  worst  architecture
-                       error
-blocks.*.attn.qkv  12  0.612  (1,96,96,4),
-                              (4,96,96,1)
-blocks.*.mlp.fc1    2    0.7  (1,384,96,4),
-                              (4,96,96,1)
-"""
-
-NARROWER = """\
-blocks.*.attn.qkv
-    n: 12; worst error: 0.612;
-    architecture: (1,96,96,4),
-    (4,96,96,1)
-blocks.*.mlp.fc1
-    n: 2; worst error: 0.7;
-    architecture: (1,384,96,4),
-    (4,96,96,1)
-"""
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32, "patch_size": 8}
 
 
-@pytest.mark.parametrize(("width", "expected"), [(120, WIDE), (61, WIDE), (43, NARROW), (32, NARROWER)])
-def test_tables_keep_to_the_width_and_lose_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, expected: str
+PROCESSOR = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25], "image_processor_type": "ViTImageProcessor"}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A folder as ``save_pretrained`` of a model and of its image processor write it."""
+    torch.manual_seed(0)
+    folder = tmp_path / "dense"
+    transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, num_labels=10)).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["", "transformers:"])
+def test_a_folder_of_transformers_is_converted_with_calibration_and_accuracy(
+    prefix: str, theirs: Path, document: Document, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    print_table(COLUMNS, ROWS, right=("n", "worst error"))
-    assert capsys.readouterr().out == expected
+    options = ("--calibrate", "digits", "--samples", 40, "--evaluate", "digits", "--out", "out")
+    report = document("convert", f"{prefix}{theirs}", *options)
+    assert report["fidelity"]["output_cosine"] > 0.9 and report["accuracy"]["after"]["samples"] == 599
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    again = flysurgery.load(tmp_path / "out")
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x).logits, again(x).logits)
+    assert json.loads((tmp_path / "out" / "preprocessor_config.json").read_text()) == PROCESSOR
+    assert again.pretrained_cfg == {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("inspect", *TINY),
-        ("doctor",),
-        ("convert", *TINY, "--no-pretrained", "--dry-run"),
-        ("convert", *TINY, "--no-pretrained", "--arch", "auto", "--budget", 0.4, "--calibrate", "digits", "--samples", 12, "--permute"),
-        ("bench", "multiply", "--quick", "--width", 16, "--rows", 8, "--rounds", 2),
-    ],
-    ids=lambda command: " ".join(map(str, command)),
-)
-def test_without_a_terminal_tables_have_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]) -> None:
-    monkeypatch.delenv("COLUMNS")
-    outcome = run(*command)
-    assert outcome.code == 0, outcome.err
-    lines = outcome.out.splitlines()
-    tables = [line for line in lines if "   " in line]  # sentences have as many words as they need
-    assert tables and max(map(len, tables)) <= 80 and not any("…" in line for line in lines)
+def test_a_class_with_its_configuration_has_random_weights(document: Document, tmp_path: Path) -> None:
+    sizes = ("--model-args", json.dumps(SIZES | {"num_labels": 3}))
+    document("convert", "transformers:Dinov2ForImageClassification", *sizes, "--no-pretrained", "--out", "out")
+    assert transformers.Dinov2ForImageClassification.from_pretrained(tmp_path / "out").config.num_labels == 3
 
 
-def test_json_is_one_document_and_refuses_what_json_has_not(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"a": [1, None]})
-    assert json.loads(capsys.readouterr().out) == {"a": [1, None]}
-    with pytest.raises(ValueError, match="JSON"):
-        print_json({"a": float("nan")})
+def test_a_converted_folder_is_compared_trained_and_made_dense(theirs: Path, document: Document, run: Run) -> None:
+    assert run("convert", theirs, "--out", "c").code == 0
+    assert document("evaluate", "c", "--against", theirs, "--data", "digits", "--samples", 40)["samples"] == 40
+    assert run("finetune", "c", "--data", "digits", "--teacher", theirs, "--epochs", 1, "--out", "trained").code == 0
+    assert document("evaluate", "trained", "--data", "digits")["samples"] == 599
+    assert run("densify", "c", "--out", "again").code == 0
+    model, x = transformers.ViTForImageClassification.from_pretrained("again"), torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model(x).logits, flysurgery.load("c")(x).logits, rtol=1e-4, atol=1e-5)
+    assert document("inspect", "again")["blocks"] == ["vit.layers.0", "vit.layers.1"]
+
+
+def test_what_is_refused_of_transformers(theirs: Path, refused: Refused, tmp_path: Path) -> None:
+    refused("convert", "transformers:Nonsense", "--no-pretrained", words=("no model class 'Nonsense'",))
+    refused("convert", "transformers:ViTModel", words=("no weights are published", "--no-pretrained"))
+    refused("convert", f"transformers:{tmp_path / 'nowhere'}", words=("there is no folder",))
+    refused("convert", theirs, "--model-args", "hidden_size=32", words=("has its own model or weights",), code=2)
+    config = json.loads((theirs / "config.json").read_text())
+    for architecture, weights, words in (("os.system", None, "no model class 'os.system'"), ("ViTModel", b"", "could not be loaded")):
+        (theirs / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        if weights is not None:
+            (theirs / "model.safetensors").write_bytes(weights)
+        refused("convert", theirs, "--out", "out", words=(words,))
