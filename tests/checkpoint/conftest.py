@@ -27,6 +27,7 @@ Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
 Converted = tuple[nn.Module, Report]
 
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 ARGUMENTS: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
 BASE = "vit_tiny_patch16_224"
 VIT_PYTORCH: dict[str, Any] = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 1, "heads": 2, "mlp_dim": 64}
@@ -79,12 +80,13 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def refused(folder: Path, open_it: Callable[[Path], object] = load) -> str:
-    """The one sentence with which loading is refused."""
+def refused(folder: Path, *facts: str, open_it: Callable[[Path], object] = load) -> str:
+    """The one sentence with which loading is refused; it holds each of ``facts``."""
     with pytest.raises(CheckpointError) as caught:
         open_it(folder)
     message = str(caught.value)
     assert "\n" not in message and len(message) <= 400, message
+    assert all(fact in message for fact in facts), message
     return message
 
 

@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
+import transformers
 from torch import nn
 
 from flysurgery.checkpoint import build_base, load, save, save_dense, vouch_for_weights
 from flysurgery.fidelity import Fidelity, Reconstruction
 from flysurgery.inference import convert
 from flysurgery.surgery import Report
-from tests.checkpoint.conftest import ARGUMENTS, BASE, VIT_PYTORCH, Converted, small_model
+from tests.checkpoint.conftest import ARGUMENTS, BASE, VIT_PYTORCH, Converted, install_random, small_model
 
 TAGGED = f"{BASE}.augreg_in21k_ft_in1k"
+
+
 FOUND = Fidelity(102, 0.97112, 0.954, 0.25, 0.5, (("blocks.0", 0.11), ("blocks.1", 0.222)))
+
+
 UNKNOWN = "Its fidelity is unknown"
 
 
@@ -81,10 +85,14 @@ def test_after_training_the_fidelity_is_that_of_the_training(calibrated: Convert
 def test_a_model_without_classes_is_no_classifier(classes: int, task: str, tmp_path: Path) -> None:
     card = card_of(tmp_path / "m", *described(num_classes=classes))
     assert card.startswith(f"---\nlibrary_name: timm\npipeline_tag: {task}\ntags:\n- {task}\n- timm\n- flysurgery\n---\n")
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'm'}", pretrained=True).eval()
-    assert loaded.num_classes == classes and loaded(torch.zeros(1, 3, 16, 16)).shape == (1, classes or 32)
+
+
+def test_other_libraries_are_named(tmp_path: Path) -> None:
     card = card_of(tmp_path / "v", *described("vit_pytorch:ViT"))
     assert "pipeline_tag: image-classification" in card and "\nvit_pytorch:ViT, with " in card
+    model = transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32))
+    card = card_of(tmp_path / "t", install_random(model), None)
+    assert "library_name: transformers" in card and 'transformers.ViTModel.from_pretrained("DIR")' in card
 
 
 def test_weights_from_elsewhere_claim_no_tag_and_no_licence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,20 @@ def same(model: nn.Module, weights: dict[str, Tensor]) -> bool:
     return all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ""])
-def test_formats_and_casts(suffix: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [".safetensors", ".pt", "", "state_dict", "model"])
+def test_formats_casts_and_training_checkpoints(wrap: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
     halves = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
-    file = tmp_path / f"weights{suffix}"
-    save_file(halves, file) if suffix == ".safetensors" else torch.save(halves, file)
+    file = tmp_path / f"weights{wrap}"
+    if wrap == ".safetensors":
+        save_file(halves, file)
+    elif wrap in ("state_dict", "model"):
+        prefixed = {f"module.{name}": tensor for name, tensor in halves.items()}
+        torch.save({wrap: prefixed, "epoch": 3, "args": argparse.Namespace(lr=0.1)}, file)
+    else:
+        torch.save(halves, file)
     model = tiny()
     load_weights(model, file)
     assert same(model, {name: t.float() if t.is_floating_point() else t for name, t in halves.items()})
-
-
-@pytest.mark.parametrize("wrap", ["state_dict", "model"])
-def test_training_checkpoints(wrap: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
-    prefixed = {f"module.{name}": tensor for name, tensor in weights.items()}
-    torch.save({wrap: prefixed, "epoch": 3, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
-    model = tiny()
-    load_weights(model, tmp_path / "last.pth.tar")
-    assert same(model, weights)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +97,14 @@ def test_files_that_hold_no_weights(name: str, content: Any, fact: str, tmp_path
     with pytest.raises(CheckpointError, match=fact) as caught:
         load_weights(tiny(), file)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes")
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
+def test_weights_from_a_pipe(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is a pipe, expected a regular file"):
+        load_weights(tiny(), tmp_path / name)
 
 
 def test_weights_of_a_converted_model(saved: Path) -> None:

@@ -1,34 +1,37 @@
-"""What building may take: counted before it is taken, and only what this thread builds."""
+"""What building may take: counted before it is taken, so that folders which ask for gigabytes or minutes are refused at once."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from flysurgery.checkpoint import save
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.surgery import plan
-from tests.checkpoint.conftest import TIMM_MODELS, install_random, need_recorded_arguments
+from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, forge, install_random, need_recorded_arguments
 
 LIMITS = Limits(parameters=4, modules=4, operations=300, nbytes=1 << 20)
-SWIN = "swin_tiny_patch4_window7_224"
-
-
-def column(length: int, device: str) -> Tensor:
-    return torch.arange(length, device=device)[:, None]
 
 
 BUILDS: dict[str, Callable[[str], object]] = {
     "zeros": lambda device: torch.zeros(1 << 40, device=device),
     "arange": lambda device: torch.arange(1 << 50, device=device),
-    "broadcast": lambda device: column(100_000, device) - column(100_000, device).T,
-    "repeat": lambda device: column(2000, device).repeat(1, 2000),
+    "broadcast": lambda device: torch.arange(100_000, device=device)[:, None] - torch.arange(100_000, device=device),
+    "repeat": lambda device: torch.arange(2000, device=device)[:, None].repeat(1, 2000),
     "many": lambda device: [torch.ones(10_000, device=device) for _ in range(100)],
     "unbind": lambda device: list(torch.ones(50_000, device=device)),
     "numbers": lambda device: torch.tensor([1.0] * 300_000, device=device),
@@ -92,15 +95,11 @@ def test_arguments(arguments: dict[str, object], fact: str) -> None:
     LIMITS.check_arguments({"depth": 4096, "window_size": 13, "img_size": 1 << 24, "rope_temperature": 10_000, "pos_embed": "window"})
 
 
-def test_limits_grow_with_what_is_stored() -> None:
-    small, large = Limits.of_stored([(1,)], 1), Limits.of_stored([(1000, 1000), (3,)], 2)
-    assert (small.parameters, large.parameters) == (502, 504) and large.nbytes - small.nbytes == 64 * 1_000_002
-
-
 def test_a_base_that_cannot_wait_on_meta_is_bounded_too() -> None:
     """Swin reads its parameters, so all of it is built for real, dense layers as well, which a small folder does not store."""
     need_recorded_arguments()
-    dense = timm.create_model(SWIN, **TIMM_MODELS[SWIN])
+    swin = "swin_tiny_patch4_window7_224"
+    dense = timm.create_model(swin, **TIMM_MODELS[swin])
     made, nbytes = plan(dense), sum(parameter.nbytes for parameter in dense.parameters())
     state = install_random(dense).state_dict()
     enough = Limits.of_stored([tensor.shape for tensor in state.values()], len(state))
@@ -109,3 +108,103 @@ def test_a_base_that_cannot_wait_on_meta_is_bounded_too() -> None:
         build_shell(made, replace(enough, nbytes=nbytes // 2))
     with pytest.raises(LimitError, match="modules"):
         build_skeleton(made, replace(enough, modules=3))
+
+
+SECONDS = 1.0
+
+
+MEMORY_BYTES = 200 << 20
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
+
+
+VALID: dict[str, dict[str, Any]] = TIMM_MODELS | {
+    BASE: ARGUMENTS,
+    "vit_pytorch.simple_vit:SimpleViT": VIT_PYTORCH,
+    "tiny_vit_5m_224": dict.fromkeys(("depths", "num_heads"), [1] * 4)
+    | {"embed_dims": [16, 32, 32, 32], "window_sizes": [7] * 4, "num_classes": 5},
+    "vit_relpos_small_patch16_224": ARGUMENTS | {"num_classes": 5},
+    "transformers:ViTModel": SMALL,
+}
+
+
+BOMBS: list[tuple[str, dict[str, Any]]] = [
+    ("vit_pytorch.simple_vit:SimpleViT", {"image_size": 16384}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"image_size": [1 << 24, 8]}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"depth": 1 << 24}),
+    ("swin_tiny_patch4_window7_224", {"img_size": [16384, 16384]}),
+    ("swin_tiny_patch4_window7_224", {"window_size": 4096}),
+    ("swin_tiny_patch4_window7_224", {"depths": [1 << 24]}),
+    ("eva02_tiny_patch14_224", {"use_abs_pos_emb": False, "img_size": [57344, 57344]}),
+    ("beit_base_patch16_224", {"img_size": 8192}),
+    ("vit_relpos_small_patch16_224", {"img_size": 8192}),
+    ("tiny_vit_5m_224", {"window_sizes": [4096, 4096, 4096, 4096]}),
+    ("tiny_vit_5m_224", {"window_sizes": [32, 32, 32, 32], "depths": [1, 30, 30, 30]}),
+    (BASE, {"depth": 4096}),
+    (BASE, {"depth": 1 << 24, "drop_path_rate": 0.1}),
+    (BASE, {"img_size": 1 << 24, "pos_embed": "none"}),
+    (BASE, {"num_classes": "abc", "embed_dim": 4096}),
+    ("transformers:ViTModel", {"image_size": 16384}),
+    ("transformers:ViTModel", {"num_hidden_layers": 1 << 24}),
+    ("transformers:ViTModel", {"num_hidden_layers": 4096}),
+    ("transformers:ViTModel", {"hidden_size": 1 << 20}),
+]
+
+
+LOAD_ALL = """
+import json, resource, sys, time
+from pathlib import Path
+import flysurgery
+from flysurgery.errors import CheckpointError
+
+def taken():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+folders, room = json.loads(sys.argv[1]), int(sys.argv[2])
+for valid, _ in folders:
+    flysurgery.load(valid)
+resource.setrlimit(resource.RLIMIT_AS, (taken() + room, resource.RLIM_INFINITY))
+for valid, folder in folders:
+    before = time.process_time()
+    try:
+        flysurgery.load(folder)
+        outcome = "loaded", ""
+    except CheckpointError as error:
+        outcome = "refused", str(error)
+    except BaseException as error:
+        outcome = type(error).__name__, str(error)[:300]
+    print(json.dumps([*outcome, time.process_time() - before]), flush=True)
+"""
+
+
+def save_valid(base: str, arguments: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(0)
+    module, _, name = base.partition(":")
+    if module == "transformers":  # whose configurations say how a model was built
+        kind = getattr(importlib.import_module(module), name)
+        save(install_random(kind(kind.config_class(**arguments))), folder)
+        return folder
+    model = getattr(importlib.import_module(module), name)(**arguments) if name else timm.create_model(base, **arguments)
+    save(install_random(model, base=base, base_args=arguments), folder)
+    return folder
+
+
+def test_bombs_are_refused_in_a_process_whose_memory_is_limited(tmp_path: Path) -> None:
+    need_recorded_arguments()
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("only Linux says how much memory a process has reserved")
+    valid = {base: save_valid(base, arguments, tmp_path / f"valid{number}") for number, (base, arguments) in enumerate(VALID.items())}
+    folders = []
+    for number, (base, changes) in enumerate(BOMBS):
+        folder = Path(shutil.copytree(valid[base], tmp_path / f"bomb{number}"))
+        forge(folder, lambda plan, changes=changes: plan["base_args"].update(changes))
+        folders.append((str(valid[base]), str(folder)))
+    command = [sys.executable, "-c", LOAD_ALL, json.dumps(folders), str(MEMORY_BYTES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(BOMBS), done.stderr[-2000:]
+    for bomb, (outcome, message, seconds) in zip(BOMBS, found, strict=True):
+        assert outcome == "refused", (bomb, outcome, message)
+        assert "\n" not in message and len(message) <= 400, message
+        assert seconds <= SECONDS, (bomb, seconds, message)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
 import re
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,12 @@ import pytest
 import timm
 import torch
 
+import flysurgery
 from flysurgery.checkpoint import is_converted, load, save
+from flysurgery.checkpoint.folder import FILES
 from tests.checkpoint.conftest import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
     Converted,
     forge,
     install_random,
@@ -31,6 +38,8 @@ from tests.checkpoint.conftest import (
 )
 
 FC1 = "blocks.0.mlp.fc1.factors.0"
+
+
 NORM = "blocks.0.norm1.weight"
 
 
@@ -42,45 +51,41 @@ def swap_two(tensors: dict[str, Any], _: object) -> None:
     tensors[NORM], tensors["blocks.1.norm1.bias"] = tensors["blocks.1.norm1.bias"], tensors[NORM]
 
 
-@pytest.mark.parametrize(
-    ("change", "facts"),
-    [
-        (lambda _, header: header.update({"flysurgery.schema": "2", "version": "9.1"}), ["schema 2", "schema 1", "flysurgery 9.1"]),
-        (lambda _, header: header.clear(), ["no flysurgery checkpoint", "flysurgery.schema"]),
-        (lambda _, header: header.pop("plan_sha256"), ["damaged", "no plan_sha256"]),
-        (lambda _, header: header.update(plan=header["plan"].replace("ffn_in", "ffn_to")), ["plan_sha256 does not match"]),
-        (lambda _, header: header.update(base="vit_small_patch16_224"), ["base or base_sha256 does not match"]),
-        (lambda _, header: header.update(base_sha256="0" * 64), ["base or base_sha256 does not match"]),
-        (lambda _, header: header.pop("tensors"), ["one of tensors and tensors_sha256, and not the other"]),
-        (lambda _, header: header.pop("tensors_sha256"), ["one of tensors and tensors_sha256, and not the other"]),
-        (lambda _, header: header.update(aliases="{}"), ["tensors_sha256 does not match its tensors and aliases"]),
-        (lambda _, header: header.update(tensors=header["tensors"].replace('"F32"', '"F16"', 1)), ["tensors_sha256 does not match"]),
-        (set_listed("{"), ["its tensors are no JSON"]),
-        (set_listed("[]"), ["its tensors do not map names to dtypes and hashes"]),
-        (set_listed('{"a": ["F32", 3]}'), ["its tensors do not map names to dtypes and hashes"]),
-        (
-            lambda tensors, _: tensors.update({NORM: tensors[NORM].half()}),
-            [f"its header lists {NORM} as torch.float32, and it is torch.float16"],
-        ),
-        (lambda tensors, _: tensors[NORM].view(torch.uint8)[5].bitwise_xor_(1), [f"the data of {NORM} do not match", "verify=False"]),
-        (swap_two, [f"the data of {NORM} and 1 more do not match", "verify=False"]),
-        (lambda tensors, _: (tensors.pop(FC1), tensors.pop("head.bias")), ["does not fit its plan", f"2 missing: {FC1}, head.bias"]),
-        (
-            lambda tensors, _: tensors.update({f"stranger{n}": torch.zeros(1) for n in range(5)}),
-            ["5 unknown: stranger0, stranger1, stranger2, ..."],
-        ),
-        (
-            lambda tensors, _: tensors.update({FC1: torch.zeros(1, 2, 3, 4)}),
-            [f"1 of another shape: {FC1} is [1, 2, 3, 4] instead of [1, 32, 8, 4]"],
-        ),
-        (lambda tensors, _: tensors.update({FC1: tensors[FC1].to(torch.int32)}), [FC1, "torch.int32 instead of torch.float32"]),
-        (lambda tensors, _: tensors.update({FC1: tensors[FC1].to(torch.float8_e4m3fn)}), [FC1, "F8_E4M3"]),
-    ],
-)
+def put(name: str, tensor: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Put a tensor into the file under a name, or give the one that is there another dtype."""
+    return lambda tensors, _: tensors.update({name: tensors[name].to(dtype) if tensor is None else tensor})
+
+
+LISTED = "one of tensors and tensors_sha256, and not the other"
+WEIGHTS: list[tuple[Any, list[str]]] = [
+    (lambda _, header: header.update({"flysurgery.schema": "2", "version": "9.1"}), ["schema 2", "schema 1", "flysurgery 9.1"]),
+    (lambda _, header: header.clear(), ["no flysurgery checkpoint", "flysurgery.schema"]),
+    (lambda _, header: header.pop("plan_sha256"), ["damaged", "no plan_sha256"]),
+    (lambda _, header: header.update(plan=header["plan"].replace("ffn_in", "ffn_to")), ["plan_sha256 does not match"]),
+    (lambda _, header: header.update(base="vit_small_patch16_224"), ["base or base_sha256 does not match"]),
+    (lambda _, header: header.update(base_sha256="0" * 64), ["base or base_sha256 does not match"]),
+    (lambda _, header: header.pop("tensors"), [LISTED]),
+    (lambda _, header: header.pop("tensors_sha256"), [LISTED]),
+    (lambda _, header: header.update(aliases="{}"), ["tensors_sha256 does not match its tensors and aliases"]),
+    (lambda _, header: header.update(tensors=header["tensors"].replace('"F32"', '"F16"', 1)), ["tensors_sha256 does not match"]),
+    (set_listed("{"), ["its tensors are no JSON"]),
+    (set_listed("[]"), ["its tensors do not map names to dtypes and hashes"]),
+    (set_listed('{"a": ["F32", 3]}'), ["its tensors do not map names to dtypes and hashes"]),
+    (put(NORM, dtype=torch.float16), [f"its header lists {NORM} as torch.float32, and it is torch.float16"]),
+    (lambda tensors, _: tensors[NORM].view(torch.uint8)[5].bitwise_xor_(1), [f"the data of {NORM} do not match", "verify=False"]),
+    (swap_two, [f"the data of {NORM} and 1 more do not match", "verify=False"]),
+    (lambda tensors, _: (tensors.pop(FC1), tensors.pop("head.bias")), ["does not fit its plan", f"2 missing: {FC1}, head.bias"]),
+    (lambda tensors, _: tensors.update({f"odd{n}": torch.zeros(1) for n in range(5)}), ["5 unknown: odd0, odd1, odd2, ..."]),
+    (put(FC1, torch.zeros(1, 2, 3, 4)), [f"1 of another shape: {FC1} is [1, 2, 3, 4] instead of [1, 32, 8, 4]"]),
+    (put(FC1, dtype=torch.int32), [FC1, "torch.int32 instead of torch.float32"]),
+    (put(FC1, dtype=torch.float8_e4m3fn), [FC1, "F8_E4M3"]),
+]
+
+
+@pytest.mark.parametrize(("change", "facts"), WEIGHTS)
 def test_changed_weights(change: Any, facts: list[str], folder: Path) -> None:
     rewrite(folder, change)
-    message = refused(folder)
-    assert all(fact in message for fact in facts), message
+    message = refused(folder, *facts)
     if "verify=False" in message:
         load(folder, verify=False)
 
@@ -95,7 +100,7 @@ def test_changed_weights(change: Any, facts: list[str], folder: Path) -> None:
 )
 def test_aliases_with_matching_hashes(aliases: str, fact: str, folder: Path) -> None:
     rewrite_listed(folder, lambda tensors, header: (tensors.pop("norm.weight"), header.update(aliases=aliases)))
-    assert fact in refused(folder)
+    refused(folder, fact)
 
 
 def test_aliases_are_hashed(tmp_path: Path) -> None:
@@ -105,14 +110,14 @@ def test_aliases_are_hashed(tmp_path: Path) -> None:
     save(model, tmp_path / "model")
     aliases = json.loads(read_weights(tmp_path / "model")[1]["aliases"]) | {"blocks.1.norm1.weight": "blocks.0.norm2.weight"}
     rewrite(tmp_path / "model", lambda _, header: header.update(aliases=json.dumps(aliases)))
-    assert "tensors_sha256 does not match its tensors and aliases" in refused(tmp_path / "model")
+    refused(tmp_path / "model", "tensors_sha256 does not match its tensors and aliases")
 
 
 def test_a_listed_name_too_few_and_one_too_many(folder: Path) -> None:
     rewrite(folder, lambda tensors, header: list_tensors({name: each for name, each in tensors.items() if name != NORM}, header))
-    assert f"its header lists {NORM} as None" in refused(folder)
+    refused(folder, f"its header lists {NORM} as None")
     rewrite(folder, lambda tensors, header: list_tensors({**tensors, "stranger": torch.zeros(1)}, header))
-    assert "its header lists stranger as torch.float32, and it is None" in refused(folder)
+    refused(folder, "its header lists stranger as torch.float32, and it is None")
 
 
 def test_folders_of_the_first_versions_are_loaded(converted: Converted, folder: Path) -> None:
@@ -128,48 +133,29 @@ class Bomb:
         return (exec, ("import flysurgery; flysurgery.went_off = True",))
 
 
-@pytest.mark.parametrize(
-    ("content", "facts"),
-    [
-        (lambda whole: whole[:-100], ["no safetensors file", "cut short"]),
-        (lambda whole: whole[:100], ["no safetensors file", "100 bytes"]),
-        (lambda _: b"", ["no safetensors file", "0 bytes"]),
-        (lambda _: (1 << 60).to_bytes(8, "little") + b"{}", ["no safetensors file", "header too large"]),
-        (lambda _: pickle.dumps(Bomb()), ["holds a pickle", "never opened"]),
-        (None, ["there is no", "model.safetensors"]),
-    ],
-)
-def test_damaged_weights(content: Callable[[bytes], bytes] | None, facts: list[str], folder: Path) -> None:
-    import flysurgery
+FILES_DAMAGED: list[tuple[str, Any, list[str]]] = [
+    (WEIGHTS_FILE, lambda whole: whole[:-100], ["no safetensors file", "cut short"]),
+    (WEIGHTS_FILE, lambda whole: whole[:100], ["no safetensors file", "100 bytes"]),
+    (WEIGHTS_FILE, lambda _: b"", ["no safetensors file", "0 bytes"]),
+    (WEIGHTS_FILE, lambda _: (1 << 60).to_bytes(8, "little") + b"{}", ["no safetensors file", "header too large"]),
+    (WEIGHTS_FILE, lambda _: pickle.dumps(Bomb()), ["holds a pickle", "never opened"]),
+    (WEIGHTS_FILE, lambda _: b"PK\x03\x04" + bytes(100), ["holds a pickle", "never opened"]),
+    (WEIGHTS_FILE, None, ["there is no", "model.safetensors"]),
+    (CONFIG_FILE, None, ["no checkpoint", "no config.json"]),
+    (CONFIG_FILE, lambda _: b'{"architecture": ', ["config.json cannot be read as JSON"]),
+    (CONFIG_FILE, lambda _: b"\xff\xfe\x00", ["config.json cannot be read as JSON"]),
+    (CONFIG_FILE, lambda _: b"[" * 100_000, ["config.json cannot be read as JSON", "nested too deeply"]),
+    (CONFIG_FILE, lambda _: b"[1, 2]", ["names no architecture"]),
+]
 
-    file = folder / "model.safetensors"
+
+@pytest.mark.parametrize(("name", "content", "facts"), FILES_DAMAGED)
+def test_damaged_files(name: str, content: Callable[[bytes], bytes] | None, facts: list[str], folder: Path) -> None:
+    file = folder / name
     file.unlink() if content is None else file.write_bytes(content(file.read_bytes()))
-    message = refused(folder)
-    assert all(fact in message for fact in facts), message
+    refused(folder, *facts)
     assert is_converted(folder), "a damaged checkpoint is one"
     assert not hasattr(flysurgery, "went_off")
-
-
-def test_a_file_of_torch_save(folder: Path) -> None:
-    torch.save(read_weights(folder)[0], folder / "model.safetensors")
-    assert "holds a pickle" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    ("content", "facts"),
-    [
-        (None, ["no checkpoint", "no config.json"]),
-        (b'{"architecture": ', ["config.json cannot be read as JSON"]),
-        (b"\xff\xfe\x00", ["config.json cannot be read as JSON"]),
-        (b"[" * 100_000, ["config.json cannot be read as JSON", "nested too deeply"]),
-        (b"[1, 2]", ["names no architecture"]),
-    ],
-)
-def test_damaged_config(content: bytes | None, facts: list[str], folder: Path) -> None:
-    file = folder / "config.json"
-    file.unlink() if content is None else file.write_bytes(content)
-    message = refused(folder)
-    assert all(fact in message for fact in facts), message
 
 
 def argument(name: str, value: object) -> Any:
@@ -189,33 +175,29 @@ def huge_factor(plan: dict[str, Any]) -> None:
     fc1["parts"][0]["architecture"] = [[1, 1 << 40, 8, 4], [4, 8, 8, 1]]
 
 
-@pytest.mark.parametrize(
-    ("forgery", "facts"),
-    [
-        (lambda plan: plan.update(base="os:system"), ["vit_pytorch:CLASS", "'os:system'"]),
-        (lambda plan: plan.update(base="vit_pytorch.vit:rearrange"), ["vit_pytorch.vit has no model class 'rearrange'"]),
-        (lambda plan: plan.update(base="vit_pytorch.nowhere:ViT"), ["vit_pytorch.nowhere cannot be imported"]),
-        (lambda plan: plan.update(base="../evil"), ["no model '"]),
-        (lambda plan: plan.update(base="deit_tiny_distilled_patch16_224"), ["does not fit its plan", "missing: dist_token"]),
-        (argument("checkpoint_path", "/etc/passwd"), ["may not set checkpoint_path"]),
-        (argument("embed_dim", 10**30), ["embed_dim must be a number of at most"]),
-        (argument("depth", "two"), ["vit_tiny_patch16_224", "cannot be built"]),
-        (argument("depth", 3), ["missing: blocks.2"]),
-        (argument("depth", nested(600)), ["cannot be read as JSON", "nested too deeply"]),
-        (layer(in_features=10**12), ["blocks.0.mlp.fc1", "sizes must lie between"]),
-        (layer(fqn="blocks.7.mlp.fc1"), ["blocks.7.mlp.fc1", "no module of that name"]),
-        (layer(fqn="norm"), ["norm", "expected an nn.Linear"]),
-        (layer(parts=[]), ["blocks.0.mlp.fc1", "parts must tile"]),
-        (huge_factor, ["no side may exceed"]),
-        (lambda plan: plan.update(switches=[["blocks.0", "__class__", "x"]]), ["switch"]),
-        (lambda plan: plan.update(schema=7), ["schema 7"]),
-        (lambda plan: plan.update(layers=3), ["layers"]),
-    ],
-)
+FORGERIES: list[tuple[Any, list[str]]] = [
+    (lambda plan: plan.update(base="os:system"), ["vit_pytorch:CLASS", "'os:system'"]),
+    (lambda plan: plan.update(base="../evil"), ["no model '"]),
+    (lambda plan: plan.update(base="deit_tiny_distilled_patch16_224"), ["does not fit its plan", "missing: dist_token"]),
+    (argument("checkpoint_path", "/etc/passwd"), ["may not set checkpoint_path"]),
+    (argument("depth", "two"), ["vit_tiny_patch16_224", "cannot be built"]),
+    (argument("depth", 3), ["missing: blocks.2"]),
+    (argument("depth", nested(600)), ["cannot be read as JSON", "nested too deeply"]),
+    (layer(in_features=10**12), ["blocks.0.mlp.fc1", "sizes must lie between"]),
+    (layer(fqn="blocks.7.mlp.fc1"), ["blocks.7.mlp.fc1", "no module of that name"]),
+    (layer(fqn="norm"), ["norm", "expected an nn.Linear"]),
+    (layer(parts=[]), ["blocks.0.mlp.fc1", "parts must tile"]),
+    (huge_factor, ["no side may exceed"]),
+    (lambda plan: plan.update(switches=[["blocks.0", "__class__", "x"]]), ["switch"]),
+    (lambda plan: plan.update(schema=7), ["schema 7"]),
+    (lambda plan: plan.update(layers=3), ["layers"]),
+]
+
+
+@pytest.mark.parametrize(("forgery", "facts"), FORGERIES)
 def test_forged_plan_with_matching_hashes(forgery: Callable[[dict[str, Any]], None], facts: list[str], folder: Path) -> None:
     forge(folder, forgery)
-    message = refused(folder)
-    assert all(fact in message for fact in facts), message
+    refused(folder, *facts)
 
 
 def test_absurd_base_is_refused_before_memory_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,46 +209,45 @@ def test_absurd_base_is_refused_before_memory_is_taken(folder: Path, monkeypatch
     # The package has a function of the module's name, so the module is asked for by its full name.
     monkeypatch.setattr(importlib.import_module("flysurgery.checkpoint.load"), "build_shell", build)
     forge(folder, argument("embed_dim", 1 << 24))
-    assert "blocks.0" in refused(folder)
+    refused(folder, "blocks.0")
 
 
-MODEL_ARGS = [
-    ({"num_classes": 3}, "sets num_classes in model_args"),
-    ({"features_only": True}, "sets features_only in model_args"),
-    ({"base_args": [1]}, "does not match model.safetensors: base_args differ"),
-    ({"plan": None}, "plan differ|is built from"),
-]
-TOP = [
-    ({"architecture": "vit_tiny_patch16_224"}, "names architecture 'vit_tiny_patch16_224', expected 'flysurgery_structured'"),
-    ({"pretrained_cfg": "timm/vit"}, "'pretrained_cfg' must be an object"),
-    ({"num_classes": 3}, "num_classes is 3, and the model of model.safetensors has 7"),
-    ({"num_features": 3}, "num_features is 3, and the model of model.safetensors has 32"),
-    ({"optimize": "yes"}, "'optimize' must be true or false"),
-]
-DATA = [
-    ({"num_classes": "7"}, "num_classes"),
-    ({"input_size": [3, "a", 4]}, "pretrained_cfg.input_size must be a list of three sizes"),
-    ({"input_size": [3, 0, 4]}, "pretrained_cfg.input_size must be a list of three sizes"),
-    ({"pool_size": 5}, "pretrained_cfg.pool_size must be a list of sizes"),
-    ({"mean": "red"}, "pretrained_cfg.mean must be a list of numbers"),
-    ({"crop_pct": -1}, "pretrained_cfg.crop_pct must be a positive number"),
-    ({"interpolation": 3}, "pretrained_cfg.interpolation must be a text"),
-    ({"label_names": [1]}, "pretrained_cfg.label_names must be a text or a list of texts"),
-    ({"label_descriptions": [1]}, "pretrained_cfg.label_descriptions must be a map"),
-    ({"fixed_input_size": "x"}, "pretrained_cfg.fixed_input_size must be true or false"),
-]
+CONFIGS: dict[str | None, list[tuple[dict[str, Any], str]]] = {
+    "model_args": [
+        ({"num_classes": 3}, "sets num_classes in model_args"),
+        ({"features_only": True}, "sets features_only in model_args"),
+        ({"base_args": [1]}, "does not match model.safetensors: base_args differ"),
+        ({"plan": None}, "plan differ|is built from"),
+    ],
+    None: [
+        ({"architecture": "vit_tiny_patch16_224"}, "names architecture 'vit_tiny_patch16_224', expected 'flysurgery_structured'"),
+        ({"pretrained_cfg": "timm/vit"}, "'pretrained_cfg' must be an object"),
+        ({"num_classes": 3}, "num_classes is 3, and the model of model.safetensors has 7"),
+        ({"num_features": 3}, "num_features is 3, and the model of model.safetensors has 32"),
+        ({"optimize": "yes"}, "'optimize' must be true or false"),
+    ],
+    "pretrained_cfg": [
+        ({"num_classes": "7"}, "num_classes"),
+        ({"input_size": [3, "a", 4]}, "pretrained_cfg.input_size must be a list of three sizes"),
+        ({"input_size": [3, 0, 4]}, "pretrained_cfg.input_size must be a list of three sizes"),
+        ({"pool_size": 5}, "pretrained_cfg.pool_size must be a list of sizes"),
+        ({"mean": "red"}, "pretrained_cfg.mean must be a list of numbers"),
+        ({"crop_pct": -1}, "pretrained_cfg.crop_pct must be a positive number"),
+        ({"interpolation": 3}, "pretrained_cfg.interpolation must be a text"),
+        ({"label_names": [1]}, "pretrained_cfg.label_names must be a text or a list of texts"),
+        ({"label_descriptions": [1]}, "pretrained_cfg.label_descriptions must be a map"),
+        ({"fixed_input_size": "x"}, "pretrained_cfg.fixed_input_size must be true or false"),
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    ("part", "entries", "fact"),
-    [(part, *case) for part, cases in (("model_args", MODEL_ARGS), (None, TOP), ("pretrained_cfg", DATA)) for case in cases],
-)
+@pytest.mark.parametrize(("part", "entries", "fact"), [(part, *case) for part, cases in CONFIGS.items() for case in cases])
 def test_config_is_bound_to_the_header(part: str | None, entries: dict[str, Any], fact: str, folder: Path) -> None:
     """What is loaded is what model.safetensors says, by both doors."""
     rewrite_config(folder, lambda config: (config if part is None else config[part]).update(entries))
     assert re.search(fact, refused(folder))
     if "pretrained_cfg" not in entries and "architecture" not in entries:  # by which timm itself decides
-        assert re.search(fact, refused(folder, lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True)))
+        assert re.search(fact, refused(folder, open_it=lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True)))
 
 
 def test_unknown_settings_of_the_data_do_no_harm(folder: Path) -> None:
@@ -277,8 +258,83 @@ def test_unknown_settings_of_the_data_do_no_harm(folder: Path) -> None:
 
 
 def test_is_converted(folder: Path, tmp_path: Path) -> None:
-    assert is_converted(folder)
-    assert f"there is no folder {tmp_path / 'nowhere'}" in refused(tmp_path / "nowhere")
+    assert is_converted(folder) and not is_converted("no\0name")
+    refused(tmp_path / "nowhere", f"there is no folder {tmp_path / 'nowhere'}")
     assert not is_converted(tmp_path) and not is_converted(tmp_path / "nowhere") and not is_converted(folder / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
     assert not is_converted(tmp_path)
+
+
+def device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def unix_socket(file: Path) -> None:
+    here = Path.cwd()
+    os.chdir(file.parent)  # a socket's path may not be long
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(file.name)
+    finally:
+        os.chdir(here)
+
+
+def endless(file: Path) -> None:
+    with file.open("wb") as handle:
+        handle.truncate(3 << 30)
+
+
+def endless_header(file: Path) -> None:
+    with file.open("wb") as handle:
+        handle.write((90 << 20).to_bytes(8, "little") + b'{"a')
+        handle.truncate(3 << 30)
+
+
+def link_to_itself(file: Path) -> None:
+    file.symlink_to(file)
+
+
+SPECIAL: list[tuple[Callable[[Path], object], str, str]] = [
+    (os.mkfifo, CONFIG_FILE, "is a pipe, expected a regular file"),
+    (os.mkfifo, WEIGHTS_FILE, "is a pipe, expected a regular file"),
+    (device, CONFIG_FILE, "is a device, expected a regular file"),
+    (device, WEIGHTS_FILE, "is a device, expected a regular file"),
+    (Path.mkdir, CONFIG_FILE, "is a folder, expected a regular file"),
+    (Path.mkdir, WEIGHTS_FILE, "is a folder, expected a regular file"),
+    (unix_socket, CONFIG_FILE, "is a socket, expected a regular file"),
+    (endless, CONFIG_FILE, "has 3,221,225,472 bytes, and at most 4,194,304 are read"),
+    (endless, WEIGHTS_FILE, "no safetensors file"),
+    (endless_header, WEIGHTS_FILE, "has a header of 94,371,840 bytes, and at most 4,194,304 are read"),
+    (link_to_itself, CONFIG_FILE, "config.json cannot be read: Too many levels of symbolic links"),
+]
+SECONDS = 1.0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize(("make", "name", "fact"), SPECIAL)
+def test_special_files_are_never_read(make: Callable[[Path], object], name: str, fact: str, folder: Path) -> None:
+    """Pipes, devices, folders and endless files in the place of one file, and of both."""
+    (folder / name).unlink()
+    make(folder / name)
+    start = time.perf_counter()
+    refused(folder, fact, name)
+    assert is_converted(folder), "the other file says so"
+    other = folder / (CONFIG_FILE if name == WEIGHTS_FILE else WEIGHTS_FILE)
+    other.unlink()
+    make(other)
+    assert not is_converted(folder)
+    assert time.perf_counter() - start < SECONDS
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes")
+def test_links_are_followed_and_files_that_loading_does_not_need_are_not_read(folder: Path, tmp_path: Path) -> None:
+    """The hub's cache keeps its files as links."""
+    expected = outputs(load(folder))
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for name in FILES:
+        if name in ("config.json", "model.safetensors"):
+            (linked / name).symlink_to(folder / name)
+        else:
+            os.mkfifo(linked / name)
+    assert torch.equal(outputs(load(linked)), expected)

@@ -1,4 +1,4 @@
-"""What users of timm expect of ``create_model``, for a converted folder."""
+"""What users of timm expect of ``create_model``, for a converted folder, and the hub."""
 
 from __future__ import annotations
 
@@ -51,38 +51,34 @@ def test_new_input_size_and_arguments_of_the_base(saved: Path, converted: Conver
     assert torch.equal(outputs(model), outputs(converted[0]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fact"),
-    [
-        ({"embed_dim": 64}, "with {'embed_dim': 64}: .*the plan says 96x32, the model has 192x64"),
-        ({"in_chans": 1}, r"cannot be loaded with {'in_chans': 1}: .*patch_embed.proj.weight is \[32, 3, 8, 8\] instead of \[32, 1"),
-        ({"depth": 3}, "with {'depth': 3}: .*missing: blocks.2"),
-        ({"features_only": True, "out_indices": (0, 9)}, "cannot be built"),
-    ],
-)
-def test_arguments_that_do_not_go_with_the_weights(arguments: dict[str, Any], fact: str, saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=fact) as caught:
-        create(saved, **arguments)
-    assert "\n" not in str(caught.value)
+FIT = [
+    ({"embed_dim": 64}, "with {'embed_dim': 64}: .*the plan says 96x32, the model has 192x64"),
+    ({"in_chans": 1}, r"cannot be loaded with {'in_chans': 1}: .*patch_embed.proj.weight is \[32, 3, 8, 8\] instead of \[32, 1"),
+    ({"depth": 3}, "with {'depth': 3}: .*missing: blocks.2"),
+    ({"features_only": True, "out_indices": (0, 9)}, "cannot be built"),
+]
+"""Arguments that do not go with the weights."""
+
+
+NEVER: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 1}, "nonsense"),
+    ({"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
+    ({"num_classes": "abc"}, "num_classes must be a whole number from 0"),
+    ({"num_classes": -1}, "num_classes must be a whole number from 0"),
+    ({"img_size": (16, 16, 16)}, "img_size must be a positive whole number or two"),
+    ({"img_size": {}}, "img_size must be a positive whole number or two"),
+    ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
+    ({"features_only": True, "out_indices": "abc"}, "cannot be"),
+    ({"features_only": True, "output_fmt": "abc"}, "cannot be"),
+    ({"pretrained_cfg_overlay": {"mean": "red"}}, r"pretrained_cfg.mean must be a list of numbers"),
+]
+"""Arguments that nothing can take, with weights or without."""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fact"),
-    [
-        ({"nonsense": 1}, "nonsense"),
-        ({"norm_layer": nn.LayerNorm}, "norm_layer must be a value that JSON has"),
-        ({"num_classes": "abc"}, "num_classes must be a whole number from 0"),
-        ({"num_classes": -1}, "num_classes must be a whole number from 0"),
-        ({"img_size": (16, 16, 16)}, "img_size must be a positive whole number or two"),
-        ({"img_size": {}}, "img_size must be a positive whole number or two"),
-        ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
-        ({"features_only": True, "out_indices": "abc"}, "cannot be"),
-        ({"features_only": True, "output_fmt": "abc"}, "cannot be"),
-        ({"pretrained_cfg_overlay": {"mean": "red"}}, r"pretrained_cfg.mean must be a list of numbers"),
-    ],
+    ("pretrained", "arguments", "fact"), [(True, *each) for each in (*FIT, *NEVER)] + [(False, *each) for each in NEVER]
 )
-@pytest.mark.parametrize("pretrained", [True, False])
-def test_arguments_that_nothing_can_take(arguments: dict[str, Any], fact: str, pretrained: bool, saved: Path) -> None:
+def test_arguments_that_are_refused(pretrained: bool, arguments: dict[str, Any], fact: str, saved: Path) -> None:
     with pytest.raises(CheckpointError, match=fact) as caught:
         create(saved, pretrained=pretrained, **arguments)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 400

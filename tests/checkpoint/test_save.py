@@ -1,7 +1,8 @@
-"""The folder appears complete or not at all, and only a checkpoint is ever replaced."""
+"""Saving: the folder appears complete or not at all, only a checkpoint is replaced, and what could not be loaded is refused before."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib
 import os
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from flysurgery.checkpoint import check_folder, load, save
 from flysurgery.checkpoint.folder import FILES, new_folder
 from flysurgery.checkpoint.transformers_folder import PROCESSOR
-from flysurgery.errors import CheckpointError
-from tests.checkpoint.conftest import Converted, install_random, read_weights, small_model, snapshot
+from flysurgery.errors import CheckpointError, OptionError
+from tests.checkpoint.conftest import ARGUMENTS, BASE, Converted, install_random, read_weights, small_model, snapshot
 
 # The package has a function of the module's name, so the module is asked for by its full name.
 SAVE = importlib.import_module("flysurgery.checkpoint.save")
@@ -59,22 +62,24 @@ def test_existing_checkpoint_needs_force(folder: Path) -> None:
     assert load(folder).state_dict()["head.bias"].equal(other.state_dict()["head.bias"])
 
 
-@pytest.mark.parametrize("names", [["notes.txt"], ["config.json"], ["model.safetensors", "config.json"]])
-def test_force_replaces_nothing_but_checkpoints(names: list[str], converted: Converted, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
+@pytest.mark.parametrize(
+    ("names", "fact"),
+    [
+        (["notes.txt"], "no flysurgery checkpoint"),
+        (["config.json"], "no flysurgery checkpoint"),
+        (["model.safetensors", "config.json"], "no flysurgery checkpoint"),
+        (["thesis.tex"], r"also holds thesis\.tex"),
+    ],
+)
+def test_force_replaces_nothing_but_checkpoints(names: list[str], fact: str, converted: Converted, folder: Path) -> None:
+    home = folder if "thesis.tex" in names else folder.with_name("home")
+    home.mkdir(exist_ok=True)
     for name in names:
         (home / name).write_text("{}")
-    with pytest.raises(CheckpointError, match="no flysurgery checkpoint"):
+    before = snapshot(home)
+    with pytest.raises(CheckpointError, match=fact):
         save(converted[0], home, force=True)
-    assert sorted(path.name for path in home.iterdir()) == sorted(names)
-
-
-def test_force_spares_a_checkpoint_with_something_else_in_it(converted: Converted, folder: Path) -> None:
-    (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"also holds thesis\.tex"):
-        save(converted[0], folder, force=True)
-    assert (folder / "thesis.tex").read_text() == "years of work"
+    assert snapshot(home) == before
 
 
 def test_files_and_nameless_folders(converted: Converted, tmp_path: Path) -> None:
@@ -143,22 +148,20 @@ def test_failure_while_renaming(failing: int, converted: Converted, folder: Path
     assert snapshot(folder) == before and list(folder.parent.iterdir()) == [folder]
 
 
-def test_too_little_space_is_seen_before_writing(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_or_permission_is_seen_before_writing(
+    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage: Any = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs 1\.\d MB and .* has 0\.0 MB left"):
-        save(converted[0], tmp_path / "a" / "model")
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="an administrator may write everywhere")
-def test_no_permission(converted: Converted, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(CheckpointError, match=r"needs 1\.\d MB and .* has 0\.0 MB left"):
+            save(converted[0], tmp_path / "a" / "model")
+    if os.name != "nt" and os.geteuid():  # an administrator may write everywhere
+        tmp_path.chmod(0o500)
         with pytest.raises(CheckpointError, match="Permission denied"):
             save(converted[0], tmp_path / "model")
-    finally:
         tmp_path.chmod(0o700)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", [".", "", ".."])
@@ -206,3 +209,55 @@ def test_what_a_killed_process_left_goes_with_the_next_save_and_what_a_living_on
         assert not left.exists() and living.is_dir() and (target / "file").read_text() == "whole"
         (target / "file").unlink()
     assert sorted(tmp_path.iterdir()) == [neighbour, target]
+
+
+def save_refused(model: nn.Module, folder: Path, *facts: str, **options: object) -> None:
+    """Check that saving is refused in one sentence with the facts, and leaves nothing behind."""
+    with pytest.raises(CheckpointError) as caught:
+        save(model, folder / "model", **options)
+    assert not any(folder.iterdir())
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 800, message
+    assert all(fact in message for fact in facts), message
+
+
+def test_models_that_hold_no_plan_base_or_values(tmp_path: Path) -> None:
+    save_refused(small_model(), tmp_path, "not converted")
+    dense = small_model()
+    dense.pretrained_cfg = {}
+    save_refused(install_random(dense), tmp_path, "base=", "base_args=")
+    save_refused(install_random(small_model()).to("meta"), tmp_path, "meta device")
+
+
+@pytest.mark.parametrize(
+    ("base", "arguments", "facts"),
+    [
+        (BASE, {}, ["the plan says 96x32, the model has 576x192", "base_args="]),
+        (BASE, {**ARGUMENTS, "depth": 3}, ["missing: blocks.2"]),
+        (BASE, {**ARGUMENTS, "depth": 1}, ["no module of that name", "blocks.1"]),
+        (BASE, {**ARGUMENTS, "pretrained": True}, ["may not set pretrained"]),
+        ("vit_pytorch:ViT", {}, ["vit_pytorch:ViT cannot be built"]),
+        ("nonesuch", {}, ["no model 'nonesuch'"]),
+        ("json:loads", {}, ["vit_pytorch:CLASS"]),
+    ],
+)
+def test_base_that_does_not_rebuild_the_model(base: str, arguments: dict[str, object], facts: list[str], tmp_path: Path) -> None:
+    save_refused(install_random(small_model(), base=base, base_args=arguments), tmp_path, *facts)
+
+
+def test_model_changed_after_conversion(tmp_path: Path) -> None:
+    model = install_random(small_model())
+    model.blocks[0].register_buffer("scale", torch.ones(2), persistent=False)
+    save_refused(model, tmp_path, "buffers", "blocks.0.scale")
+    model.norm = nn.LayerNorm(32, elementwise_affine=False)
+    save_refused(model, tmp_path, "norm.weight")
+
+
+def test_dtypes_that_cannot_be_stored(converted: Converted, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="float16, bfloat16, float32, float64, got int4"):
+        save(converted[0], tmp_path / "model", dtype="int4")
+    model = copy.deepcopy(converted[0])
+    with torch.no_grad():
+        model.head.weight[0, 0] = 1e6
+    save_refused(model, tmp_path, "head.weight", "float16", dtype="float16")
+    save(model, tmp_path / "model", dtype="bfloat16")
