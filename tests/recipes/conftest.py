@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -54,3 +56,9 @@ def run_recipe(run_program: Callable[..., None], tmp_path: Path) -> RunRecipe:
             return list(csv.DictReader(file))
 
     return run
+
+
+def picture(seed: int, size: tuple[int, int] = (300, 240)) -> Image.Image:
+    """Smooth noise in colour."""
+    noise = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)

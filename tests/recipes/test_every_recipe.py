@@ -99,6 +99,7 @@ def test_no_recipe_writes_over_another_table(run_program: RunProgram, tmp_path: 
         ("survey_models.py vit_pytorch --out out --only resnet", "--only resnet matches no model of vit_pytorch"),
         ("train_digits_vit.py --out file", "--out takes a folder"),
         ("factors.py rivals --quick --device cpu --rows 10000000000000", "does not fit into this machine's memory"),
+        ("real_weights.py --quick --device cpu --out out.csv", "--photographs takes a folder"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(run_program: RunProgram, tmp_path: Path, command: str, sentence: str) -> None:

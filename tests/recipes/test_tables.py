@@ -1,16 +1,35 @@
-"""The tables of models and of factors, on sizes that take seconds on a CPU, and their committed rows."""
+"""Tables by recipes, on sizes that take seconds on a CPU: what is timed is right, what is not says why, and a second run goes on."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
+import torch
 
 from flysurgery.bench.rows import STAMP, read_table
-from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe
+from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe, picture
 
 ONE_PATTERN = ("--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
+
+
 ONE_LINEAR = ("--batches", "1", "--modes", "fp32", "--protocols", "paper", "--parts", "linear N x N", "--candidates", "dense,bmm")
+
+
+TIMED: dict[str, set[str]] = {
+    "attention": {"pytorch", "flash"},
+    "norm_linear": {"dense", "copy"},
+    "fused_linear": {"dense", "layer", "bmm", "einsum", "copy"},
+    "factor_gradients": {"einsum"},
+    "fused_ffn": {"dense", "composed"},
+    "few_rows": {"dense"},
+    "gated_ffn": {"dense", "converted"},
+    "wide": {"dense"},
+    "fused_ablation": {"einsum"},
+}
+"""Each table with the candidates that a CPU times; twins of baselines come with them."""
 
 
 def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -> None:
@@ -32,12 +51,6 @@ def test_table_3_has_every_part_right_in_both_protocols(run_recipe: RunRecipe) -
     assert int(linear["flops"]) == 2 * 16 * 2 * 2 * 288
 
 
-def test_table_6_has_the_linears_with_and_without_bias(run_recipe: RunRecipe) -> None:
-    rows = run_recipe("vits.py table6", *TINY_VIT, "--batches", "1", "--modes", "fp32", "--protocols", "paper")
-    assert {row["unit"] for row in rows} == {f"linear {size}{bias}" for size in ("N x N", "4N x N", "N x 4N") for bias in ("", " + bias")}
-    assert {row["paper_ratio"] for row in rows if row["unit"] == "linear N x 4N + bias"} == {"", "0.94", "0.61"}
-
-
 def test_a_run_that_goes_on_tells_models_of_one_name_apart(run_recipe: RunRecipe) -> None:
     first = run_recipe("vits.py table6", *TINY_VIT, *ONE_LINEAR)
     both = run_recipe("vits.py table6", *TINY_VIT, "--model-args", "embed_dim=96", *ONE_LINEAR)
@@ -47,40 +60,24 @@ def test_a_run_that_goes_on_tells_models_of_one_name_apart(run_recipe: RunRecipe
     assert {row["paper_ratio"] for row in other} == {""}, "the paper has no such model"
 
 
-@pytest.mark.parametrize(
-    ("option", "name", "sentence"),
-    [
-        ("--modes", "tf32", "there is no mode 'tf32' on cpu"),
-        ("--candidates", "dense,bsm", "there is no 'bsm'; choose from dense, layer"),
-        ("--parts", "blok", "no part of vit_small_patch16_224 is called blok; the parts are FFN, attention, block"),
-        ("--launches", "grph", "there is no 'grph'; choose from graph, eager"),
-        ("--launches", "graph", "there is nothing to measure by these options on this device"),
-    ],
-)
-def test_an_unknown_name_is_one_sentence(
-    run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str], option: str, name: str, sentence: str
-) -> None:
+SENTENCES = [
+    ("vits.py table6", "--modes tf32", "there is no mode 'tf32' on cpu"),
+    ("vits.py table6", "--candidates dense,bsm", "there is no 'bsm'; choose from dense, layer"),
+    ("vits.py table6", "--parts blok", "no part of vit_small_patch16_224 is called blok; the parts are FFN, attention, block"),
+    ("vits.py table6", "--launches grph", "there is no 'grph'; choose from graph, eager"),
+    ("vits.py table6", "--launches graph", "there is nothing to measure by these options on this device"),
+    ("factors.py patterns", "--largest 47", "--largest 47 leaves no pattern: the smallest has 48 features"),
+    ("kernel_tables.py norm_linear", "--only lowrank", "--only lowrank matches none of the cases: fp32, gonon, 197; fp32, monarch, 197"),
+    ("kernel_tables.py attention", "--rows 8", "attention has its own numbers of rows; leave --rows out"),
+    ("real_weights.py", "--ways gonon,butterfly", "--ways knows no 'butterfly'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "sentence"), SENTENCES)
+def test_an_unknown_name_is_one_sentence(run_recipe: RunRecipe, capsys: Any, name: str, options: str, sentence: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        run_recipe("vits.py table6", option, name)
+        run_recipe(name, *options.split())
     assert sentence in f"{stopped.value}{capsys.readouterr().err}"
-
-
-def test_table_5_has_the_whole_model_and_its_feed_forward_linears(run_recipe: RunRecipe) -> None:
-    rows = run_recipe("vits.py table5", *TINY_VIT[2:], "--batch", "2")
-    by_name = {row["candidate"]: row for row in rows}
-    assert by_name.keys() == {"dense", "dense again", "linears of FFNs"}
-    linears, whole = by_name["linears of FFNs"], by_name["dense"]
-    assert float(linears["ratio_to_dense"]) == pytest.approx(float(linears["median_ms"]) / float(whole["median_ms"]), rel=1e-3)
-    # two images of 17 tokens, 48 wide and 192, float32: in, out, weights and biases
-    assert int(linears["flops"]) == 2 * 2 * 17 * 2 * 48 * 192 < int(whole["flops"])
-    assert int(linears["bytes_moved"]) == 4 * (2 * 2 * 17 * 48 + 2 * 48 * 192 + 192 + 48)
-    assert run_recipe("vits.py table5", *TINY_VIT[2:], "--batch", "2") == rows, "nothing is measured again"
-
-
-def test_cpu_tables_hold_int8_beside_the_butterfly(run_recipe: RunRecipe) -> None:
-    one = ("--threads", "1", "--modes", "fp32", "--archs", "monarch", "--protocols", "today", "--batches", "2", "--parts", "model")
-    rows = {row["candidate"]: row for row in run_recipe("vits.py cpu", *TINY_VIT, *one)}
-    assert float(rows["layer"]["error"]) < 1e-5 < float(rows["int8 dynamic"]["error"]) < 0.2 and rows["int8 dynamic"]["median_ms"]
 
 
 def test_whole_models_are_right_and_bounded_before_they_count(run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,27 +116,9 @@ def test_patterns_are_measured_in_both_layouts_and_a_second_run_adds(
     assert more[: len(rows)] == rows and len(more) == 2 * len(rows)
     run_recipe("factors.py patterns", *ONE_PATTERN[:-1], "3", "--minutes", "1e-9")
     assert "1 of 1 measurements are left for the next run" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--largest 47 leaves no pattern: the smallest has 48 features"):
-        run_recipe("factors.py patterns", "--largest", "47")
-
-
-def test_a_wrong_product_has_no_time_and_without_dense_there_is_no_ratio(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    import factor_cases as factor
-
-    right = factor.product_only
-    monkeypatch.setattr(factor, "product_only", lambda weights, layout: right(1.1 * weights, layout))
-    monkeypatch.setattr(factor, "MOST_DENSE_ENTRIES", 1)
-    rows = run_recipe("factors.py patterns", *ONE_PATTERN)
-    wrong = [row for row in rows if row["candidate"] == factor.PRODUCT_ONLY]
-    assert {(row["status"], row["median_ms"]) for row in wrong} == {("wrong: relative error 0.1", "")}
-    timed = {row["candidate"]: row for row in rows if row["median_ms"]}
-    assert "dense" not in timed and {row["ratio_to_dense"] for row in timed.values()} == {""}
-    assert timed["bmm"]["noise"] and timed["bmm again"]["status"] == timed["bmm"]["status"]
 
 
 def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecipe, capsys: pytest.CaptureFixture[str]) -> None:
-    import factors
-
     rows = run_recipe("factors.py rivals", "--rows", "40", "--width", "48", "--modes", "fp32")
     square = {row["candidate"]: row for row in rows if row["layer"] == "square"}
     timed = {name for name, row in square.items() if row["median_ms"]}
@@ -148,15 +127,102 @@ def test_rivals_are_right_and_those_that_are_absent_say_why(run_recipe: RunRecip
     assert "CUDA" in square["2:4 semi-structured"]["status"] and all(row["status"] for row in rows)
     assert all(float(row["error"]) < 1e-6 for row in square.values() if row["error"])
     assert "magnitude pruning, CSR, square, fp32: " in capsys.readouterr().out
-    assert factors.crossing([(0.5, 3.0), (0.1, 0.9), (0.01, 0.2)]) == "faster than dense at 0.1 of the weights"
-    assert factors.crossing([(0.5, 3.0), (0.1, 1.0)]) == "slower than dense down to 0.1 of the weights"
 
 
-def test_energy_without_a_counter_is_times_alone(run_recipe: RunRecipe, tmp_path: Path) -> None:
-    rows = run_recipe("factors.py energy", "--count", "1", "--plot", tmp_path / "boxes.png")
-    assert {row["candidate"] for row in rows if row["call_ms"]} == {"bmm", "bmm again", "einsum", "bsr"}
-    assert all(row["joules"] == "" and row["status"] for row in rows) and (tmp_path / "boxes.png").stat().st_size > 5000
-    assert run_recipe("factors.py energy", "--count", "1") == rows
+def test_calibration_keeps_the_digits(run_recipe: RunRecipe) -> None:
+    dense, svd, calibrated = run_recipe("accuracy.py digits")
+    assert dense["top1"] == "0.985" and float(svd["top1"]) < 0.97 < float(calibrated["top1"])
+    for role in ("qkv", "ffn_in", "ffn_out"):
+        assert float(calibrated[f"error_{role}"]) <= 0.7 * float(svd[f"error_{role}"])
+
+
+@pytest.fixture
+def cases() -> Any:
+    import kernel_cases
+
+    assert list(kernel_cases.TABLES) == list(TIMED)
+    return kernel_cases
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_the_committed_rows_are_of_the_cases_that_are_measured_now(cases: Any, name: str) -> None:
+    import kernel_tables
+
+    comparison = cases.TABLES[name]
+    rows = [row for row in read_table(RECIPES / "results" / "kernels_h200.csv")[1] if row["table"] == name]
+    filled = {name for row in rows for name, text in row.items() if text}
+    assert {*comparison.columns, comparison.series, *comparison.ratios} <= filled & {*kernel_tables.columns_of(comparison)}
+    modes = tuple(dict.fromkeys(row[comparison.mode] for row in rows)) if comparison.mode else ("fp16",)
+    found = kernel_tables.cases_of(comparison, modes, 128)
+    keys = {tuple(str(value) for value in case.values()) for case in found}
+    assert keys >= {tuple(row[column] for column in found[0]) for row in rows}
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_every_case_can_be_made(cases: Any, name: str) -> None:
+    """On a CPU and few rows: each candidate that runs there gives what the truth says, and each has its work."""
+    comparison, place = cases.TABLES[name], cases.Place(torch.device("cpu"), 1)
+    small = {"rows": cases.TOKENS if name == "few_rows" else 16, "images": 2}
+    known = {key for case in comparison.cases for key in case} | ({"rows"} if comparison.tokens else set())
+    sizes = {key: value for key, value in small.items() if key in known}
+    for columns in {tuple((dict(case) | sizes).items()): None for case in comparison.cases}:
+        case = comparison.make(place, "fp32", **dict(columns))
+        assert {*case.columns, *dict(columns), *filter(None, [comparison.mode])} == set(comparison.columns)
+        assert case.baseline in case.runs
+        for candidate, run in case.runs.items():
+            assert case.work(candidate).bytes_moved > 0
+            if not isinstance(run, str) and candidate not in ("cudnn", "copy"):
+                truth = case.truths[candidate] if isinstance(case.truths, dict) else case.truths
+                torch.testing.assert_close(run(case.input(candidate))[: len(truth)].double(), truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_quick_runs_on_a_cpu_and_goes_on(
+    run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr("flysurgery.bench.ceilings.PRODUCT_SIZE", {"cpu": 256})
+    rows = run_recipe(f"kernel_tables.py {name}", "--seconds", "0.01")
+    key = "change" if name == "fused_ablation" else "candidate"
+    assert {row[key].removesuffix(" again") for row in rows if row["median_us"]} == TIMED[name]
+    for row in rows:
+        assert row["device"] and row["launch"] == "eager"
+        assert bool(row["median_us"]) == (row["status"] == "ok" or row["status"].startswith("noisy"))
+        assert row["median_us"] or row["status"] in ("needs CUDA", "left out on a CPU") or "cudnn" in row[key]
+        assert not row["median_us"] or (float(row["error"]) < 1e-5 and row["noise"] and float(row["flops"]) >= 0)
+    said = capsys.readouterr().out
+    assert all(row[key] in said and row["status"][:10] in said for row in rows)
+    monkeypatch.setattr("flysurgery.bench.measuring.measure", None)
+    assert run_recipe(f"kernel_tables.py {name}") == rows, "nothing is measured again"
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> tuple[object, ...]:
+    """Eight photographs, and as ``--save`` keeps them a backbone of two blocks and a decoder of random weights."""
+    from focus_model import BASE, BASE_ARGS, Decoder, FocusModel, save_focus
+
+    (tmp_path / "p").mkdir()
+    for number in range(8):
+        picture(number).save(tmp_path / "p" / f"{number}.png")
+    torch.manual_seed(0)
+    backbone = timm.create_model(BASE, pretrained=False, **BASE_ARGS, depth=2, embed_dim=48, num_heads=2)
+    for block in backbone.blocks:  # pyright: ignore
+        for scale in (block.ls1, block.ls2):
+            torch.nn.init.ones_(scale.gamma)
+    save_focus(FocusModel(backbone, Decoder(48)).eval(), tmp_path / "w")
+    return "--photographs", tmp_path / "p", "--weights", tmp_path / "w", "--judging", "3", "--minutes", "0.05"
+
+
+def test_rows_of_real_weights(run_recipe: RunRecipe, given: tuple[object, ...], tmp_path: Path) -> None:
+    ways = ("monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed")
+    dense, plain, calibrated, reconstructed = first = run_recipe("real_weights.py", *given, "--ways", ",".join(ways))
+    assert [row["way"] for row in first] == ["dense", *ways] and reconstructed["minutes"] == "0.05"
+    assert float(dense["cls"]) == float(dense["patch"]) == float(dense["nearest"]) == 1 and float(dense["relative_error"]) == 0
+    assert float(plain["cls"]) < float(calibrated["cls"]) < 1
+    assert float(plain["params"]) == float(calibrated["params"]) < float(dense["params"])
+    plot = tmp_path / "curve.png"
+    second = run_recipe("real_weights.py", *given, "--ways", ",".join(ways), "--seeds", "2", "--plot", plot)
+    assert second[:4] == first and plot.stat().st_size > 5000, "rows that are there stay"
+    assert [(row["way"], row["seed"]) for row in second[4:]] == [(way, "1") for way in ways[1:]], "what is random"
 
 
 def test_the_survey_of_patterns_has_the_columns_of_now() -> None:

@@ -1,0 +1,206 @@
+"""What recipes compute themselves: patterns, claims, measures, joules, usable photographs and crops, on data of known answers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from flysurgery import surgery
+from flysurgery.calibration import Samples
+from flysurgery.checkpoint import build_base
+from flysurgery.errors import FlysurgeryError, OptionError
+from tests.recipes.conftest import RECIPES, picture
+
+BASE = "vit_tiny_patch16_224"
+
+
+def test_output_errors_are_those_of_the_layers() -> None:
+    import accuracy
+
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+    dense, model = (build_base(BASE, arguments).eval() for _ in range(2))
+    model.load_state_dict(dense.state_dict())
+    images = torch.randn(8, 3, 16, 16)
+    plan, _ = accuracy.convert(model, surgery.plan(dense, "monarch", base=BASE, base_args=arguments), "svd", images)
+    found = accuracy.output_errors(dense, model, plan, images)
+    block, new = dense.get_submodule("blocks.0"), model.get_submodule("blocks.0")
+    with torch.no_grad():
+        x = block.norm1(dense.pos_drop(dense._pos_embed(dense.patch_embed(images))))  # pyright: ignore
+        wanted = block.attn.qkv(x)  # pyright: ignore
+        lost = new.attn.qkv(x) - wanted  # pyright: ignore
+    assert found["qkv"] == pytest.approx(float(lost.norm() / (wanted - block.attn.qkv.bias.detach()).norm()), rel=1e-4)  # pyright: ignore
+    assert found.keys() == {"qkv", "ffn_in", "ffn_out"}
+
+
+@pytest.fixture
+def energy() -> Any:
+    import energy
+
+    return energy
+
+
+def stepping(energy: Any) -> Any:
+    """A device at 100 watts, whose counter is updated every 20 ms."""
+
+    class Stepping(energy.EnergyMeter):
+        def __init__(self) -> None:
+            pass
+
+        def joules(self) -> float:
+            return 100 * (time.perf_counter() // 0.02 * 0.02)
+
+    return Stepping()
+
+
+def test_power_is_that_between_steps_of_the_counter(energy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting:
+        """Each call of the work takes 10 ms."""
+
+        def __init__(self, work: Any) -> None:
+            self.go_on = work
+
+        def work_ms(self) -> float:
+            return 10.0
+
+    monkeypatch.setattr(energy, "Busy", Waiting)
+    monkeypatch.setattr(energy, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
+    monkeypatch.setattr(energy, "rotating", lambda x: [x, x])
+    found = stepping(energy).measure(lambda x: x, torch.zeros(1), windows=3, seconds=0.1, idle_watts=20.0)
+    assert found.windows == 3 and found.window_s >= 0.1 and found.watts == pytest.approx(100, rel=0.1)
+    assert found.call_ms == 5.0 and found.joules == pytest.approx(0.5, rel=0.1), "two inputs a time"
+    assert found.above_idle_joules == pytest.approx(0.8 * found.joules, rel=0.05)
+    monkeypatch.setattr(energy, "STUCK_SECONDS", 0.01)
+    still = stepping(energy)
+    still.joules = lambda: 1.0
+    with pytest.raises(OptionError, match="energy counter stood still"):
+        still._watts(lambda: None, 1.0)
+
+
+def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import focus_model
+
+    monkeypatch.setattr(focus_model, "differences", lambda *_: (float("nan"), 0.0))
+    with pytest.raises(FlysurgeryError, match="the mapping is wrong"):
+        focus_model.check(b"", None, torch.zeros(1))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(FlysurgeryError, match="onnx is needed to read the wheel"):
+        focus_model.from_onnx(b"")
+
+
+def test_measures_of_known_answers() -> None:
+    from focus_model import compare, correlation, nearest, overlap
+
+    tokens = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[0.9, 0.1], [1.0, 1.0]], [[0.0, 1.0], [3.0, 0.0]]])
+    maps = torch.rand(3, 1, 4, 4)
+    turned = compare((-tokens, 1 - maps), (tokens, maps))
+    assert (turned.cls, turned.relative_error, turned.correlation) == (pytest.approx(-1), pytest.approx(2), pytest.approx(-1, abs=1e-4))
+    assert nearest(tokens[:, 0]).tolist() == [1, 0, 1]
+    half, full, none = torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)
+    half[..., 0] = 1
+    assert overlap(torch.cat([half, none]), torch.cat([full, none])) == 0.5, "where neither has a pixel there is nothing to judge"
+    assert overlap(none, none) is None and correlation(full, half) == 0
+
+
+def test_pruning_keeps_the_two_largest_of_four() -> None:
+    from weight_ways import RIVALS
+
+    model = nn.Sequential(nn.Linear(8, 2), nn.Linear(8, 2))
+    weight = torch.tensor([[1.0, -4, 3, 2, 0.5, 0.1, -0.2, 0.3], [0, 0, 0, 7, -1, 1, -2, 2]])
+    model.load_state_dict(model.state_dict() | {"0.weight": weight, "1.weight": weight})
+    RIVALS["2:4"].convert(model, ["1"])
+    assert torch.equal(model.get_parameter("0.weight"), weight)
+    first, second = model.get_parameter("1.weight").tolist()
+    assert first == pytest.approx([0, -4, 3, 0, 0.5, 0, 0, 0.3]) and second == [0, 0, 0, 7, 0, 0, -2, 2]
+    assert RIVALS["2:4"].params(model, ["1"]) == 2 * 18 - 8 and RIVALS["int8"].params(model, ["1"]) == 36
+
+
+@pytest.mark.gpu
+def test_sparse_weights_multiply_as_a_dense_matrix_with_zeros() -> None:
+    from weight_ways import RIVALS
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)).cuda().half().requires_grad_(False)
+    RIVALS["2:4"].convert(model, ["0", "2"])
+    x = torch.randn(4, 64, 64, device="cuda", dtype=torch.half)
+    with torch.inference_mode():
+        wanted = copy.deepcopy(model).double()(x.double())
+        RIVALS["2:4"].store(model, ["0", "2"])
+        assert model[0](x).is_contiguous()
+        assert float((model(x) - wanted).norm() / wanted.norm()) < 5e-3
+
+
+@pytest.fixture
+def rule() -> Any:
+    import photographs
+
+    return photographs
+
+
+def encoded(image: Image.Image, kind: str = "JPEG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def test_what_is_usable(rule: Any) -> None:
+    mask, through = Image.new("RGB", (300, 300)), picture(0).convert("RGBA")
+    mask.paste((255, 255, 255), (0, 0, 150, 300))
+    through.putalpha(0)
+
+    def found(image: Image.Image, path: str = "a/b.png") -> list[Any]:
+        return list(rule.pictures_in("p", path, encoded(image, "PNG")))
+
+    (kept,) = found(picture(0, (2000, 1000)))
+    assert (kept.name, kept.package, Image.open(io.BytesIO(kept.jpeg)).size) == ("p__a__b.jpg", "p", (1280, 640))
+    too_small, strip, flat = picture(0, (300, 199)), picture(0, (1000, 200)), Image.new("RGB", (300, 300), (90, 10, 30))
+    assert [found(image) for image in (too_small, strip, flat, mask, through)] == [[]] * 5
+    assert found(picture(0), "a/screenshot-1.png") == list(rule.pictures_in("p", "a/b.png", b"no picture")) == []
+
+
+def test_near_copies_are_left_out(rule: Any) -> None:
+    one, other, third = picture(1), picture(2), picture(3)
+    brighter = Image.fromarray(np.clip(np.asarray(one).astype(int) + 9, 0, 255).astype(np.uint8))
+    images = {"a": one, "a2": brighter, "b": other, "b2": other.resize((900, 720)), "c": third}
+    fit, judge = rule.split([rule.Picture(name, "p", b"", rule.key_of(image)) for name, image in images.items()], ["a"])
+    assert [each.name for each in judge] == ["a"]
+    assert [each.name for each in fit] == ["b", "c"], "the brighter one is too near to a judging one"
+
+
+def test_a_quick_run_writes_both_folders(run_program: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "scikit_image-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("skimage/data/coffee.png", encoded(picture(1)))
+        wheel.writestr("skimage/data/camera.png", encoded(picture(2)))
+        wheel.writestr("skimage/other/camera2.png", encoded(picture(3)))
+        wheel.writestr("scikit_image-1.0.dist-info/LICENSE.txt", "Files: *\nLicense: BSD-3-Clause\n")
+    for _ in range(2):
+        run_program("photographs.py", "photographs", "--quick", "--packages", tmp_path)
+    files = {part: [file.name for file in (tmp_path / "photographs" / part).iterdir()] for part in ("fit", "judge")}
+    assert files["fit"] == ["scikit-image__skimage__data__camera.jpg"]
+    assert files["judge"] == ["scikit-image__skimage__data__coffee.jpg"]
+    assert "scikit-image                         1         1  BSD-3-Clause" in capsys.readouterr().out
+    names = (RECIPES / "photographs_judge.txt").read_text().split()
+    assert len(set(names)) == len(names) == 41
+
+
+def test_held_out_samples_show_other_photographs() -> None:
+    from photograph_crops import order
+
+    for count, files in ((40, 10), (7, 2), (4, 3)):
+        shown = order(count, files, seed=1)
+        samples = Samples(torch.arange(count)[:, None].float())
+        held, fitted = ({shown[int(each)] for each in torch.cat(list(part())).flatten()} for part in (samples.held_out, samples.fit))
+        assert held and fitted and not held & fitted
+    assert len(set(order(40, 10, seed=1))) == 10, "all are shown"
+    assert order(40, 10, seed=1) != order(40, 10, seed=2)
