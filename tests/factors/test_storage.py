@@ -22,7 +22,7 @@ from flysurgery.factors import (
     to_blocks,
 )
 from flysurgery.patterns import Architecture, Pattern
-from tests.factors.strategies import small_factors, small_products
+from tests.patterns.strategies import pairs, patterns
 from tests.support.oracle import dense
 from tests.support.problems import ARCHITECTURES, make_factors
 from tests.support.tolerance import BF16, FP16, FP32, Arithmetic, assert_bounded, assert_equal
@@ -30,44 +30,33 @@ from tests.support.tolerance import BF16, FP16, FP32, Arithmetic, assert_bounded
 PATTERN = Pattern(2, 3, 5, 4)
 
 
-def test_shapes_are_patterns() -> None:
-    left, right = torch.empty(1, 7, 12, 2), torch.empty(PATTERN.factor_shape)
-    assert pattern_of(right) == PATTERN
-    assert architecture_of(iter([left, right])) == Architecture.of((1, 7, 12, 2), (2, 3, 5, 4))
-
-
-@given(small_factors)
-def test_dense_matrices_and_back(factor: Tensor) -> None:
+@given(patterns(), st.lists(st.integers(0, 3), max_size=3))
+def test_a_factor_its_blocks_and_its_matrix_are_the_same(pattern: Pattern, batch: list[int]) -> None:
+    factor = torch.arange(1.0, pattern.nnz + 1, dtype=torch.float64).view(pattern.factor_shape)
     matrix = dense(factor)
+    assert pattern_of(factor) == pattern
     assert_equal(factor_to_dense(factor), matrix)
+    x = torch.randint(-3, 4, (*batch, matrix.shape[1])).double()
+    assert_equal(ks_einsum(x, factor), x @ matrix.mT)
+    assert_equal(from_blocks(to_blocks(factor), pattern), factor)
+    assert_equal(to_blocks(factor), factor.permute(0, 3, 1, 2).reshape(-1, pattern.b, pattern.c))
     matrix[matrix == 0] = torch.nan
-    gathered = dense_to_factor(matrix, pattern_of(factor))
+    gathered = dense_to_factor(matrix, pattern)
     assert_equal(gathered, factor)
     assert gathered.is_contiguous() and gathered.data_ptr() != matrix.data_ptr()
 
 
-@given(small_factors)
-def test_blocks_and_back(factor: Tensor) -> None:
-    pattern, blocks = pattern_of(factor), to_blocks(factor)
-    assert blocks.is_contiguous()
-    for i in range(pattern.a):
-        for j in range(pattern.d):
-            assert_equal(blocks[i * pattern.d + j], factor[i, :, :, j])
-    back = from_blocks(blocks, pattern)
-    assert back.is_contiguous()
-    assert_equal(back, factor)
-
-
-@given(small_products())
-def test_products_of_integers_are_exact_and_fresh(factors: list[Tensor]) -> None:
-    for chain in (factors, factors[:1]):
-        expected = dense(chain[0])
-        for factor in chain[1:]:
-            expected = expected @ dense(factor)
-        found = factors_to_dense(chain)
-        assert_equal(found, expected)
-        found.zero_()
-        assert_equal(factors_to_dense(chain), expected)
+@given(pairs(), st.integers(1, 3), st.integers(0, 2**31))
+def test_products_of_integers_are_exact_and_fresh(architecture: Architecture, count: int, seed: int) -> None:
+    shapes = [pattern.factor_shape for pattern in (*architecture, architecture.patterns[1].transpose)][:count]
+    factors = [torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double() for shape in shapes]
+    expected = dense(factors[0])
+    for factor in factors[1:]:
+        expected = expected @ dense(factor)
+    found = factors_to_dense(factors)
+    assert_equal(found, expected)
+    found.zero_()
+    assert_equal(factors_to_dense(factors), expected)
 
 
 @pytest.mark.parametrize("mode", [FP32, FP16, BF16], ids=lambda mode: mode.name)
@@ -79,18 +68,15 @@ def test_half_precision_products_are_rounded_once(architecture: Architecture, mo
     assert_bounded(matrix.mT, dense(right).mT, [left], None, mode)
 
 
-@given(small_factors, st.lists(st.integers(0, 3), max_size=3))
-def test_the_definition_multiplies_rows_by_the_transposed_matrix(factor: Tensor, batch: list[int]) -> None:
-    matrix = dense(factor)
-    x = torch.randint(-3, 4, (*batch, matrix.shape[1])).double()
-    assert_equal(ks_einsum(x, factor), x @ matrix.mT)
-
-
 def test_gradients_flow() -> None:
     factors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 2, 3, 2), (2, 3, 2, 1))]
     assert torch.autograd.gradcheck(lambda *factors: factors_to_dense(factors), factors)
     operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 12), (2, 2, 3, 2))]
     assert torch.autograd.gradcheck(ks_einsum, operands) and torch.autograd.gradgradcheck(ks_einsum, operands)
+
+
+def rows_of(*shape: int) -> Tensor:
+    return ks_einsum(torch.ones(shape), torch.ones(2, 3, 5, 4))
 
 
 @pytest.mark.parametrize(
@@ -102,10 +88,7 @@ def test_gradients_flow() -> None:
         (lambda: architecture_of([]), "at least one pattern"),
         (lambda: dense_to_factor(torch.empty(40, 24), PATTERN), r"matrix of shape \(24, 40\), got \(40, 24\)"),
         (lambda: from_blocks(torch.empty(8, 5, 3), PATTERN), r"\(2,3,5,4\) have shape \(8, 3, 5\), got \(8, 5, 3\)"),
-        *(
-            (lambda shape=shape: ks_einsum(torch.ones(shape), torch.ones(2, 3, 5, 4)), r"takes rows of 40 features, got x of shape")
-            for shape in ((41,), (3, 39), ())
-        ),
+        *((lambda shape=shape: rows_of(*shape), r"takes rows of 40 features, got x of shape") for shape in ((41,), (3, 39), ())),
     ],
 )
 def test_shapes_that_do_not_fit_are_one_sentence(call: Callable[[], object], words: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from flysurgery.fidelity.processes import Processes
 from tests.support.processes import launch
 
 FIT = """
@@ -69,15 +68,6 @@ def fitted(folder: Path, kind: str) -> list[dict[str, Any]]:
     errors = dict(first["history"])
     assert errors[first["kept"]] == min(errors.values()) < errors[0]
     return [first, second]
-
-
-def test_alone_nothing_is_changed() -> None:
-    tensor = torch.arange(3.0)
-    with Processes(torch.device("cpu")) as alone:
-        alone.average([tensor])
-        alone.share([tensor])
-        assert alone.agreed(tensor) is tensor
-    assert tensor.tolist() == [0.0, 1.0, 2.0] and (alone.count, alone.rank) == (1, 0)
 
 
 def test_two_processes_have_one_mean_one_start_and_one_model_from_views_of_their_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The best product of two factors by other means: numpy SVDs over equal supports, and alternating least squares."""
+"""The best product of two factors by other means: numpy SVDs over equal supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.patterns import Architecture
-from tests.patterns.brute_force import blocks, support
+from tests.patterns.brute_force import blocks
 from tests.support.oracle import dense
 
 EXACT = 1e-10
@@ -57,16 +57,3 @@ def best_error(matrix: Tensor, architecture: Architecture) -> float:
     dense = matrix.to(torch.float64).numpy()
     tails = [np.linalg.svd(dense[np.ix_(rows, columns)], compute_uv=False)[rank:] for rows, columns, rank in blocks(architecture)]
     return float(np.linalg.norm(np.concatenate(tails)))
-
-
-def error_by_alternating(matrix: Tensor, architecture: Architecture, seed: int, sweeps: int = 300) -> float:
-    """The error that alternating least squares over the two supports reaches from one random start."""
-    dense, (left, right) = matrix.numpy(), map(support, architecture)
-    k1 = np.zeros(left.shape)
-    k2 = np.random.default_rng(seed).standard_normal(right.shape) * right
-    for _ in range(sweeps):
-        for row, used in enumerate(left.astype(bool)):
-            k1[row, used] = np.linalg.lstsq(k2[used].T, dense[row], rcond=None)[0]
-        for column, used in enumerate(right.T.astype(bool)):
-            k2[used, column] = np.linalg.lstsq(k1[:, used], dense[:, column], rcond=None)[0]
-    return float(np.linalg.norm(dense - k1 @ k2))

@@ -1,0 +1,200 @@
+"""Patterns and architectures against their supports written out; the named ones are those of Gonon et al. 2024, Table 8 and B.7."""
+
+from collections.abc import Callable
+from itertools import islice, product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flysurgery.errors import OptionError, PatternError
+from flysurgery.patterns import (
+    ARCHITECTURES,
+    MAX_FEATURES,
+    Architecture,
+    Pattern,
+    block_butterfly,
+    check_fits,
+    deformable,
+    dense,
+    family_of,
+    gonon,
+    kaleidoscope,
+    low_rank,
+    monarch,
+    named,
+    product_pattern,
+    square_dyadic,
+    two_factor_architectures,
+)
+from tests.patterns.brute_force import blocks, path_counts, support
+from tests.patterns.strategies import pairs, patterns
+
+DOWN = Architecture.of((1, 128, 128, 3), (6, 64, 256, 1))
+
+
+@given(patterns())
+def test_a_pattern_is_its_support(pattern: Pattern) -> None:
+    matrix = support(pattern)
+    assert pattern.shape == matrix.shape
+    assert pattern.nnz == matrix.sum() == np.prod(pattern.factor_shape)
+    assert pattern.density == pytest.approx(matrix.mean())
+    assert pattern.flops_per_row == 2 * matrix.sum()
+    assert np.array_equal(support(pattern.transpose), matrix.T)
+
+
+@given(pairs())
+def test_an_architecture_is_the_product_of_its_supports(architecture: Architecture) -> None:
+    left, right = map(support, architecture)
+    counts = path_counts(architecture)
+    assert architecture.shape == (left @ right).shape and architecture.inner_features == (left.shape[1],)
+    assert architecture.num_parameters == left.sum() + right.sum()
+    assert architecture.density == pytest.approx((left.sum() + right.sum()) / (left @ right).size)
+    assert architecture.ranks == (tuple(np.unique(counts).tolist()),)
+    assert sorted({rank for _, _, rank in blocks(architecture)}) == list(architecture.ranks[0])
+    assert np.array_equal(path_counts(architecture.transpose), counts.T)
+    assert Architecture.parse(str(architecture)) == Architecture.from_json(architecture.to_json()) == architecture
+    if architecture.is_chainable:
+        (rank,) = set(counts[counts > 0].tolist())
+        assert np.array_equal(counts, rank * support(product_pattern(*architecture)))
+    else:
+        with pytest.raises(PatternError, match="not chainable"):
+            product_pattern(*architecture)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 6))
+def test_monarch_is_the_row_of_the_table(x: int, y: int, p: int) -> None:
+    m, n = x * p, y * p
+    k, architecture = min(m, n), monarch(m, n, p)
+    assert architecture.to_json() == [[1, m // p, k // p, p], [p, k // p, n // p, 1]]
+    assert architecture.density == pytest.approx(k * (m + n) / p / (m * n))
+    assert p == 1 or family_of(architecture) == "monarch"
+    assert np.array_equal(path_counts(monarch(p * p, 2 * p * p, p)), np.ones((p * p, 2 * p * p))), "full support and one rank"
+
+
+@given(st.integers(1, 200))
+def test_gonon_keeps_density_and_grid_at_every_width(multiple: int) -> None:
+    n = 24 * multiple
+    for shape in [(1, 1), (4, 1), (1, 4)]:
+        scaled, papers = gonon(shape[0] * n, shape[1] * n), gonon(shape[0] * 384, shape[1] * 384)
+        assert scaled.shape == (shape[0] * n, shape[1] * n) and scaled.density == pytest.approx(papers.density)
+        assert [(p.a, p.d) for p in scaled] == [(p.a, p.d) for p in papers]
+        assert family_of(scaled) == "gonon" or multiple == 1  # the smallest ones are those of other families too
+
+
+@given(st.integers(4, 3000), st.integers(4, 3000))
+def test_the_default_rank_is_the_largest_multiple_of_eight_within_half_the_parameters(m: int, n: int) -> None:
+    (rank,) = low_rank(m, n).inner_features
+    step = 8 if rank >= 8 else 1
+    assert rank % step == 0 and low_rank(m, n).density <= 0.5
+    assert (rank + step) * (m + n) > m * n / 2
+    assert family_of(low_rank(m, n)) == "low rank"
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(-1, 200))
+def test_butterflies_are_the_rows_of_the_table_and_refuse_other_sizes(depth: int, block: int, other: int) -> None:
+    n = 2**depth
+    assert block_butterfly(n * block, block).to_json() == [[2**i, 2 * block, 2 * block, 2 ** (depth - 1 - i)] for i in range(depth)]
+    rows = [[2**i, 2, 2, 2 ** (depth - 1 - i)] for i in range(depth)]
+    assert square_dyadic(n).to_json() == rows and kaleidoscope(n).to_json() == rows + rows[::-1]
+    assert np.array_equal(path_counts(square_dyadic(n)), np.ones((n, n)))
+    assert square_dyadic(n).is_chainable and kaleidoscope(n).is_chainable == (depth == 1)
+    assume(other not in {block * 2**depth for depth in range(1, 9)})
+    with pytest.raises(PatternError, match=f"{other}x{other}"):
+        block_butterfly(other, block)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (dense(6, 10), "(1,6,10,1)"),
+        (low_rank(64, 2), "(1,64,1,1),(1,1,2,1)"),
+        (gonon(384, 384), "(1,192,48,2),(2,48,192,1)"),
+        (gonon(1536, 384), "(1,768,192,2),(6,64,64,1)"),
+        (deformable([(1, 4, 3, 2), (3, 2, 5, 1)]), "(1,4,3,2),(3,2,5,1)"),
+        (named("gonon", 384, 1536), "(1,128,128,3),(6,64,256,1)"),
+        (named("monarch", 384, 1536), str(monarch(384, 1536, 4))),
+        (named("monarch", 384, 1536, nblocks=3), str(monarch(384, 1536, 3))),
+        (named("lowrank", 384, 1536), "(1,384,152,1),(1,152,1536,1)"),
+        (named("lowrank", 384, 1536, rank=7), str(low_rank(384, 1536, 7))),
+    ],
+)
+def test_known_architectures(found: Architecture, expected: str) -> None:
+    assert str(found) == expected and set(ARCHITECTURES) == {"monarch", "gonon", "lowrank"}
+
+
+@pytest.mark.parametrize("patterns", [[(1, 6, 10, 1)], [(1, 2, 2, 2), (2, 2, 2, 1)] * 2, [(1, 4, 2, 2), (2, 2, 6, 1)]])
+def test_architectures_of_no_family_are_other_ones(patterns: list[tuple[int, int, int, int]]) -> None:
+    assert family_of(Architecture.of(*patterns)) == "other"
+
+
+FOUR = "four positive integers"
+TEXTS = ("", "monarch", "(1,2,3)", "(1,2,3,4),", "(1,2,3,4)(1,2,3,4)", "(1,2,-3,4)", "__import__('os')")
+ROWS = (None, 3, "abcd", [[1, 2, 3]], [1, 2, 3, 4], {"a": 1}, [[1, 2, 3, None]])
+ENTRIES = ((0, 1, 1, 1), (1, -2, 1, 1), (1, 1, 1.0, 1), (1, 1, 1, True), (1, "2", 1, 1))
+NO_GONON = ((1152, 384), (385, 384), (384, 1000), (4, 1537))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        *((lambda entries=entries: Pattern(*entries), PatternError, FOUR) for entries in ENTRIES),
+        *((lambda text=text: Architecture.parse(text), PatternError, "expected patterns such as") for text in TEXTS),
+        *((lambda rows=rows: Architecture.from_json(rows), PatternError, "four") for rows in ROWS),
+        (lambda: Pattern(MAX_FEATURES, 2, 1, 1), PatternError, str(MAX_FEATURES)),
+        (lambda: Architecture(()), PatternError, "at least one"),
+        (lambda: Architecture.of((1, 2, 6, 1), (2, 2, 2, 1)), PatternError, r"takes 6 features .* gives 4"),
+        (lambda: product_pattern(Pattern(1, 2, 4, 1), Pattern(3, 3, 1, 1)), PatternError, r"takes 4 features .* gives 9"),
+        (lambda: check_fits(DOWN, 1536, 384), PatternError, r"384x1536 matrix, the layer is 1536x384"),
+        (lambda: low_rank(8, 9, 9), PatternError, "8x9 .* rank 9"),
+        (lambda: low_rank(8, 9, 0), OptionError, "rank must be a positive integer, got 0"),
+        (lambda: monarch(384, 1536, 5), PatternError, "nblocks 5 .* 384x1536 .* that do: 4 and 6$"),
+        (lambda: monarch(7, 7, 4), PatternError, "that do: 1 and 7$"),
+        (lambda: monarch(12, 18, 9), PatternError, "that do: 6$"),
+        *((lambda p=p: monarch(8, 8, p), OptionError, "nblocks must be a positive integer") for p in (0, -4, 2.0, True)),  # pyright: ignore[reportArgumentType]
+        (lambda: gonon(4096, 1024), PatternError, "4096x1024 .* multiple of 6, got 1024"),
+        *((lambda m=m, n=n: gonon(m, n), PatternError, f"got {m}x{n}") for m, n in NO_GONON),
+        (lambda: square_dyadic(384), PatternError, r"square dyadic butterfly needs n = 2\^L with L >= 1, got a 384x384"),
+        (lambda: block_butterfly(12, 5), PatternError, r"block size 5 needs n = 2\^L·5"),
+        (lambda: block_butterfly(12, 0), OptionError, "block must be a positive integer"),
+        (lambda: deformable([(1, 4, 3, 2), (3, 2, 5, 2)]), PatternError, "agree"),
+        (lambda: named("butterfly", 8, 8), OptionError, "'butterfly'; choose one of monarch, gonon, lowrank"),
+        (lambda: named("monarch", 8, 8, rank=3), OptionError, "rank 3 with 'monarch'"),
+        *((lambda build=build: build(0, 384), PatternError, "0") for build in (monarch, gonon, low_rank, dense)),
+        *(
+            (lambda density=density: two_factor_architectures(8, 8, max_density=density), OptionError, "above 0 and at most 1")
+            for density in (0.0, -0.5, 1.01, float("nan"), float("inf"))
+        ),
+        (lambda: two_factor_architectures(0, 8, max_density=0.5), PatternError, "0x8"),
+    ],
+)
+def test_what_cannot_be_built_is_one_sentence(make: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def by_search(m: int, n: int, max_density: float) -> set[tuple[bytes, bytes]]:
+    """All pairs of supports within the budget, from every quadruple of integers that could be one."""
+    lefts = [Pattern(a, b, c, d) for a, b, d in product(range(1, m + 1), repeat=3) if a * b * d == m for c in range(1, m * n + 1)]
+    rights = [Pattern(a, b, c, d) for a, c, d in product(range(1, n + 1), repeat=3) if a * c * d == n for b in range(1, m * n + 1)]
+    return {
+        (support(left).tobytes(), support(right).tobytes())
+        for left, right in product(lefts, rights)
+        if left.in_features == right.out_features and (left.nnz + right.nnz) / (m * n) <= max_density
+    }
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (2, 3), (4, 4), (6, 4), (5, 1)])
+@pytest.mark.parametrize("max_density", [0.3, 1.0])
+def test_every_pair_of_supports_within_the_budget_comes_once(m: int, n: int, max_density: float) -> None:
+    found = list(two_factor_architectures(m, n, max_density=max_density))
+    supports = [(support(left).tobytes(), support(right).tobytes()) for left, right in found]
+    assert len(set(supports)) == len(supports)
+    assert set(supports) == by_search(m, n, max_density)
+
+
+def test_architectures_of_large_matrices_come_one_by_one_within_the_budget() -> None:
+    budget = gonon(384, 1536).density
+    first = list(islice(two_factor_architectures(384, 1536, max_density=budget), 2000))
+    assert len(first) == 2000 and all(each.shape == (384, 1536) and each.density <= budget for each in first)
