@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.walker import SeparateAttention, walk
-from tests.walker.toys import roles
 
 WIDTH, COUNT, BATCH, QUERIES, KEYS = 24, 3, 2, 5, 7
 
@@ -80,35 +79,6 @@ def test_a_causal_hint_needs_its_mask_as_in_torch() -> None:
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="give the mask too"):
         apart(x, x, x, is_causal=True)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
-def test_there_and_back(options: dict[str, Any]) -> None:
-    made = attention(**options).eval()
-    made.in_proj_bias = None if made.in_proj_bias is None else made.in_proj_bias.requires_grad_(False)
-    apart = SeparateAttention(made)
-    assert not any(module.training for module in apart.modules())
-    again = apart.joined()
-    assert again.state_dict().keys() == made.state_dict().keys()
-    for name, parameter in made.named_parameters():
-        other = again.get_parameter(name)
-        assert torch.equal(other, parameter) and other.requires_grad == parameter.requires_grad, name
-    assert repr(again) == repr(made) and again.__dict__.keys() == made.__dict__.keys()
-    assert all(again.__dict__[name] == made.__dict__[name] for name in ("batch_first", "dropout", "kdim", "vdim", "add_zero_attn"))
-    if made.in_proj_weight is not None:
-        assert apart.in_proj_weight is not None and torch.equal(apart.in_proj_weight, made.in_proj_weight)
-        assert apart.q.weight.data_ptr() == made.in_proj_weight.data_ptr()  # a view: a walk copies no weight
-
-
-def test_an_encoder_and_a_decoder_of_torch_are_seen_as_any_other() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 48, batch_first=True), 1)
-    found = {"self_attn.q": "qkv", "self_attn.k": "qkv", "self_attn.v": "qkv", "self_attn.out_proj": "attn_out"}
-    found |= {"linear1": "ffn_in", "linear2": "ffn_out"}
-    assert roles(encoder, torch.zeros(2, 5, WIDTH)) == {f"layers.0.{name}": role for name, role in found.items()}
-    assert all(target.switches[0].attribute == "use_nested_tensor" for target in walk(encoder, torch.zeros(2, 5, WIDTH)))
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 48), 1)
-    found |= {name.replace("self_attn", "multihead_attn"): role for name, role in found.items()}
-    assert roles(decoder, (torch.zeros(5, 2, WIDTH), torch.zeros(7, 2, WIDTH))) == {f"layers.0.{n}": role for n, role in found.items()}
 
 
 def test_what_stays_together() -> None:

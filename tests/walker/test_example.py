@@ -1,88 +1,80 @@
-"""Inputs that models accept."""
+"""Inputs that models accept, above all those of transformers, and that a trace leaves nothing behind in them."""
 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
 import torch
+import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+import flysurgery
 from flysurgery.errors import WalkError
+from flysurgery.surgery.check import example_of
 from flysurgery.walker import EXAMPLE_BATCH, example_input, walk
 from tests.walker.toys import FusedAttention
 
 
+class Stem(nn.Module):
+    """A convolutional stem of unknown make, and as many positions as it gives at 128x128 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(5, 8, 16, stride=16)
+        self.positions = nn.Parameter(torch.zeros(8, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stem(x) + self.positions
+
+
+def vit_pytorch(name: str, **options: Any) -> nn.Module:
+    module, _, of = name.partition(":")
+    sizes = {"patch_size": 8, "num_classes": 10, "dim": 24, "depth": 1, "heads": 2, "mlp_dim": 48, "dim_head": 12}
+    return getattr(importlib.import_module(f"vit_pytorch.{module}"), of)(**sizes, **options)
+
+
+def hub(name: str, **entries: Any) -> nn.Module:
+    found = getattr(transformers, name)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "patch_size": 8}
+    return found(found.config_class(**sizes, **entries))
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "size"),
+    ("make", "size"),
     [
-        ("vit_tiny_patch16_224", {"depth": 1}, (3, 224, 224)),
-        ("vit_tiny_patch16_384", {"depth": 1}, (3, 384, 384)),
-        ("vit_tiny_patch16_224", {"depth": 1, "img_size": (32, 64), "in_chans": 1}, (1, 32, 64)),
-        ("eva02_tiny_patch14_336", {"depth": 1}, (3, 336, 336)),
-        ("swin_tiny_patch4_window7_224", {"img_size": 64, "window_size": 4, "in_chans": 4}, (4, 64, 64)),
-        ("coat_tiny", {"img_size": 64}, (3, 64, 64)),
-        ("resnet18", {"in_chans": 2}, (2, 224, 224)),
-        ("tresnet_m", {}, (3, 224, 224)),  # whose first convolution takes 48 channels, made of pixels
+        (lambda: timm.create_model("vit_tiny_patch16_384", depth=1), (3, 384, 384)),
+        (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, img_size=(32, 64), in_chans=1), (1, 32, 64)),
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=64, window_size=4, in_chans=4), (4, 64, 64)),
+        (lambda: timm.create_model("coat_tiny", img_size=64), (3, 64, 64)),
+        (lambda: timm.create_model("tresnet_m"), (3, 224, 224)),  # whose first convolution takes 48 channels, made of pixels
+        (lambda: vit_pytorch("vit:ViT", image_size=(32, 48)), (3, 32, 48)),
+        (lambda: vit_pytorch("simple_vit:SimpleViT", image_size=40, channels=2), (2, 40, 40)),
+        (lambda: vit_pytorch("vit_1d:ViT", seq_len=64), (3, 64)),
+        (lambda: hub("YolosModel", image_size=[32, 64], num_channels=1), (1, 32, 64)),
+        (lambda: hub("VideoMAEModel", image_size=32, num_frames=4), (4, 3, 32, 32)),
+        (lambda: Stem().double(), (5, 128, 128)),
     ],
 )
-def test_timm(name: str, options: dict[str, object], size: tuple[int, ...]) -> None:
-    with torch.device("meta"):
-        model = timm.create_model(name, **options)  # pyright: ignore[reportArgumentType]
+def test_models_run_on_their_example(make: Callable[[], nn.Module], size: tuple[int, ...]) -> None:
+    model = make().eval()
     example = example_input(model)
-    assert tuple(example.shape) == (EXAMPLE_BATCH, *size)
-    assert (example.device.type, example.dtype) == ("meta", torch.float32)
+    assert tuple(example.shape) == (EXAMPLE_BATCH, *size) and example.dtype == next(model.parameters()).dtype
+    with torch.no_grad():
+        model(example)
 
 
-TRANSFORMER = {"patch_size": 8, "num_classes": 10, "dim": 24, "depth": 1, "heads": 2, "mlp_dim": 48, "dim_head": 12}
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "options", "size"),
-    [
-        ("vit", "ViT", {"image_size": 64}, (3, 64, 64)),
-        ("vit", "ViT", {"image_size": 32, "channels": 1, "pool": "mean"}, (1, 32, 32)),
-        ("vit", "ViT", {"image_size": (32, 48)}, (3, 32, 48)),
-        ("simple_vit", "SimpleViT", {"image_size": 40, "channels": 2}, (2, 40, 40)),
-        ("vit_with_patch_merger", "ViT", {"image_size": 32}, (3, 32, 32)),
-        ("vit_1d", "ViT", {"seq_len": 64}, (3, 64)),
-    ],
-)
-def test_vit_pytorch(module: str, name: str, options: dict[str, object], size: tuple[int, ...]) -> None:
-    model = getattr(importlib.import_module(f"vit_pytorch.{module}"), name)(**TRANSFORMER, **options)
-    example = example_input(model)
-    assert sorted(example.shape) == sorted((EXAMPLE_BATCH, *size))
-    assert example.shape[1] == size[0]
-    assert model.eval()(example).shape == (EXAMPLE_BATCH, 10)
-
-
-def test_a_convolutional_stem_of_unknown_make() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Conv2d(5, 8, 16, stride=16)
-            self.positions = nn.Parameter(torch.zeros(8, 8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.stem(x) + self.positions
-
-    assert tuple(example_input(Net().double()).shape) == (EXAMPLE_BATCH, 5, 128, 128)
-    assert example_input(Net().double()).dtype == torch.float64
-
-
-def test_unknown() -> None:
-    with pytest.raises(
-        WalkError,
-        match=r"no example input is known for FusedAttention, and zeros of shape \(2, .*\) fail \(.+\); give an example",
-    ):
-        example_input(FusedAttention())
-
-
-def test_a_configuration_without_a_size() -> None:
+def test_models_without_a_known_size_are_refused() -> None:
     class Rigid(FusedAttention):
         config = type("Config", (), {"to_dict": dict})()
 
+    with pytest.raises(WalkError, match=r"for FusedAttention, and zeros of shape \(2, .*\) fail \(.+\); give an example"):
+        example_input(FusedAttention())
     with pytest.raises(WalkError, match=r"known for Rigid, whose configuration names no image_size, and zeros .* fail .*give an example"):
         example_input(Rigid())
 
@@ -103,3 +95,87 @@ def test_a_model_of_two_inputs_that_got_one() -> None:
     with pytest.raises(WalkError, match=r"missing 1 required positional argument.*; give an example: a tensor, a tuple or a dict"):
         example_input(type("Needy", (Pair,), {"forward": lambda self, ids, images: self.linear(images) + ids})())
     assert len(walk(Pair(), (torch.zeros(2, 8), torch.zeros(2, 8)))) == 1
+
+
+TRUNK: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "patch_size": 8}
+IMAGES = TRUNK | {"image_size": 32}
+TEXT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 50}
+DETECTOR = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+DETECTOR |= {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_queries": 5}
+RESNET = {"model_type": "rt_detr_resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]}
+RESNET |= {"layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}
+REFINING: dict[str, Any] = DETECTOR | {"decoder_layers": 2, "encoder_hidden_dim": 64, "encoder_in_channels": [16, 32, 32]}
+REFINING |= {"decoder_in_channels": [64] * 3, "backbone_config": RESNET}
+PAIR = {"vision_config": IMAGES | {"num_hidden_layers": 1}, "text_config": TEXT | {"max_position_embeddings": 8}, "projection_dim": 64}
+
+
+def build(name: str, device: str = "cpu", **entries: Any) -> Any:
+    found = getattr(transformers, name)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return found(found.config_class(**entries)).eval()
+
+
+def test_a_pair_of_towers_takes_token_ids_and_images() -> None:
+    model = build("CLIPModel", vision_config=IMAGES, text_config=TEXT)
+    ids, images = example_input(model)
+    assert ids.shape == (2, 8) and images.shape == (2, 3, 32, 32)
+    plan = flysurgery.plan(model)
+    assert {layer.fqn.partition("_")[0] for layer in plan.replaced} == {"text", "vision"}
+    assert flysurgery.apply(plan, model).verified
+
+
+def test_an_example_by_name_keeps_its_small_numbers() -> None:
+    model = build("Siglip2VisionModel", **IMAGES | {"num_patches": 16})
+    sizes = torch.tensor([[4, 4], [2, 8]])
+    example = {
+        "pixel_values": torch.randn(2, 16, 192),
+        "spatial_shapes": sizes,
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+    }
+    plan = flysurgery.plan(model, example=example)
+    again = flysurgery.Plan.from_json(plan.to_json())
+    assert again == plan
+    inputs = example_of(again, model)
+    assert inputs is not None and torch.equal(inputs[2], sizes)
+    flysurgery.apply(again, model)
+
+
+@pytest.mark.parametrize("example", [{"pixels": torch.zeros(2, 3, 32, 32)}, {}])
+def test_an_example_with_other_names_is_refused(example: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(WalkError, match="it takes pixel_values"):
+        flysurgery.plan(build("ViTModel", "meta", **IMAGES), example=example)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "heads"),
+    [
+        ("YolosForObjectDetection", TRUNK | {"image_size": [64, 64]}, 6),
+        ("DetrForObjectDetection", DETECTOR, 4),
+        ("ConditionalDetrForObjectDetection", DETECTOR, 4),
+        ("RTDetrForObjectDetection", REFINING, 12),  # whose layers correct the boxes of those before, by sums
+        ("OwlViTForObjectDetection", PAIR, 7),  # and the projection of texts
+    ],
+)
+def test_classes_and_boxes_of_detectors_are_heads(name: str, entries: dict[str, Any], heads: int) -> None:
+    targets = walk(build(name, "meta", **entries), None if entries is PAIR else torch.zeros(2, 3, 64, 64))
+    targets = [target for target in targets if all(obstacle.code != "conv1x1" for obstacle in target.obstacles)]
+    found = [target.fqn for target in targets if target.role == "head"]
+    assert len(found) == heads and all(any(part in fqn for part in ("class", "box", "score", "text_projection")) for fqn in found)
+    counts = Counter(target.role for target in targets)
+    assert counts["ffn_in"] == counts["ffn_out"] > 0
+
+
+def test_hidden_states_are_collected_after_a_forward() -> None:
+    sizes = {"backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4, "reassemble_factors": [4, 2, 1, 0.5]}
+    entries = IMAGES | sizes | {"num_hidden_layers": 4, "fusion_hidden_size": 16, "is_hybrid": False}
+    model = build("DPTForDepthEstimation", **entries)
+    before = len(flysurgery.plan(model).replaced)
+    model(torch.randn(2, 3, 32, 32))  # transformers registers its hooks now
+    assert len(flysurgery.plan(model).replaced) == before > 0
+
+
+def test_a_trace_leaves_no_fake_tensor_in_a_cache() -> None:
+    model = build("DINOv3ViTModel", **IMAGES)
+    flysurgery.plan(model)
+    assert not isinstance(model(torch.randn(2, 3, 32, 32)).last_hidden_state, FakeTensor)

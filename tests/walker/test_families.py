@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import timm
 import torch
+from timm.layers import set_fused_attn
+from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
 
-from flysurgery.walker import Slice, walk
+from flysurgery.walker import Slice, Target, walk
 from tests.walker.toys import named
 
 # Per model: qkv, attn_out, ffn_in, ffn_out, head; then the reasons of all others.
 Truth = tuple[tuple[int, int, int, int, int], dict[str, int]]
+
+ONE: dict[str, Any] = {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 32}
+SWIN: dict[str, Any] = {"embed_dim": 24, "depths": (2, 1), "num_heads": (2, 4), "img_size": 32, "window_size": 4}
 
 TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "vit_small_patch16_224": ({}, ((12, 12, 12, 12, 1), {})),
@@ -63,6 +69,12 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     # The patch embedding is a linear, whose weight is read for other patch sizes.
     "naflexvit_base_patch16_gap": ({"depth": 2, "embed_dim": 48, "num_heads": 2}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
     "vit_tiny_r_s16_p8_224": ({"depth": 1}, ((1, 1, 1, 1, 1), {})),
+    # Query, key and value apart, and a gate apart.
+    "eva02_base_patch14_448": (ONE | {"img_size": 28}, ((3, 1, 2, 1, 1), {})),
+    # Attention whose heads two linears mix; a block of class attention.
+    "cait_xxs24_224": (ONE, ((1, 1, 1, 1, 1), {"talking-heads": 2, "pool": 12})),
+    "swin_tiny_patch4_window7_224": (SWIN, ((3, 3, 3, 3, 1), {"no-role": 1})),
+    "swinv2_tiny_window8_256": (SWIN, ((3, 3, 3, 3, 1), {"constant": 6, "no-role": 1})),
 }
 
 SIZES = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 48, "depth": 1, "heads": 4, "mlp_dim": 96, "dim_head": 16}
@@ -106,55 +118,79 @@ VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
 }
 
 
-def counted(model: nn.Module, example: Any = None) -> Truth:
-    linears = [target for target in walk(model, example) if all(obstacle.code != "conv1x1" for obstacle in target.obstacles)]
+def counted(targets: Iterable[Target]) -> Truth:
+    linears = [target for target in targets if all(obstacle.code != "conv1x1" for obstacle in target.obstacles)]
     roles = Counter(target.role for target in linears)
     reasons = Counter(target.obstacles[0].code for target in linears if target.role == "other")
     return (roles["qkv"], roles["attn_out"], roles["ffn_in"], roles["ffn_out"], roles["head"]), dict(reasons)
 
 
-@pytest.mark.parametrize("name", TIMM)
-def test_timm(name: str) -> None:
-    options, truth = TIMM[name]
-    with torch.device("meta"):
-        model = timm.create_model(name, **options)
-    assert counted(model) == truth
-
-
 def build(name: str, options: dict[str, Any]) -> nn.Module:
     module, _, of = name.partition(":")
-    return getattr(importlib.import_module(f"vit_pytorch.{module}"), of)(**options)
+    if of:
+        return getattr(importlib.import_module(f"vit_pytorch.{module}"), of)(**options)
+    with torch.device("meta"):
+        return timm.create_model(name, **options)
 
 
-@pytest.mark.parametrize("name", VIT_PYTORCH)
-def test_vit_pytorch(name: str) -> None:
-    options, truth = VIT_PYTORCH[name]
-    assert counted(build(name, options)) == truth
+@pytest.mark.parametrize("name", [*TIMM, *VIT_PYTORCH])
+def test_every_linear_is_listed_with_its_role_or_the_reason_for_none(name: str) -> None:
+    options, truth = (TIMM | VIT_PYTORCH)[name]
+    model = build(name, options)
+    targets = walk(model)
+    assert counted(targets) == truth
+    listed = {fqn for target in targets for fqn in (target.fqn, *target.aliases)}
+    assert {fqn for fqn, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)} <= listed
 
 
-QKV = (Slice("q", 0, 64), Slice("k", 64, 128), Slice("v", 128, 192))
+def thirds(width: int) -> tuple[Slice, ...]:
+    return (Slice("q", 0, width), Slice("k", width, 2 * width), Slice("v", 2 * width, 3 * width))
+
+
+PARALLEL = (Slice("ffn", 0, 768), Slice("q", 768, 960), Slice("k", 960, 1152), Slice("v", 1152, 1344))
+BRANCHES = {"depth": 1, "img_size": 32, "block_fn": ParallelScalingBlock}
 
 
 @pytest.mark.parametrize(
-    ("name", "layer", "split", "rows"),
+    ("name", "options", "layer", "split", "tokens"),
     [
-        ("vit:ViT", "to_qkv", QKV, 17),
-        ("simple_vit:SimpleViT", "to_qkv", QKV, 16),
-        ("vit_5:ViT", "to_qkv", QKV, None),  # rotary positions under autocast
-        ("learnable_memory_vit:ViT", "to_kv", (Slice("k", 0, 64), Slice("v", 64, 128)), None),
-        ("learnable_memory_vit:ViT", "to_q", None, None),
+        ("vit:ViT", SIZES, "transformer.layers.0.0.to_qkv", thirds(64), 17),
+        ("simple_vit:SimpleViT", SIZES, "transformer.layers.0.0.to_qkv", thirds(64), 16),
+        ("vit_5:ViT", SIZES, "transformer.layers.0.0.to_qkv", thirds(64), None),  # rotary positions under autocast
+        ("learnable_memory_vit:ViT", SIZES, "transformer.layers.0.0.to_kv", (Slice("k", 0, 64), Slice("v", 64, 128)), None),
+        ("learnable_memory_vit:ViT", SIZES, "transformer.layers.0.0.to_q", None, None),
+        ("vit_tiny_patch16_224", ONE, "blocks.0.attn.qkv", thirds(48), 5),
+        ("vit_tiny_patch16_224", {**ONE, "attn_layer": "diff"}, "blocks.0.attn.qkv", thirds(48), 5),
+        ("vit_tiny_patch16_224", BRANCHES, "blocks.0.in_proj", PARALLEL, 5),
+        ("vit_tiny_patch16_224", BRANCHES | {"patch_drop_rate": 0.5}, "blocks.0.in_proj", PARALLEL, 5),  # as in inference
+        ("swin_tiny_patch4_window7_224", SWIN, "layers.0.blocks.1.attn.qkv", thirds(24), 64),  # the shifted one
+        ("levit_128s", {"depth": (1, 1, 1)}, "stages.0.blocks.0.attn.qkv.linear", None, None),  # rows interleaved by head
     ],
 )
-def test_splits_of_vit_pytorch(name: str, layer: str, split: tuple[Slice, ...] | None, rows: int | None) -> None:
-    target = named(build(name, SIZES))[f"transformer.layers.0.0.{layer}"]
+def test_which_rows_are_query_key_and_value(
+    name: str, options: dict[str, Any], layer: str, split: tuple[Slice, ...] | None, tokens: int | None
+) -> None:
+    target = named(build(name, options))[layer]
     assert (target.role, target.split) == ("qkv", split)
-    assert rows is None or target.rows == 2 * rows
+    assert tokens is None or target.rows == 2 * tokens
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_relpos_small_patch16_224", "beit_base_patch16_224"])
+def test_attention_is_known_whether_it_is_one_operator_or_written_out(name: str) -> None:
+    found = []
+    try:
+        for fused in (True, False):
+            set_fused_attn(fused)
+            found.append([(each.fqn, each.role, each.split, each.rows, each.obstacles) for each in walk(build(name, ONE))])
+    finally:
+        set_fused_attn(True)
+    assert found[0] == found[1]
 
 
 def test_na_vit_with_images_of_several_sizes_and_functions_as_blocks() -> None:
     model, images = build("na_vit:NaViT", SIZES), ([torch.zeros(3, 32, 32), torch.zeros(3, 16, 32)],)
     for _ in range(2):  # the model's cache of positions holds nothing of the first trace
-        assert counted(model, images) == ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 3})
+        assert counted(walk(model, images)) == ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 3})
 
 
 def test_parametrized_weights_are_blocked() -> None:

@@ -1,4 +1,4 @@
-"""Each reason against a replacement, on a module that has just that."""
+"""Each reason against a replacement, on a module that has just that, and the switches that take one away."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from flysurgery.walker import walk
+from flysurgery.walker import Switch, walk
 from tests.walker.toys import TOKENS, WIDTH, FusedAttention, MisnamedMlp, Stack, attend_by_thirds, codes, named, roles, tokens
 
 
@@ -149,13 +149,6 @@ def test_not_all_obstacles_block() -> None:
     assert {*roles(narrow, tokens()).values()} == {"other"}
 
 
-def test_convit_reads_a_weight_for_another_number_of_tokens() -> None:
-    with torch.device("meta"):
-        model = timm.create_model("convit_tiny", depth=2, local_up_to_layer=1, embed_dim=12, num_heads=4, img_size=32)
-    read = {fqn for fqn, found in codes(model).items() if "weight-read" in found}
-    assert read == {"blocks.0.attn.qk"}
-
-
 def test_pointwise_convolutions_are_linears_of_pixels() -> None:
     class Convolutions(nn.Module):
         def __init__(self) -> None:
@@ -178,3 +171,20 @@ def test_pointwise_convolutions_are_linears_of_pixels() -> None:
     assert (up.out_features, up.in_features, up.rows, up.blocked) == (16, 8, 2 * 4 * 4, True)
     at_one_pixel = codes(nn.Sequential(nn.Conv2d(8, 8, 1, stride=2)), torch.zeros(2, 8, 1, 1))
     assert "conv-stride" in at_one_pixel["0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fqn"),
+    [
+        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 32}, "blocks.0.attn"),
+        (
+            "swinv2_tiny_window8_256",
+            {"embed_dim": 24, "depths": (1,), "num_heads": (2,), "img_size": 32, "window_size": 4},
+            "layers.0.blocks.0.attn",
+        ),
+        ("eva02_tiny_patch14_224", {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 28}, "blocks.0.attn"),
+    ],
+)
+def test_families_of_timm(name: str, options: dict[str, Any], fqn: str) -> None:
+    switched = {target.fqn: target.switches for target in walk(timm.create_model(name, **options)) if target.switches}
+    assert switched == {f"{fqn}.qkv": (Switch(fqn, "qkv_bias_separate", True),)}

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from flysurgery.errors import OptionError, SelectionError
-from flysurgery.walker import ROLES, Role, Target, block_names, select
-from flysurgery.walker.target import obstacle
+from flysurgery.walker import ROLES, Role, Target, select
 
 
 def target(fqn: str, role: Role, out: int = 8, into: int = 4) -> Target:
@@ -50,23 +49,6 @@ def names(targets: list[Target], **selectors: Any) -> list[str]:
 )
 def test_roles_and_patterns(selectors: dict[str, Any], expected: list[str]) -> None:
     assert names(TARGETS, **selectors) == expected
-
-
-def test_blocked_targets_are_selected_too() -> None:
-    blocked = Target("a", "qkv", 4, 4, True, 1, 10, obstacles=(obstacle("weight-read"),))
-    assert blocked.blocked
-    assert select([blocked], roles="qkv") == (blocked,)
-
-
-def test_blocks_are_numbered_through() -> None:
-    lists = [
-        target(f"layers.{i}.{j}", role) for i in range(2) for j, role in (("0.q", "qkv"), ("1.net.1", "ffn_in"), ("1.net.4", "ffn_out"))
-    ]
-    mixer = [target(f"blocks.{i}.{part}.{fc}", "ffn_in") for i in range(2) for part in ("tokens", "channels") for fc in ("a", "b")]
-    assert block_names(STAGES) == ("layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0")
-    assert block_names(lists) == ("layers.0", "layers.1")
-    assert block_names(mixer) == ("blocks.0", "blocks.1")
-    assert block_names([target("a", "ffn_in"), target("head.0", "head")]) == ()
 
 
 def test_ranges_of_blocks_and_the_size_of_the_smaller_side() -> None:

@@ -1,4 +1,4 @@
-"""Orders of heads and of their entries: free only where the model computes the same in any of them."""
+"""Which rows are whose, and which features may stand in another order: proven, and held against what the model computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 from vit_pytorch import ViT
 from vit_pytorch.deepvit import DeepViT
 
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, find_heads, survey, targets_of
+from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Slice, find_heads, survey, targets_of, walk
 from tests.walker.toys import HEADS as COUNT
 from tests.walker.toys import TOKENS, WIDTH, FusedAttention, WrittenOutAttention, attend, heads, merged, tokens
 
@@ -59,27 +59,11 @@ def shaken(model: nn.Module) -> nn.Module:
     return model
 
 
-def check(model: nn.Module, x: Tensor, tied: dict[str, str]) -> None:
-    """Free orders leave the output alone, tied ones do not; and the reasons hold the given words."""
-    model = shaken(model)
-    everything = found(model, x)
-    assert everything
-    for each in everything:
-        assert set(each.tied) == set(tied), each.tied
-        assert all(words in each.tied[order] for order, words in tied.items()), each.tied
-        if each.rows is None:
-            continue
-        for order in ORDERS:
-            change = changed(model, each, order, x)
-            assert change > 1e-7 if order in tied else change < 1e-12, (order, change)
-
-
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2)).double()
 SEQUENCES = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).double()
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **SMALL), {}),
-    "deit3": (lambda: timm.create_model("deit3_small_patch16_224", **SMALL), {}),
     "pvt, keys on a coarser grid": (lambda: timm.create_model("pvt_v2_b0", depths=(1, 0, 0, 0), num_heads=(4, 4, 4, 4)), {}),
     "vit-pytorch": (lambda: ViT(**SIZES, dim_head=16), {}),
     "norms of query and key": (
@@ -103,13 +87,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str) -> None:
-    make, tied = MODELS[name]
-    torch.manual_seed(0)
-    check(make(), IMAGES, tied)
-
-
 PER_HEAD = torch.arange(1.0, COUNT + 1).double()[:, None, None]
 PER_ENTRY = torch.arange(1.0, 9).double()
 
@@ -118,18 +95,11 @@ def halves_turned(x: Tensor) -> Tensor:
     return torch.cat([-x[..., 4:], x[..., :4]], -1)
 
 
-def first_head_scaled_in_place(x: Tensor) -> Tensor:
-    x = x.clone()
-    x[:, :1] *= 2
-    return x
-
-
 @pytest.mark.parametrize(
     ("at", "change", "tied"),
     [
         ("q", lambda x: 0.3 * torch.tanh(x) + 1, set()),
         ("q", lambda x: functional.normalize(x, dim=-1), set()),
-        ("k", lambda x: functional.rms_norm(x, (8,)), set()),
         ("k", lambda x: x[:, :, 1:].mean(2, keepdim=True) + x, set()),
         ("scores", lambda x: x + torch.arange(TOKENS).double() - x.amax(-1, keepdim=True), set()),
         ("result", torch.relu, set()),
@@ -137,18 +107,12 @@ def first_head_scaled_in_place(x: Tensor) -> Tensor:
         ("scores", lambda x: x * PER_HEAD, {HEADS}),
         ("scores", lambda x: x + x.flip(1), {HEADS}),
         ("scores", lambda x: x.softmax(1), {*ORDERS}),
-        ("q", first_head_scaled_in_place, {*ORDERS}),
-        ("q", lambda x: torch.cat([x[:, :1], x[:, 1:].relu()], 1), {HEADS}),
-        ("q", lambda x: torch.cat([x[..., :2], x[..., 2:].relu()], -1), {QUERY_KEY}),
         ("q", lambda x: x * PER_ENTRY, {QUERY_KEY}),
         ("q", halves_turned, {QUERY_KEY, HEADS}),
-        ("k", lambda x: x + 0.5 * halves_turned(x), {QUERY_KEY}),
         ("v", lambda x: x.cumsum(-1), {HEADS, VALUE}),
-        ("v", lambda x: x.softmax(-1), {*ORDERS}),
         ("result", lambda x: x * PER_ENTRY, {VALUE}),
         ("result", lambda x: x * PER_HEAD, {HEADS}),
         ("result", lambda x: x + x.roll(1, 1), {HEADS, VALUE}),
-        ("result", lambda x: functional.layer_norm(x, (8,), PER_ENTRY), {VALUE}),
         ("result", lambda x: functional.layer_norm(x.transpose(1, 2), (COUNT, 8)).transpose(1, 2), {HEADS, VALUE}),
     ],
 )
@@ -171,7 +135,7 @@ def by_thirds(fused: Tensor) -> tuple[Tensor, ...]:
     return tuple(heads(part) for part in fused.chunk(3, -1))
 
 
-def grouped(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+def sharing(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """Three query heads share one head of keys and values."""
     q, k, v = fused.split([24, 8, 8], dim=-1)
     return attend(heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v)))
@@ -187,11 +151,6 @@ def gated(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     """A gate for each head, from a linear of its own."""
     gate = self.gate(x).sigmoid().transpose(1, 2)[..., None]
     return merged(functional.scaled_dot_product_attention(*by_thirds(fused)) * gate)
-
-
-def interleaved(self: Any, x: Tensor, fused: Tensor) -> Tensor:
-    """Query, key and value of one head after the other."""
-    return attend(*fused.unflatten(-1, (COUNT, 3, 8)).permute(3, 0, 2, 1, 4).unbind(0))
 
 
 def with_positions(self: Any, x: Tensor, fused: Tensor) -> Tensor:
@@ -217,10 +176,10 @@ class WrittenElsewhere(FusedAttention):
 @pytest.mark.parametrize(
     ("make", "tied"),
     [
-        (lambda: FusedAttention(grouped, 40), dict.fromkeys(ORDERS, "share keys and values")),
+        *MODELS.values(),
+        (lambda: FusedAttention(sharing, 40), dict.fromkeys(ORDERS, "share keys and values")),
         (lambda: FusedAttention(differential, 5 * WIDTH), dict.fromkeys(ORDERS, "several attentions")),
         (lambda: FusedAttention(gated, gate=nn.Linear(WIDTH, COUNT)), {HEADS: "gate of their own"}),
-        (lambda: FusedAttention(interleaved), dict.fromkeys(ORDERS, "does not prove which rows")),
         (
             lambda: FusedAttention(with_positions, near=nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)),
             dict.fromkeys((HEADS, VALUE), "read by 'conv1d'"),
@@ -231,13 +190,173 @@ class WrittenElsewhere(FusedAttention):
         (FusedAttention, {}),
     ],
 )
-def test_attentions(make: Callable[[], nn.Module], tied: dict[str, str]) -> None:
+def test_orders_are_free_where_the_output_does_not_depend_on_them(make: Callable[[], nn.Module], tied: dict[str, str]) -> None:
+    """Free orders leave the output alone, tied ones do not; and the reasons hold the given words."""
     torch.manual_seed(0)
-    check(make(), SEQUENCES, tied)
+    model = shaken(make())
+    x = SEQUENCES if isinstance(model, FusedAttention | WrittenOutAttention) else IMAGES
+    everything = found(model, x)
+    assert everything
+    for each in everything:
+        assert set(each.tied) == set(tied), each.tied
+        assert all(words in each.tied[order] for order, words in tied.items()), each.tied
+        for order in ORDERS if each.rows is not None else ():
+            change = changed(model, each, order, x)
+            assert change > 1e-7 if order in tied else change < 1e-12, (order, change)
 
 
-def test_where_the_heads_are() -> None:
-    (each,) = found(WrittenOutAttention(), tokens())
-    assert each.rows is not None
-    assert [(rows.fqn, rows.start, rows.stop) for rows in each.rows] == [("two", 0, 24), ("one", 0, 24), ("three", 0, 24)]
-    assert (each.count, each.out) == (COUNT, "four")
+def by_three_and_head(y: Tensor) -> tuple[Tensor, ...]:
+    return y.unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def by_head_and_three(y: Tensor) -> tuple[Tensor, ...]:
+    return y.unflatten(-1, (3, 3, 8)).permute(3, 0, 2, 1, 4).unbind(0)
+
+
+def backwards(y: Tensor) -> tuple[Tensor, ...]:
+    v, k, q = (heads(part) for part in (y[..., 48:], y[..., 24:48], y[..., :24]))
+    return v, k, q
+
+
+def rotated(y: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = by_three_and_head(y)
+    angle = torch.arange(8.0, device=y.device)
+    return (q * angle.cos() + torch.cat([-q[..., 4:], q[..., :4]], -1) * angle.sin(), nn.functional.normalize(k, dim=-1), v)
+
+
+def mixed_query_and_key(y: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = by_three_and_head(y)
+    return q + k, k, v
+
+
+def overwritten_query(y: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = by_three_and_head(y)
+    q[:, :, 1:] = k[:, :, 1:]
+    return q, k, v
+
+
+def assembled_query(y: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = by_three_and_head(y)
+    empty = torch.zeros_like(q)
+    empty[:, :, :1] = q[:, :, :1]
+    empty[:, :, 1:] = k[:, :, 1:]
+    return empty, k, v
+
+
+def keys_as_values(y: Tensor) -> tuple[Tensor, ...]:
+    q, both = (heads(part) for part in y.chunk(2, -1))
+    return q, both, both
+
+
+def grouped(y: Tensor) -> tuple[Tensor, ...]:
+    """Three heads of queries, one of keys and one of values."""
+    q, k, v = y.split([24, 8, 8], dim=-1)
+    return heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v))
+
+
+THIRDS = (Slice("q", 0, 24), Slice("k", 24, 48), Slice("v", 48, 72))
+
+
+@pytest.mark.parametrize(
+    ("arrange", "rows", "expected"),
+    [
+        (by_three_and_head, 72, THIRDS),
+        (by_head_and_three, 72, None),
+        (backwards, 72, (Slice("v", 0, 24), Slice("k", 24, 48), Slice("q", 48, 72))),
+        (rotated, 72, THIRDS),
+        (keys_as_values, 48, (Slice("q", 0, 24), Slice("k_v", 24, 48))),
+        (grouped, 40, (Slice("q", 0, 24), Slice("k", 24, 32), Slice("v", 32, 40))),
+        (mixed_query_and_key, 72, None),
+        (overwritten_query, 72, None),
+        (assembled_query, 72, None),
+    ],
+)
+def test_arrangements(arrange: Callable[[Tensor], tuple[Tensor, ...]], rows: int, expected: tuple[Slice, ...] | None) -> None:
+    target = walk(FusedAttention(lambda self, x, fused: attend(*arrange(fused)), rows), tokens())[0]
+    assert (target.fqn, target.role) == ("apple", "qkv")
+    assert target.split == expected
+
+
+def keys_first(q: Tensor, k: Tensor) -> Tensor:
+    return (k @ q.mT).softmax(-2).mT
+
+
+def keys_first_by_einsum(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bhjd,bhid->bhij", k, q).softmax(-1)
+
+
+@pytest.mark.parametrize("weigh", [keys_first, keys_first_by_einsum])
+def test_which_is_the_query_follows_from_the_softmax(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def weighed(self: FusedAttention, x: Tensor, fused: Tensor) -> Tensor:
+        q, k, v = (heads(part) for part in fused.chunk(3, -1))
+        return merged(weigh(q, k) @ v)
+
+    assert walk(FusedAttention(weighed), tokens())[0].split == THIRDS
+
+
+IN, HIDDEN = 8, 12
+
+
+class Ffn(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor] | nn.Module) -> None:
+        super().__init__()
+        self.up = nn.Linear(IN, HIDDEN)
+        self.between = between
+        self.down = nn.Linear(HIDDEN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(x)))
+
+
+def pairs_of(model: nn.Module) -> dict[str, str]:
+    return {target.fqn: target.pair for target in walk(model, torch.zeros(2, 5, IN)) if target.pair is not None}
+
+
+ANY_ORDER = {
+    "gelu": functional.gelu,
+    "dropout": nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.5)),
+    "square and scale": lambda x: 0.5 * torch.relu(x).square() + 1,
+    "through other shapes": lambda x: functional.silu(x.reshape(-1, HIDDEN)).view(-1, 5, HIDDEN),
+    "nothing": lambda x: x,
+}
+OWN_ORDER = {
+    "norm": nn.LayerNorm(HIDDEN),
+    "one threshold a feature": lambda x: torch.maximum(x, torch.arange(1.0, HIDDEN + 1)),
+    "softmax": lambda x: x.softmax(-1),
+    "scale of each feature": lambda x: x * torch.arange(1.0, HIDDEN + 1),
+    "gate": lambda x: x * torch.sigmoid(x.mean(-1, keepdim=True)),
+    "flip": lambda x: x.flip(-1),
+    "features among tokens": lambda x: x.reshape(-1, HIDDEN, 5).relu().reshape(-1, 5, HIDDEN),
+    "order of tokens": lambda x: functional.pad(x[..., 1:], (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ANY_ORDER)
+@torch.no_grad()
+def test_element_wise_operators_make_a_pair_and_its_units_can_be_permuted(name: str) -> None:
+    torch.manual_seed(0)
+    model = Ffn(ANY_ORDER[name]).eval()
+    assert pairs_of(model) == {"up": "down"}
+    x, order = torch.randn(2, 5, IN), torch.randperm(HIDDEN)
+    before = model(x)
+    for parameter in (model.up.weight, model.up.bias):
+        parameter.copy_(parameter[order])
+    model.down.weight.copy_(model.down.weight[:, order])
+    assert float((model(x) - before).abs().max()) < 1e-6
+
+
+class ReadTwice(Ffn):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.gelu(self.up(x))
+        return self.down(hidden) + hidden.mean(-1, keepdim=True)
+
+
+class Twice(Ffn):
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.down(x.repeat(1, 1, 2)[..., :HIDDEN])
+        return self.down(functional.gelu(self.up(x))) + other
+
+
+@pytest.mark.parametrize("model", [*(Ffn(each) for each in OWN_ORDER.values()), ReadTwice(functional.gelu), Twice(functional.gelu)])
+def test_units_that_are_told_apart_or_read_elsewhere_or_come_from_elsewhere_make_no_pair(model: nn.Module) -> None:
+    assert pairs_of(model) == {}

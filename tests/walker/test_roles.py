@@ -1,0 +1,129 @@
+"""Roles by structure, not names, and the places between blocks where one tensor carries everything on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vit_pytorch import SimpleViT, ViT
+
+from flysurgery.walker import Slice, find_cuts, survey
+from tests.walker.toys import (
+    FusedAttention,
+    Gated,
+    MisnamedMlp,
+    Stack,
+    WrittenOutAttention,
+    attend,
+    codes,
+    heads,
+    named,
+    roles,
+    tokens,
+)
+
+ATTENTION = {"one": "qkv", "two": "qkv", "three": "qkv", "four": "attn_out"}
+MLP = {"qkv": "ffn_in", "proj": "ffn_out"}
+
+
+def under(name: str, expected: dict[str, str]) -> dict[str, str]:
+    return {f"{name}.{layer}": role for layer, role in expected.items()}
+
+
+def test_arbitrary_names_in_a_whole_model() -> None:
+    model = Stack(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), Gated())
+    assert roles(model, tokens(7)) == {
+        "first": "other",
+        **under("blocks.0", {"apple": "qkv", "pear": "attn_out"}),
+        **under("blocks.1", MLP),
+        **under("blocks.2", ATTENTION),
+        **under("blocks.3", {"left": "ffn_in", "right": "ffn_in", "down": "ffn_out"}),
+        "last": "head",
+    }
+    assert codes(model, tokens(7)) == {"first": ("patch-embedding",), "last": ("head",)}
+
+
+def by_einsum(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bhjd->bihd", weights, v).transpose(1, 2)
+
+
+def with_values_written_elsewhere(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    turned = torch.zeros(q.shape)
+    turned[..., :4] = -q[..., 4:]
+    turned[..., 4:] = q[..., :4]
+    return functional.scaled_dot_product_attention(turned, k, v)
+
+
+WRITTEN: dict[str, Callable[[], nn.Module]] = {
+    "einsum": lambda: WrittenOutAttention(by_einsum),
+    "values written elsewhere": lambda: WrittenOutAttention(with_values_written_elsewhere),
+    "softmax of query and key": lambda: WrittenOutAttention(lambda self, q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v)),
+    "no softmax": lambda: WrittenOutAttention(lambda self, q, k, v: q.relu() @ (k.relu().mT @ v)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_attention_is_known_however_it_is_written_and_does_not_blur_what_follows(kind: str) -> None:
+    model = Stack(WRITTEN[kind](), MisnamedMlp(), WrittenOutAttention())
+    expected = under("blocks.0", ATTENTION) | under("blocks.1", MLP) | under("blocks.2", ATTENTION)
+    assert roles(model, tokens(7)) == {"first": "other", **expected, "last": "head"}
+    assert codes(model, tokens(7)) == {"first": ("patch-embedding",), "last": ("head",)}
+
+
+def named_arguments(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    v, q, k = fused.chunk(3, -1)
+    return functional.scaled_dot_product_attention(value=v, query=q, key=k)
+
+
+def under_autocast(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = (heads(part * 2) for part in fused.chunk(3, -1))
+    return attend(q, k, v)
+
+
+@pytest.mark.parametrize(("step", "order"), [(named_arguments, "vqk"), (under_autocast, "qkv")])
+def test_named_arguments_and_regions_under_autocast_are_followed(step: Any, order: str) -> None:
+    model = FusedAttention(step)
+    assert roles(model, tokens()) == {"apple": "qkv", "pear": "attn_out"}
+    assert named(model, tokens())["apple"].split == tuple(Slice(name, 24 * i, 24 * i + 24) for i, name in enumerate(order))
+
+
+def places(model: nn.Module, *kinds: str) -> list[tuple[str, str]]:
+    return [(cut.fqn, cut.side) for cut in find_cuts(survey(model.eval())) if cut.kind in kinds]
+
+
+def test_blocks_of_timm_end_where_their_modules_do() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32)
+    assert places(model, "start") == [("pos_drop", "output")]
+    assert places(model, "block") == [(f"blocks.{number}", "output") for number in range(3)]
+    assert places(model, "tokens") == [("norm", "output")]
+
+
+def test_residuals_summed_outside_of_the_blocks_are_seen_at_the_next_module() -> None:
+    options = {"image_size": 32, "patch_size": 16, "num_classes": 7, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 48}
+    for model in (ViT(**options), SimpleViT(**options)):
+        assert places(model, "block") == [("transformer.layers.1.0", "input"), ("transformer.norm", "input")]
+        assert places(model, "tokens") == [("transformer.norm", "output")]
+
+
+class Skipping(nn.Module):
+    """The input of the first block is needed until the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = timm.create_model("vit_tiny_patch16_224", depth=1).blocks[0]
+        self.norm = nn.LayerNorm(192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.block(x) * x)
+
+
+def test_a_value_that_is_read_again_later_leaves_no_cut_between() -> None:
+    cuts = find_cuts(survey(Skipping().eval(), torch.randn(2, 5, 192)))
+    assert [(cut.fqn, cut.side) for cut in cuts] == [("block", "input"), ("norm", "input"), ("norm", "output")]
