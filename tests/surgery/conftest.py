@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import timm
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from flysurgery.factors import factors_to_dense
@@ -16,7 +18,20 @@ from flysurgery.projection import project
 from flysurgery.surgery import Plan, plan
 from flysurgery.surgery.check import check_plan
 
-TINY = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
+TINY: dict[str, Any] = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}
+WIDTH = 64
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 5 + [True]])
+"""Of three samples of six tokens."""
+
+
+def torchvision_vit() -> nn.Module:
+    sizes: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": WIDTH, "mlp_dim": 128}
+    return torchvision.models.VisionTransformer(num_classes=7, **sizes)
+
+
+def encoder(**options: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, **{"dropout": 0.0, "batch_first": True} | options)
+    return nn.TransformerEncoder(layer, 2)
 
 
 def beit() -> nn.Module:
@@ -98,13 +113,3 @@ def _held(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str
 
 def _bits(value: Tensor) -> Tensor:
     return value.detach().reshape(-1).view(torch.uint8)
-
-
-def interrupt_at(wanted: Callable[[int, str], bool]) -> Callable[[int, int, str], None]:
-    """A progress callback that interrupts where ``wanted`` of the number done and the name."""
-
-    def progress(done: int, total: int, name: str) -> None:
-        if wanted(done, name):
-            raise KeyboardInterrupt
-
-    return progress

@@ -1,31 +1,31 @@
-"""What a conversion does to a model, what it leaves as it was, and the way back to dense layers."""
+"""What a conversion does to a model, what it leaves as it was, the way back to dense layers, and the report."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
+import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import timm
 import torch
-import vit_pytorch
-from torch import Tensor, nn
+from torch import nn
 
 import flysurgery
 from flysurgery.errors import OptionError, PlanError, SurgeryError
 from flysurgery.factors import factors_to_dense
-from flysurgery.inference import convert
+from flysurgery.fidelity import Fidelity, Reconstruction
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
-from flysurgery.patterns import monarch
 from flysurgery.projection import project
-from flysurgery.surgery import Plan, apply, densify, install, plan, plan_of
+from flysurgery.surgery import Plan, Report, apply, densify, install, plan, plan_of
+from flysurgery.surgery.report import ReportCalibration
 from tests.support.oracle import dense as dense_factor
-from tests.support.tolerance import FP32, MIN_OUTPUTS
-from tests.surgery.conftest import TINY, beit, make_exact, unchanged
+from tests.surgery.conftest import TINY, beit, unchanged
+from tests.surgery.test_exact import Mobile
 
 
 def parts_of(module: nn.Module) -> list[Any]:
@@ -72,17 +72,6 @@ def test_dtype_mode_and_requires_grad_stay_there_and_back(vit: nn.Module, vit_pl
     assert [(name, each.training) for name, each in vit.named_modules()] == [(name, each.training) for name, each in before.named_modules()]
 
 
-def test_random_state_batch_statistics_and_modes_stay(vit: nn.Module) -> None:
-    vit.norm = nn.BatchNorm1d(5)  # of the tokens
-    vit.blocks[1].eval()
-    buffers = {name: buffer.clone() for name, buffer in vit.named_buffers()}
-    random, threads = torch.get_rng_state(), torch.get_num_threads()
-    apply(plan(vit), vit)
-    assert torch.equal(torch.get_rng_state(), random) and torch.get_num_threads() == threads
-    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in vit.named_buffers())
-    assert [module.training for module in (vit.norm, *vit.blocks)] == [True, True, False]
-
-
 def test_the_report_counts_and_measures(vit: nn.Module, vit_plan: Plan) -> None:
     dense = copy.deepcopy(vit)
     report = apply(vit_plan, vit)
@@ -111,20 +100,6 @@ def test_the_report_counts_and_measures(vit: nn.Module, vit_plan: Plan) -> None:
     assert "replaced 6 of 9 linear layers" in text and "one forward called each" in text and "keep dense" in text
 
 
-def test_without_verification_no_forward_runs(vit: nn.Module, vit_plan: Plan) -> None:
-    ran: list[int] = []
-    vit.register_forward_hook(lambda *_: ran.append(1))
-    assert not apply(vit_plan, vit, verify=False).verified
-    assert not ran
-
-
-def test_convert_is_plan_and_apply(vit: nn.Module) -> None:
-    twin = copy.deepcopy(vit)
-    convert(vit, "lowrank", rank=8, roles=("ffn",), verify=False)
-    apply(plan(twin, "lowrank", rank=8, roles=("ffn",)), twin)
-    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in vit.state_dict().items())
-
-
 def test_the_plan_stays_with_the_model_its_copies_and_pickles(vit: nn.Module, vit_plan: Plan) -> None:
     assert plan_of(vit) is None
     apply(vit_plan, vit)
@@ -143,73 +118,7 @@ def test_a_shared_module_is_replaced_under_all_its_names_and_stays_shared(vit: n
     assert type(vit.get_submodule(second)) is nn.Linear and vit.get_submodule(second) is vit.get_submodule(first)
 
 
-class Mobile(nn.Module):
-    """A feed-forward block of convolutions, whose result goes through a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Conv2d(16, 64, 1), nn.Conv2d(64, 16, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.down(self.up(x).relu())).view(x.shape[0], 16, -1)
-
-
-class Listed(nn.Module):
-    """Calls its children from a list of its own, of which modules know nothing, and looks at the dtype of a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
-        for index, step in enumerate(self.steps):
-            self.add_module(str(index), step)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(self.steps[0].weight.dtype)
-        for step in self.steps:
-            y = step(y)
-        return x + y
-
-
 X = torch.zeros(2, 16, 8, 8)
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "timm": (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=300, **TINY), {}),
-    "switched": (lambda: timm.create_model("beit_base_patch16_224", num_classes=300, **TINY), {}),
-    "gated": (lambda: timm.create_model("eva02_tiny_patch14_224", num_classes=300, **TINY | {"img_size": 28, "embed_dim": 96}), {}),
-    "vit-pytorch": (
-        lambda: vit_pytorch.ViT(image_size=32, patch_size=16, num_classes=300, dim=64, depth=2, heads=2, dim_head=32, mlp_dim=128),
-        {},
-    ),
-    "listed": (Listed, {"roles": ("ffn",), "example": torch.zeros(2, 16, 64)}),
-    "convolutions": (Mobile, {"roles": None, "example": X, "convs": True}),
-}
-
-
-def rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_products_that_are_exact_keep_the_outputs(name: str) -> None:
-    torch.manual_seed(5)
-    make, options = MODELS[name]
-    model = make().eval()
-    made = Plan.from_json(plan(model, **{"roles": ("ffn", "qkv", "attn_out")} | options).to_json())
-    make_exact(made, model)
-    assert made.example is not None
-    x = torch.randn(16, *made.example[0].shape[1:])  # pyright: ignore[reportAttributeAccessIssue]
-    kinds = [type(module) for module in model.modules()]
-    with torch.no_grad():
-        truth = copy.deepcopy(model).double()(x.double())
-        dense = model(x)
-        assert len(apply(made, model).replaced) == len(made.replaced) >= 2
-        converted = model(x)
-        assert densify(model) == len(made.replaced)
-        densified = model(x)
-    assert [type(module) for module in model.modules()] == kinds
-    assert truth.numel() >= MIN_OUTPUTS
-    allowed = FP32.k * rms(dense - truth)
-    assert allowed < 1e-4 * rms(truth)
-    assert rms(converted - truth) <= allowed and rms(densified - truth) <= allowed
 
 
 def test_convolutions_are_replaced_where_that_is_asked_for() -> None:
@@ -254,13 +163,6 @@ def test_switches_are_set_back() -> None:
         assert [block.attn.qkv_bias_separate for block in model.blocks] == [False, True]
 
 
-def test_what_cannot_be_densified(vit: nn.Module) -> None:
-    with pytest.raises(SurgeryError, match="no converted layer"):
-        densify(vit)
-    with pytest.raises(SurgeryError, match="itself a ButterflyLinear"):
-        densify(ButterflyLinear(monarch(8, 8, 2)))
-
-
 def meta_vit() -> nn.Module:
     with torch.device("meta"):
         return timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
@@ -278,15 +180,6 @@ def test_an_installed_model_loads_the_state_and_gives_its_outputs(vit: nn.Module
     assert plan_of(again) == vit_plan
     with pytest.raises(SurgeryError, match="densify it first"):
         install(vit_plan, again)
-
-
-def test_install_checks_before_it_changes(vit_plan: Plan) -> None:
-    model = meta_vit()
-    unknown = dataclasses.replace(vit_plan.replaced[0], fqn="blocks.2.attn.qkv")
-    modules = dict(model.named_modules())
-    with pytest.raises(PlanError, match=r"blocks.2.attn.qkv', and the model has no module"):
-        install(dataclasses.replace(vit_plan, layers=(*vit_plan.layers, unknown)), model)
-    assert dict(model.named_modules()) == modules and plan_of(model) is None
 
 
 @pytest.mark.parametrize(
@@ -312,3 +205,49 @@ def test_auto_needs_a_goal_and_every_public_name_is_there(vit: nn.Module) -> Non
     report = flysurgery.convert(vit, "auto", budget=0.5)
     assert isinstance(report, flysurgery.Report) and report.tradeoff is not None and report.tradeoff.chosen.share <= 0.5
     assert all(hasattr(flysurgery, name) for name in flysurgery.__all__)
+
+
+GOOD = Fidelity(102, 0.971, 0.954, 0.25, None, (("blocks.0", 0.11), ("blocks.1", 0.222)))
+POOR = Fidelity(102, 0.912, 0.688, 0.75, 0.5, ())
+LATER = Reconstruction(POOR, GOOD, 3120, 2900, 64, 60.4, ((0, 0.75), (2900, 0.25)))
+PLAIN = Report((), 10, 5, 1.0, verified=True)
+CALIBRATED = replace(PLAIN, calibration=ReportCalibration("data", 512, 102, sequential=False, seconds=1.0))
+
+
+LOW = "its token cosine of 0.688 is below 0.9, so the model needs "
+UNKNOWN = "its fidelity is unknown: no data were given; --calibrate DATA measures it (calibrate=DATA in Python)"
+DONE = "reconstructed in 3120 updates of 64 views each in 60 s, and "
+BLOCKS = "error after each block: 0.110 0.222"
+
+
+@pytest.mark.parametrize(
+    ("report", "remarks"),
+    [
+        (PLAIN, [UNKNOWN]),
+        (replace(PLAIN, fidelity=POOR), [f"{LOW}--calibrate, --reconstruct or finetune"]),
+        (
+            replace(CALIBRATED, fidelity=POOR, reconstruction=replace(LATER, after=POOR, kept=0)),
+            [
+                f"{DONE}no update was better, so the start was kept: relative error from 0.750 to 0.750",
+                f"{LOW}--reconstruct with more --minutes or finetune",
+            ],
+        ),
+        (
+            replace(CALIBRATED, fidelity=GOOD, reconstruction=LATER),
+            [BLOCKS, f"{DONE}the state after update 2900 was kept: relative error from 0.750 to 0.250"],
+        ),
+        (
+            replace(CALIBRATED, fidelity=replace(GOOD, output_cosine=math.nan, relative_error=math.inf)),
+            [BLOCKS, "its fidelity is no number: one of the two models gives outputs that are not finite"],
+        ),
+    ],
+)
+def test_remarks_say_what_is_known_and_what_the_model_needs(report: Report, remarks: list[str]) -> None:
+    assert list(report.remarks) == remarks
+    assert all(remark in str(report) for remark in remarks)
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert (document["fidelity"] is None) == (report.fidelity is None)
+    if report.fidelity is not None:
+        cosine = report.fidelity.output_cosine
+        assert document["fidelity"]["output_cosine"] == (cosine if math.isfinite(cosine) else None)
+        assert document["fidelity"]["blocks"] == [list(each) for each in report.fidelity.blocks]

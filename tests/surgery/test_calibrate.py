@@ -1,21 +1,29 @@
-"""A calibrated conversion: what the report says is what the model does, and a failure leaves the model alone."""
+"""A calibrated conversion, in the model's own order of features and in a better one: what the report says is what the model does."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
+from vit_pytorch import ViT
 
-from flysurgery.calibration import Samples
+from flysurgery.calibration import Inputs, Samples, collect, samples_of
+from flysurgery.checkpoint import load, save
 from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.inference import convert
 from flysurgery.layers import SplitLinear
-from flysurgery.surgery import Plan, Report, apply, plan
-from tests.surgery.conftest import beit, inputs_of, interrupt_at, unchanged
-from tests.surgery.test_apply import Mobile
+from flysurgery.surgery import Plan, Report, apply, densify, plan
+from flysurgery.surgery.permuting import HIDDEN_UNITS, INDIFFERENT, SEPARATE, Permuted, permute, shared_features
+from flysurgery.walker import HEADS, QUERY_KEY, VALUE
+from tests.surgery.conftest import beit, inputs_of, unchanged
+from tests.surgery.test_exact import Mobile
 
 
 @pytest.fixture(autouse=True)
@@ -87,20 +95,6 @@ def test_layers_without_bias_and_other_kinds_are_calibrated_too(vit: nn.Module, 
     assert vit.get_submodule("blocks.0.mlp.fc2").bias is None
 
 
-def test_more_than_two_factors_are_projected_plainly_and_the_report_says_so(vit: nn.Module, many: Tensor) -> None:
-    patterns = "(1,4,4,16),(4,4,4,4),(16,4,4,1)"
-    report = convert(vit, include=r"attn\.qkv", patterns=patterns, calibrate=many)
-    row = report.replaced[0].calibration
-    assert row is not None and row.note is not None and "two factors" in row.note
-    assert "two factors" in str(report)
-
-
-def test_few_samples_are_shrunk_and_still_no_worse_than_plain(vit: nn.Module, many: Tensor) -> None:
-    report = convert(vit, calibrate=many[:4])
-    assert all(row.calibration is not None and row.calibration.shrinkage > 1e-3 for row in report.replaced)
-    assert all(ours < 1.1 * theirs for ours, theirs in errors(report).values())
-
-
 def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
     for kind, message, options in (
         (DataError, r"\(3, 32, 32\), got \(1, 32, 32\)", {"calibrate": many[:, :1]}),
@@ -119,17 +113,6 @@ def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vi
         apply(vit_plan, vit, calibrate=many, sequential=True)
 
 
-def test_calibration_measures_the_fidelity_by_the_samples_held_out(vit: nn.Module, vit_plan: Plan, many: Tensor) -> None:
-    dense = copy.deepcopy(vit).eval()
-    found = apply(vit_plan, vit, calibrate=many).fidelity
-    held_out = many[4::5]
-    with torch.no_grad():
-        expected = nn.functional.cosine_similarity(vit.eval()(held_out), dense(held_out), dim=1).mean()
-    assert found is not None and found.samples == 12
-    assert found.output_cosine == pytest.approx(float(expected), abs=1e-5)
-    assert [name for name, _ in found.blocks] == ["blocks.0", "blocks.1"]
-
-
 def test_reconstruction_fits_to_the_dense_model_from_before(vit: nn.Module, many: Tensor) -> None:
     dense = copy.deepcopy(vit).eval()
     report = convert(vit, calibrate=many[:40], sequential=True, permute=True, reconstruct=60.0)
@@ -141,8 +124,103 @@ def test_reconstruction_fits_to_the_dense_model_from_before(vit: nn.Module, many
     assert found.after.relative_error == pytest.approx(float((tokens - wanted).norm() / wanted.norm()), rel=1e-3)
 
 
-def test_an_interrupted_reconstruction_takes_the_conversion_back_with_it(vit: nn.Module, many: Tensor) -> None:
-    made = plan(vit)
-    stop = interrupt_at(lambda _, name: name.startswith("reconstruction"))
-    with unchanged(vit), pytest.raises(KeyboardInterrupt):
-        apply(made, vit, calibrate=many[:20], reconstruct=60.0, progress=stop)
+ALL = ("qkv", "attn_out", "ffn_in", "ffn_out")
+
+
+@pytest.fixture
+def few(many: Tensor) -> Tensor:
+    return many[:40]
+
+
+def permuted(made: Plan, model: nn.Module, images: Tensor) -> Permuted:
+    calls = {layer.fqn: layer.calls for layer in made.replaced}
+    inputs = {fqn: Inputs(found, found) for fqn, found in collect(model, calls, images.split(8)).items()}
+    return permute(shared_features(made, model, samples_of(images)), made, model, made.replaced, inputs)
+
+
+def with_linears(model: nn.Module, linears: dict[str, nn.Linear]) -> nn.Module:
+    new = copy.deepcopy(model)
+    for fqn, linear in linears.items():
+        parent, _, name = fqn.rpartition(".")
+        setattr(new.get_submodule(parent), name, linear)
+    return new
+
+
+TIMM: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 5}
+WINDOWS: dict[str, Any] = {"img_size": 32, "depths": (1,), "num_heads": (3,), "embed_dim": 48, "window_size": 4, "num_classes": 5}
+SIZES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 1, "heads": 3, "mlp_dim": 96}
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **TIMM), ()),
+    "norms of query and key": (lambda: timm.create_model("vit_tiny_patch16_224", qk_norm=True, **TIMM), (QUERY_KEY,)),
+    "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **WINDOWS), (HEADS,)),
+    "cait": (lambda: timm.create_model("cait_xxs24_224", **TIMM), (HEADS,)),
+    "vit-pytorch": (lambda: ViT(dim_head=16, **SIZES), ()),
+}
+
+
+@pytest.mark.parametrize(("name", "roles"), [("vit", None), *((name, ALL) for name in MODELS)])
+@torch.no_grad()
+def test_the_dense_model_in_the_new_order_computes_the_same(name: str, roles: tuple[str, ...] | None, few: Tensor) -> None:
+    torch.manual_seed(0)
+    make, tied = MODELS[name]
+    model = make().eval()
+    found = permuted(plan(model, roles=roles), model, few)
+    heads = [each for each in found.outcomes if each.what == HEADS]
+    assert heads and all(each.moved and set(each.tied) == set(tied) for each in heads)
+    new = with_linears(model, found.linears)
+    moved = [fqn for fqn in found.linears if not torch.equal(new.get_parameter(f"{fqn}.weight"), model.get_parameter(f"{fqn}.weight"))]
+    assert sum(fqn.endswith(("qkv", "attn.proj", "to_out.0")) for fqn in moved) == 2
+    right = model(few)
+    assert float((new(few) - right).abs().max()) < 1e-5 * float(right.abs().max())
+    for fqn, x in inputs_of(new, list(found.inputs), few).items():
+        assert torch.allclose(found.inputs[fqn].fit.mean, x.flatten(0, -2).double().mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_errors_fall_in_each_group_and_the_report_says_by_how_much(vit: nn.Module, few: Tensor, sequential: bool) -> None:
+    made = plan(vit, roles=ALL)
+    stayed, moved = copy.deepcopy(vit), copy.deepcopy(vit)
+    before = {row.fqn: row.calibration for row in apply(made, stayed, calibrate=few, sequential=sequential).replaced}
+    report = apply(made, moved, calibrate=few, sequential=sequential, permute=True)
+    after = {row.fqn: row.calibration for row in report.replaced}
+    assert sorted(each.what for each in report.permutations) == [HEADS] * 2 + [HIDDEN_UNITS] * 2
+    for each in report.permutations:
+        assert each.moved and not each.tied
+        assert sum(layer.after**2 for layer in each.layers) < sum(layer.before**2 for layer in each.layers)
+        assert all(after[layer.fqn].permuted for layer in each.layers)  # type: ignore[union-attr]
+        names = [layer.fqn for layer in each.layers]
+        if "blocks.0" in names[0]:
+            fits = [sum(found[fqn].fit_error ** 2 for fqn in names) for found in (before, after)]  # type: ignore[union-attr]
+            assert fits[1] < fits[0]
+    assert "in a new order" in str(report) and "2 of 2" in str(report)
+    document = report.to_json()["permutations"]
+    assert {each["what"] for each in document} == {HIDDEN_UNITS, HEADS} and all(each["moved"] for each in document)
+
+
+def test_a_model_with_permuted_heads_is_saved_and_densified_as_it_is(vit: nn.Module, vit_plan: Plan, few: Tensor, tmp_path: Path) -> None:
+    report = apply(vit_plan, vit, calibrate=few, permute=True)
+    assert "blocks.0.attn.proj" not in [row.fqn for row in report.replaced]
+    save(vit.eval(), tmp_path / "o", report=report)
+    with torch.no_grad():
+        right = vit(few)
+        assert torch.equal(load(tmp_path / "o").eval()(few), right)
+        densify(vit)
+        assert torch.allclose(vit(few), right, rtol=1e-3, atol=1e-5)
+
+
+def tied(report: Report, what: str) -> list[set[str]]:
+    return [set(each.tied.values()) for each in report.permutations if each.what == what]
+
+
+def test_features_without_an_order_of_their_own_stay_and_the_report_says_why(vit: nn.Module, few: Tensor) -> None:
+    low_rank = apply(plan(vit, "lowrank"), copy.deepcopy(vit), calibrate=few, permute=True)
+    assert not any(each.moved for each in low_rank.permutations)
+    assert tied(low_rank, HEADS) == tied(low_rank, HIDDEN_UNITS) == [{INDIFFERENT}] * 2
+    assert "no order is better" in str(low_rank)
+    whole = apply(plan(vit, include=r"attn\.qkv", patterns="(1,48,16,4),(4,16,16,1)"), vit, calibrate=few, permute=True)
+    assert [set(each.tied) for each in whole.permutations] == [{HEADS, QUERY_KEY, VALUE}] * 2
+    assert "does not have these features for itself" in str(whole)
+    model = ViT(dim_head=16, **SIZES)  # whose names put the output projection into a block of its own
+    made = plan(model, roles=("qkv", "attn_out"))
+    assert SEPARATE in tied(apply(made, model, calibrate=few, sequential=True, permute=True), HEADS)[0]
