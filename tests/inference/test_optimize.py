@@ -1,11 +1,14 @@
-"""Which groups are fused in models of each kind, that outputs stay, and the way back."""
+"""Which groups are fused in models of each kind, that outputs stay, the way back, and what is done with optimized models."""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import io
+import json
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +18,8 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
+from flysurgery.gpu.weight_cache import derived
 from flysurgery.inference import clock
-from flysurgery.inference.fused_modules import (
-    AttentionStep,
-    EmbeddingStep,
-    FeedForwardStep,
-    LayerNormStep,
-    LinearResidualStep,
-    NormLinearStep,
-    PatchesStep,
-)
 from flysurgery.inference.standin import StandIn
 from tests.inference.models import BLOCK, SMALL, SWIN, WHOLE, Always, images, left, ready, small
 from tests.support.tolerance import assert_equal
@@ -33,7 +28,6 @@ MASKED = [name for name in WHOLE if name != "attention"]
 SPLIT = [name for name in WHOLE if name != "norm_linear"]
 WRITTEN = ["layer_norm", "layer_norm", *["norm_linear", "linear_residual", "ffn"] * 2]
 VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 2, "mlp_dim": 96, "dim_head": 24}
-HALF_FUSED = ["patch_embedding", *BLOCK, "layer_norm"]
 
 
 def build(name: str, options: dict[str, Any]) -> nn.Module:
@@ -46,13 +40,11 @@ def build(name: str, options: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "options", "kernels", "reasons"),
     [
-        ("vit_small_patch16_224", SMALL, WHOLE, set()),
         ("deit3_small_patch16_224", SMALL, WHOLE, set()),
         ("beit_base_patch16_224", SMALL, MASKED, {"inline"}),
         ("vit_small_patch16_224", {**SMALL, "act_layer": "gelu_tanh", "class_token": False, "global_pool": "avg"}, WHOLE, set()),
         ("eva02_tiny_patch14_224", SMALL, WHOLE, {"call-form"}),  # gate and value from one layer, and layer norms without a scale
         ("eva02_base_patch14_224", SMALL, SPLIT, {"norm-shared", "call-form"}),  # from two layers, and a norm before the last one
-        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 2}, WHOLE, set()),
         (
             "swin_tiny_patch4_window7_224",
             SWIN,
@@ -79,17 +71,6 @@ def test_groups_are_found_and_outputs_stay(
     assert list(model.modules()) == modules
     assert_equal(model(x), before)
     assert called == kernels
-
-
-def test_dense_and_converted_layers_may_be_mixed(called: list[str]) -> None:
-    model = small(convert=False)
-    flysurgery.convert(model, roles=("ffn",), exclude=r"blocks\.1", nblocks=4)
-    x = images(model)
-    before = model(x)
-    report = flysurgery.optimize(model)
-    assert_equal(model(x), before)
-    assert called == WHOLE
-    assert len(report.fused) == len(report.rows) == 11
 
 
 def of_another_class(model: Any) -> None:
@@ -179,25 +160,6 @@ def test_hooks_set_later_and_training_mode_get_the_own_modules(called: list[str]
     assert called == whole
 
 
-@pytest.mark.parametrize(("itself", "kernels"), [(False, HALF_FUSED), (True, [])])  # a hook on the model itself sends calls to its own
-def test_a_hook_on_what_was_fused_runs_once_and_stays_after_restore(called: list[str], itself: bool, kernels: list[str]) -> None:
-    model, seen = small(), []
-    x = torch.randn(2, 17, 48) if itself else images(model)
-    model = model.get_submodule("blocks.0") if itself else model
-    before = model(x)
-    flysurgery.optimize(model, x)
-    hooked = model if itself else model.get_submodule("blocks.0")
-    handle = hooked.register_forward_hook(lambda module, args, result: seen.append(result))
-    assert_equal(model(x), before)
-    assert called == kernels
-    flysurgery.restore(model)
-    assert_equal(model(x), before)
-    assert_equal(seen[0], seen[1])
-    handle.remove()
-    model(x)
-    assert len(seen) == 2
-
-
 def test_parts_and_wholes_know_of_each_other(called: list[str]) -> None:
     model = small()
     x = torch.randn(2, 17, 48)
@@ -270,13 +232,13 @@ def test_a_slower_kernel_is_left_with_both_times_at_the_given_batch(called: list
 def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups gain a quarter of a millisecond to 4 by themselves; together they lose as long as more than two kinds are fused."""
     gains = {
-        LayerNormStep: 0.25,
-        AttentionStep: 0.5,
-        NormLinearStep: 1.0,
-        LinearResidualStep: 2.0,
-        PatchesStep: 3.0,
-        EmbeddingStep: 3.5,
-        FeedForwardStep: 4.0,
+        "LayerNorm": 0.25,
+        "Attention": 0.5,
+        "NormLinear": 1.0,
+        "LinearResidual": 2.0,
+        "Patches": 3.0,
+        "Embedding": 3.5,
+        "FeedForward": 4.0,
     }
     model = small()
     x = images(model)
@@ -284,7 +246,7 @@ def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(ca
 
     def medians(ways: tuple[Any, ...], inputs: tuple[Tensor, ...], **_: object) -> tuple[float, float]:
         if ways[0] is not model:
-            return 10.0, 10.0 - gains[type(ways[0].__self__)]
+            return 10.0, 10.0 - gains[type(ways[0].__self__).__name__.removesuffix("Step")]
         called.clear()
         assert_equal(ways[1](*inputs), ways[0](*inputs))
         return 10.0, 11.0 if len(set(called)) > 2 else 10.0
@@ -305,60 +267,150 @@ def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(ca
     assert not any(isinstance(module, StandIn) for module in model.modules())
 
 
-def test_without_kernels_only_patches_by_themselves_can_be_fused() -> None:
-    model = small()
-    report = flysurgery.optimize(model)
-    without = {row.group for row in report.rows if row.reason and row.reason.code == "no-kernel"}
-    assert without == {"qkv", "attention", "attn_out", "ffn", "norm", "patches"}
-    times = next(row for row in report.rows if row.fqn == "patch_embed.proj")
-    assert times.plain_ms and times.fused_ms
-    if report.fused:
-        assert report.whole_ms is not None and report.whole_ms[1] <= report.whole_ms[0]
-
-
-@pytest.mark.usefixtures("faster")
-def test_images_of_other_channels_meet_the_models_own_error() -> None:
-    model = small()
-    flysurgery.optimize(model)
-    with pytest.raises(RuntimeError, match="to have 3 channels, but got 1 channels"):
-        model(torch.zeros(2, 1, 32, 32))
-
-
-class Picking(nn.Linear):
-    """Asks for values."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input[input[:, 0] > 0])
+def compiled_in_place() -> nn.Module:
+    model = nn.Linear(3, 3).eval()
+    model.compile()
+    return model
 
 
 @pytest.mark.parametrize(
     ("make", "example", "words"),
     [
+        (lambda: torch.compile(nn.Linear(3, 3).eval()), None, "the model is compiled already"),
+        (compiled_in_place, None, "the model is compiled already"),
+        (lambda: nn.Sequential(nn.Identity(), torch.compile(nn.Linear(3, 3))).eval(), None, "its 1 is compiled already"),
+        (lambda: nn.Sequential(*small(convert=False).blocks), None, "give an example"),  # pyright: ignore
         (small, torch.zeros(0, 3, 32, 32), "the example of VisionTransformer is empty; give one with at least one sample"),
         (small, torch.zeros(2, 3, 31, 31), "Input height"),
         (small, torch.zeros(2, 3, 32, 32).half(), "Half"),
         (small, "digits", "'str' object"),
-        (lambda: Picking(3, 3).eval(), torch.randn(5, 3), r"Picking cannot be walked, because it does not run without data: aten\.nonzero"),
     ],
 )
-def test_an_example_that_the_model_does_not_take_changes_nothing(make: Callable[[], nn.Module], example: Any, words: str) -> None:
+def test_models_and_examples_that_cannot_be_optimized_are_left_with_one_sentence(make: Callable[[], Any], example: Any, words: str) -> None:
     model = make()
     modules = list(model.modules())
-    with pytest.raises(WalkError, match=words):
+    with pytest.raises((InferenceError, WalkError), match=words):
         flysurgery.optimize(model, example)
     assert list(model.modules()) == modules
+    with pytest.raises(InferenceError, match="to optimize, got str"):
+        flysurgery.optimize("vit_tiny_patch16_224")  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_compiled_or_no_model_is_refused_in_one_sentence() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).eval()
-    in_place = copy.deepcopy(model)
-    in_place.compile()
-    others: list[tuple[Any, str]] = [
-        (torch.compile(model), "the model is compiled already"),
-        (in_place, "the model is compiled already"),
-        (nn.Sequential(nn.Identity(), torch.compile(model)), "its 1 is compiled already"),  # pyright: ignore[reportArgumentType]
-        ("vit_tiny_patch16_224", "expected a torch.nn.Module to optimize, got str"),
-    ]
-    for other, words in others:
-        with pytest.raises(InferenceError, match=words):
-            flysurgery.optimize(other)
+@pytest.mark.parametrize(
+    ("model", "example", "words"),
+    [
+        (nn.Linear(3, 4).eval(), torch.zeros(2, 3), "one CUDA device, got an input on cpu, weights on cpu"),
+        ("vit_tiny_patch16_224", torch.zeros(2, 3), "expected a torch.nn.Module to capture, got str"),
+        (nn.Linear(3, 4), (torch.zeros(2, 3),), "expected a tensor as example, got tuple"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_in_one_sentence(model: Any, example: Any, words: str) -> None:
+    with pytest.raises(InferenceError, match=words):
+        flysurgery.capture(model, example)
+
+
+BLOCKS = BLOCK * 2
+
+
+def test_a_folder_keeps_the_wish_and_the_plain_weights(called: list[str], tmp_path: Path) -> None:
+    model = small()
+    x = images(model)
+    before = model(x)
+    with torch.device("meta"):  # another default device changes nothing
+        flysurgery.optimize(model)
+    assert_equal(model(x), before)
+    assert called == ["patch_embedding", *BLOCKS, "layer_norm"]
+    flysurgery.save(model, tmp_path / "model", optimize=True)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["optimize"] is True
+    assert "On CUDA `flysurgery.load` fuses groups of layers" in (tmp_path / "model" / "README.md").read_text()
+    for optimize, kernels in ((None, []), (False, []), (True, ["patch_embedding", *BLOCKS, "layer_norm"])):
+        called.clear()
+        loaded = flysurgery.load(tmp_path / "model", optimize=optimize)  # None: only on CUDA
+        with torch.no_grad():
+            assert_equal(loaded(x), before)
+        assert called == kernels
+
+
+def test_under_autocast_the_own_modules_run(called: list[str]) -> None:
+    model = small()
+    x = images(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        flysurgery.optimize(model)
+        assert_equal(model(x), before)
+    assert called == []
+
+
+@pytest.mark.usefixtures("compilable")
+@pytest.mark.parametrize(
+    ("name", "itself"), [("vit_tiny_patch16_224", False), ("eva02_base_patch14_224", False), ("vit_tiny_patch16_224", True)]
+)
+def test_compiled_whole(name: str, itself: bool) -> None:
+    model = small(name, depth=1)
+    x = torch.randn(2, 17, 48) if itself else images(model)
+    model = model.get_submodule("blocks.0") if itself else model
+    before = model(x)
+    assert any(row.group == "ffn" for row in flysurgery.optimize(model, x).fused)
+    assert itself or isinstance(model.get_submodule("blocks.0"), StandIn)
+    with torch.no_grad():
+        assert_equal(torch.compile(model, fullgraph=True, backend="eager")(x), before)
+
+
+def replace_layer(model: nn.Module) -> None:
+    model.get_submodule("blocks.0.mlp").fc1 = nn.Linear(48, 192).requires_grad_(False)
+
+
+def prune(model: nn.Module) -> None:
+    model.prune_intermediate_layers([0], prune_norm=True, prune_head=True)  # pyright: ignore[reportCallIssue]
+
+
+def with_forward(name: str) -> Callable[[nn.Module], None]:
+    """Set a forward on a module, as one that keeps the attention's maps."""
+
+    def change(model: nn.Module) -> None:
+        module = model.get_submodule(name)
+        own = module.forward
+        module.forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        *((each, BLOCKS[:4]) for each in (replace_layer, prune)),
+        (with_forward("blocks.0.attn"), BLOCKS[4:]),
+        (with_forward("patch_embed.proj"), BLOCKS),
+    ],
+)
+def test_children_and_forwards_that_are_replaced_later_count(
+    called: list[str], change: Callable[[nn.Module], None], fused: list[str]
+) -> None:
+    model = small()
+    x, plain = images(model), copy.deepcopy(model)
+    flysurgery.optimize(model)
+    model(x)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        change(each)
+    called.clear()
+    assert_equal(model(x), plain(x))
+    assert [name for name in called if name in BLOCKS] == fused
+
+
+def test_moved_they_free_what_was_packed(called: list[str]) -> None:
+    model = small()
+    flysurgery.optimize(model)
+    parameters = {name: each for name, each in model.named_parameters() if name.startswith(("patch_embed", "blocks", "norm"))}
+    packed = [weakref.ref(derived("packed", (each,), lambda each=each: (each.clone(),))[0]) for each in parameters.values()]
+    assert packed and all(each() is not None for each in packed)
+    model.double()
+    assert not any(each() is not None for each in packed)
+
+
+def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:
+    model = small()
+    flysurgery.optimize(model)
+    with pytest.raises(InferenceError, match="DataParallel cannot replicate an optimized model"):
+        for module in model.modules():  # as torch.nn.parallel.replicate does for each device
+            module._replicate_for_data_parallel()  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""Fused modules that launch again what they launched before, on a GPU: the same results as anew, whatever changes between two calls."""
+"""On a GPU: calls that launch again what they launched before, whole forwards as graphs, and blocks as one operator."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flysurgery
+from flysurgery.errors import InferenceError
+from flysurgery.gpu import weight_cache as derivation
+from flysurgery.gpu.weight_cache import forget_derived
 from flysurgery.inference import clock
 from flysurgery.ops import Repeating
+from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 
 pytestmark = pytest.mark.gpu
@@ -232,29 +236,6 @@ def test_writes_between_calls_on_several_streams(model: nn.Module, x: Tensor) ->
             assert_equal(y, expected)
 
 
-def test_copies_made_and_freed_meanwhile(model: nn.Module, x: Tensor) -> None:
-    expected = anew(model, x)
-
-    def copying() -> None:
-        for turn in range(ROUNDS // 3):
-            twin = copy.deepcopy(model)
-            twin.get_parameter("blocks.0.mlp.fc1.factors.0").mul_(2)
-            written = [twin(x) for _ in range(3)]
-            assert_equal(written[-1], anew(twin, x))
-            assert not torch.equal(written[-1], expected)
-            if turn % 2:
-                twin.cpu().cuda()
-                assert_equal(twin(x), written[0])
-            del twin
-            litter()
-
-    def calling() -> None:
-        for _ in range(ROUNDS):
-            assert_equal(model(x), expected)
-
-    in_threads(copying, calling, calling)
-
-
 def layouts(x: Tensor) -> tuple[Tensor, ...]:
     """The same images, laid out in other ways: channels last, at an odd address, with gaps, transposed."""
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x)
@@ -289,3 +270,136 @@ def test_transforms_get_pytorchs_operators(model: nn.Module) -> None:
         tangents, expected = [torch.func.jvp(each.get_submodule("blocks"), (tokens[0],), (tokens[1],))[1] for each in (model, own)]
         assert_equal(tangents, expected)
         assert tangents.count_nonzero()
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randn((64, 17, 384), generator=torch.Generator().manual_seed(3)).cuda().half()
+
+
+@pytest.fixture
+def blocks(model: nn.Module, tokens: Tensor) -> Iterator[nn.Module]:
+    """The blocks of the small ViT, called three times."""
+    torch.compiler.reset()
+    blocks = model.get_submodule("blocks")
+    for _ in range(3):
+        blocks(tokens)
+    yield blocks
+    torch.compiler.reset()
+
+
+def operators(blocks: nn.Module, x: Tensor) -> list[object]:
+    """What a compiler's graph calls."""
+    found: list[object] = []
+
+    def look(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(blocks, fullgraph=True, backend=look)(x)
+    return found
+
+
+SEALED = [torch.ops.flysurgery.sealed] * 2
+
+
+def test_a_block_is_one_operator(blocks: nn.Module, tokens: Tensor) -> None:
+    assert operators(blocks, tokens) == SEALED
+    assert operators(copy.deepcopy(blocks), tokens) == SEALED
+
+
+@torch.enable_grad()
+def test_gradients_autocast_and_exports_need_more_than_one_operator(blocks: nn.Module, tokens: Tensor) -> None:
+    assert operators(blocks, tokens) == SEALED  # no gradients are asked for
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.ops.flysurgery.sealed not in operators(blocks, tokens)
+    blocks.requires_grad_(True)
+    assert torch.ops.flysurgery.sealed not in operators(blocks, tokens)
+    blocks.requires_grad_(False)
+    exported = torch.export.export(blocks, (tokens,), strict=False)
+    assert not any("sealed" in str(node.target) for node in exported.graph.nodes)
+
+
+def scale(blocks: nn.Module) -> None:
+    blocks.get_parameter("0.mlp.fc1.bias").add_(1.0)
+
+
+def replace(blocks: nn.Module) -> None:
+    layer = blocks.get_submodule("1.attn.proj")
+    assert isinstance(layer, nn.Linear)
+    layer.weight = nn.Parameter(2 * layer.weight, requires_grad=False)
+
+
+def hook(blocks: nn.Module) -> None:
+    blocks.get_submodule("1.mlp").register_forward_hook(lambda module, args, y: -y)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("change", [scale, replace, hook])
+def test_compiled_blocks_give_what_they_give_by_themselves(
+    blocks: nn.Module, tokens: Tensor, mode: str, change: Callable[[nn.Module], None]
+) -> None:
+    run = torch.compile(blocks, fullgraph=True, mode=mode)
+    for _ in range(4):
+        assert_equal(run(tokens), blocks(tokens))
+    if mode != "default" and change is hook:
+        return  # a replayed graph runs no Python
+    change(blocks)
+    for _ in range(4):
+        expected = blocks(tokens)
+        assert_equal(run(tokens), expected)
+
+
+def test_replays_give_what_the_model_gives() -> None:
+    model = small(embed_dim=64)
+    x = images(model).cuda()
+    model.cuda()
+    captured = flysurgery.capture(model, x)
+    with torch.no_grad():
+        for scale in (1.0, -2.0):
+            assert_equal(captured(scale * x), model(scale * x))
+    first = captured(x)
+    kept = first.clone()
+    shared = captured(2 * x, fresh=False)
+    assert_equal(first, kept)
+    captured(x, fresh=False)
+    assert_equal(shared, kept)
+    assert_equal(captured(x.clone().requires_grad_()), kept)
+    assert not captured._input.requires_grad
+    with torch.inference_mode():
+        captured = flysurgery.capture(model, 3 * x)
+        assert_equal(captured(x), kept)
+    assert_equal(captured(x), kept)  # out of the mode that it was made in
+    with pytest.raises(InferenceError, match="captured for"):
+        captured(x[:1])
+    with pytest.raises(InferenceError, match="training mode"):
+        flysurgery.capture(model.train(), x)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trains"])
+def test_weights_that_were_packed_count_in_the_next_call(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(embed_dim=64)
+    x = images(model).cuda()
+    model.cuda().requires_grad_(trains)
+    captured, weight = flysurgery.capture(model, x), model.get_parameter("blocks.0.mlp.fc1.factors.0")
+    packed = list[object]()
+    monkeypatch.setattr(derivation, "_make", lambda make, own=derivation._make: packed.append(make) or own(make))
+    with torch.no_grad():
+        before = captured(x)
+        assert_equal(before, model(x))
+        assert not packed, "graphs read weights as they were packed before"
+        weight.mul_(2)
+        after = captured(x)
+        assert packed and not torch.equal(after, before)
+        assert_equal(after, model(x))
+        weight.data = 0.5 * weight.data
+        assert_equal(captured(x), before)
+        weight.data.mul_(2)  # which PyTorch does not tell
+        forget_derived()
+        assert_equal(captured(x), after)
+    model.train()
+    assert_equal(captured(x), after)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(InferenceError, match="training mode"):
+        captured(x)

@@ -1,4 +1,4 @@
-"""Blocks, halves of blocks and rows of halves: found by dataflow, fused where they are the model itself too, and the way back."""
+"""Groups by dataflow: blocks, halves, rows of halves and gated ones; fused where they are the model itself too, and the way back."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers.mlp import GluMlp, SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
 from vit_pytorch.simple_vit import SimpleViT
 
 import flysurgery
 from flysurgery.bench.units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
-from tests.inference.models import BLOCK, SMALL, keeps_outputs, left, ready
+from flysurgery.inference import clock, measure_groups
+from flysurgery.inference.find_groups import find_groups
+from tests.inference.conftest import FFN_LAUNCHES
+from tests.inference.models import BLOCK, SMALL, keeps_outputs, ready, small
 from tests.support.tolerance import assert_equal
 
 WIDTH = 48
@@ -106,71 +110,6 @@ def test_each_part_is_fused_alone_and_held(called: list[str], kind: str, held: b
     assert not called
 
 
-@pytest.mark.parametrize("kind", ["a block", "feed-forward without a sum"])
-def test_a_forward_of_its_own_stays(called: list[str], kind: str) -> None:
-    block, x = ready(PARTS[kind][0](), convert=False), tokens()
-    before, forward = block(x), block.forward
-    block.forward = lambda x: forward(x)
-    report = flysurgery.optimize(block, x)
-    assert "forward" in vars(block)
-    assert {*left(report).values()} <= {"own-forward", "open-group"}
-    assert_equal(block(x), before)
-    report.restore()
-    assert "forward" in vars(block)
-
-
-def test_arguments_of_the_row_are_handed_on(called: list[str]) -> None:
-    model, x, mask = ready(Row(row), convert=False), tokens(), torch.randn(17, 17)
-    masked, plain = model(x, mask), model(x)
-    flysurgery.optimize(model, (x, mask))
-    assert_equal(model(x, mask), masked)
-    assert called == [name for name in BLOCK * 2 if name != "attention"]
-    called.clear()
-    assert_equal(model(x), plain)
-    assert not called
-
-
-def test_a_group_inside_of_attention_that_is_no_part_of_it_is_fused_too(called: list[str]) -> None:
-    class Reduced(Attention):
-        """Attends to every second token, normed again."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.again, self.query, self.both = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            x = self.norm(x)
-            k, v = self.both(self.again(x[:, ::2])).chunk(2, dim=-1)
-            return self.out(functional.scaled_dot_product_attention(self.query(x), k, v))
-
-    model = Row(row)
-    model.attentions = nn.ModuleList(Reduced() for _ in range(2))
-    ready(model, convert=False)
-    x = tokens()
-    before = model(x)
-    report = flysurgery.optimize(model, x)
-    assert {row.fqn for row in report.fused if row.group == "qkv"} == {"attentions.0.both", "attentions.1.both"}
-    assert_equal(model(x), before)
-    assert called == ["norm_linear", "linear_residual", "ffn"] * 2
-    assert flysurgery.restore(model) == 5
-
-
-def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> None:
-    class Crossing(Attention):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            return super().forward(x) * self.norm(x.flip(-1))
-
-    model, x = ready(Crossing(), convert=False), tokens()
-    before = model(x)
-    report = flysurgery.optimize(model, x)
-    assert {row.group: row.reason and row.reason.code for row in report.rows} == {
-        "qkv": "calls",
-        "attn_out": "no-residual",
-        "norm": "open-norm",
-    }
-    assert_equal(model(x), before)
-
-
 def test_numbers_that_may_be_the_inputs_size_are_left(called: list[str]) -> None:
     class Sized(nn.Module):
         def __init__(self) -> None:
@@ -239,3 +178,103 @@ def test_on_a_gpu_parts_keep_their_outputs(convert: bool, dtype: torch.dtype) ->
     for part in gpu_parts(convert):
         part.eval().cuda().to(dtype)
         assert {"attn_out", "ffn"} & {row.group for row in keeps_outputs(part, x).fused}
+
+
+HIDDEN = 2 * WIDTH
+
+
+class Alone(nn.Module):
+    """A norm, a feed-forward module, and a residual."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Written(nn.Module):
+    """A feed-forward module whose hidden units are what ``hidden`` makes of the outputs of one layer and, where it has it, of another."""
+
+    def __init__(self, hidden: Callable[..., Tensor], outputs: int = 2 * HIDDEN) -> None:
+        super().__init__()
+        self.up, self.other, self.down = nn.Linear(WIDTH, outputs), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.hidden(self.up, self.other, x))
+
+
+def halves(up: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    return up(x).chunk(2, dim=-1)
+
+
+def packed(gate: int) -> nn.Module:
+    return GluMlp(WIDTH, 2 * HIDDEN, act_layer=nn.SiLU, gate_last=bool(gate))
+
+
+MODULES = {
+    "two layers": lambda: SwiGLU(WIDTH, HIDDEN),
+    "two layers and a norm": lambda: SwiGLU(WIDTH, HIDDEN, norm_layer=nn.LayerNorm),
+    "halves, the gate first": lambda: packed(0),
+    "halves, the gate last": lambda: packed(1),
+    "halves and a norm": lambda: GluMlp(WIDTH, 2 * HIDDEN, act_layer=nn.GELU, norm_layer=nn.LayerNorm),
+    "halves by split": lambda: Written(
+        lambda up, other, x: (lambda a, b: b * functional.gelu(a, approximate="tanh"))(*up(x).split(HIDDEN, dim=-1))
+    ),
+}
+
+
+@pytest.mark.parametrize("converted", [(), ("ffn_in",), ("ffn_in", "ffn_out")], ids=str)
+@pytest.mark.parametrize("kind", MODULES)
+def test_each_form_is_fused_and_outputs_stay(called: list[str], kind: str, converted: tuple[str, ...]) -> None:
+    model, x = ready(Alone(MODULES[kind]()), convert=False), torch.randn(3, 5, WIDTH)
+    if converted:
+        flysurgery.convert(model, "monarch", roles=converted, nblocks=4, example=x)
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    assert [row.group for row in report.fused] == ["ffn"]
+    assert report.fused[0].launches == FFN_LAUNCHES
+    assert " | ".join(FFN_LAUNCHES) in str(report)
+    assert_equal(model(x), before)
+    assert called == ["ffn"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "outputs", "code"),
+    [
+        (lambda up, other, x: functional.silu(halves(up, x)[0]) * halves(up, x)[1], 2 * HIDDEN, "gated"),  # the layer runs twice
+        (lambda up, other, x: functional.silu(up(x)) * other(2 * x), HIDDEN, "gated"),  # of other inputs
+        (lambda up, other, x: functional.silu(up(x)) * x.repeat(1, 1, 2), HIDDEN, "gated"),
+        (lambda up, other, x: functional.silu(up(x)) * functional.silu(other(x)), HIDDEN, "gated"),
+        (lambda up, other, x: functional.silu(up(x)[..., :HIDDEN]) * up(x)[..., :1], 2 * HIDDEN, "gated"),
+        (lambda up, other, x: functional.glu(up(x)), 2 * HIDDEN, "activation"),
+        (lambda up, other, x: (lambda a: a * torch.sigmoid(1.702 * a))(up(x)), HIDDEN, "activation"),  # QuickGELU
+        (lambda up, other, x: (lambda a, b: functional.silu(a) * b + b.mean())(*halves(up, x)), 2 * HIDDEN, "activation"),
+        (lambda up, other, x: (lambda a, b: functional.silu(a) * functional.dropout(b, 0.5))(*halves(up, x)), 2 * HIDDEN, "gated"),
+    ],
+)
+def test_what_is_something_else_is_left_with_the_reason(called: list[str], hidden: Callable[..., Tensor], outputs: int, code: str) -> None:
+    model, x = ready(Alone(Written(hidden, outputs)), convert=False), torch.randn(3, 5, WIDTH)
+    assert [reason.code for _, reason in find_groups(model, x).reasons.values()] == [code]
+    assert {row.group for row in flysurgery.optimize(model, x).fused} == {"norm"}
+
+
+def test_choices_of_all_layers_of_a_block_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "medians_ms", lambda ways, inputs, **_: tuple(1.0 for _ in ways))
+    model = small("eva02_base_patch14_224", convert=False, depth=1)
+    groups = measure_groups(flysurgery.plan(model, "lowrank", roles=("ffn",)), model, torch.randn(2, 3, 32, 32), fused=True)
+    assert [group.fqns for group in groups] == [tuple(f"blocks.0.mlp.{layer}" for layer in ("fc1_g", "fc1_x", "fc2"))]
+    assert all(len(choice.architectures) == 3 for choice in groups[0].choices)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "eva02_base_patch14_224", "vit_giant_patch14_dinov2"])
+def test_on_a_gpu_whole_models_keep_their_outputs(name: str, convert: bool, dtype: torch.dtype) -> None:
+    model = small(name, convert=convert, embed_dim=192, num_heads=3, num_classes=64).cuda().to(dtype)
+    x = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
+    assert sum(row.group == "ffn" for row in keeps_outputs(model, x).fused) == 2
