@@ -6,7 +6,6 @@ import copy
 import importlib
 import io
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 import flysurgery
 from flysurgery.errors import InferenceError, SurgeryError, WalkError
-from flysurgery.gpu.weight_cache import derived
 from flysurgery.inference import clock
 from flysurgery.inference.standin import StandIn
 from tests.inference.models import BLOCK, SMALL, SWIN, WHOLE, Always, images, left, ready, small
@@ -396,16 +394,6 @@ def test_children_and_forwards_that_are_replaced_later_count(
     called.clear()
     assert_equal(model(x), plain(x))
     assert [name for name in called if name in BLOCKS] == fused
-
-
-def test_moved_they_free_what_was_packed(called: list[str]) -> None:
-    model = small()
-    flysurgery.optimize(model)
-    parameters = {name: each for name, each in model.named_parameters() if name.startswith(("patch_embed", "blocks", "norm"))}
-    packed = [weakref.ref(derived("packed", (each,), lambda each=each: (each.clone(),))[0]) for each in parameters.values()]
-    assert packed and all(each() is not None for each in packed)
-    model.double()
-    assert not any(each() is not None for each in packed)
 
 
 def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:

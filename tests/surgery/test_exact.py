@@ -241,19 +241,6 @@ def test_only_attentions_of_planned_layers_are_taken_apart() -> None:
     assert type(only_ffn.encoder.layers[0].self_attention) is nn.MultiheadAttention
 
 
-def test_a_shared_attention_stays_shared() -> None:
-    model = vit()
-    model.encoder.layers[1].self_attention = model.encoder.layers[0].self_attention
-    planned = plan(model)
-    assert sum(bool(layer.aliases) for layer in planned.replaced) == 3
-    apply(planned, model)
-    assert model.encoder.layers[1].self_attention is model.encoder.layers[0].self_attention
-    assert isinstance(model.encoder.layers[1].self_attention.q, ButterflyLinear)
-    densify(model)
-    assert type(model.encoder.layers[1].self_attention) is nn.MultiheadAttention
-    assert model.encoder.layers[1].self_attention is model.encoder.layers[0].self_attention
-
-
 def test_after_an_error_the_attentions_are_as_before() -> None:
     model = encoder()
     planned = plan(model, example=TOKENS.float())

@@ -152,7 +152,6 @@ def test_an_example_with_other_names_is_refused(example: dict[str, torch.Tensor]
     [
         ("YolosForObjectDetection", TRUNK | {"image_size": [64, 64]}, 6),
         ("DetrForObjectDetection", DETECTOR, 4),
-        ("ConditionalDetrForObjectDetection", DETECTOR, 4),
         ("RTDetrForObjectDetection", REFINING, 12),  # whose layers correct the boxes of those before, by sums
         ("OwlViTForObjectDetection", PAIR, 7),  # and the projection of texts
     ],
