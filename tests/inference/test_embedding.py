@@ -90,11 +90,19 @@ class Turned(VisionTransformer):
         return super()._pos_embed(x.flip(1))
 
 
+class Down(VisionTransformer):
+    """Numbers its patches down first."""
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        return super()._pos_embed(x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2))
+
+
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
         (Scaled, {"patch_embed.proj": "fused", "_pos_embed": "shared"}),
         (Turned, {"patch_embed.proj": "fused", "_pos_embed": "more"}),
+        (Down, {"patch_embed.proj": "fused", "_pos_embed": "order"}),
     ],
 )
 def test_what_does_something_else_as_well_is_left(given: list[Given], kind: type[nn.Module], rows: dict[str, str]) -> None:

@@ -278,3 +278,30 @@ def test_on_a_gpu_whole_models_keep_their_outputs(name: str, convert: bool, dtyp
     model = small(name, convert=convert, embed_dim=192, num_heads=3, num_classes=64).cuda().to(dtype)
     x = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(2)).cuda().to(dtype)
     assert sum(row.group == "ffn" for row in keeps_outputs(model, x).fused) == 2
+
+
+def test_what_others_use_is_no_group() -> None:
+    class Leaking(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            gate, value = halves(self.up, x)
+            return self.down(functional.silu(gate) * value) + value[..., :1]
+
+    x = torch.randn(3, 5, WIDTH)
+    reasons = find_groups(ready(Alone(Leaking(lambda: torch.zeros(()))), convert=False), x).reasons
+    assert [reason.code for _, reason in reasons.values()] == ["shared"]
+
+
+def test_a_norm_that_norms_something_else_as_well_is_kept(called: list[str]) -> None:
+    class Crossing(Attention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x) * self.norm(x.flip(-1))
+
+    model, x = ready(Crossing(), convert=False), tokens()
+    before = model(x)
+    report = flysurgery.optimize(model, x)
+    assert {row.group: row.reason and row.reason.code for row in report.rows} == {
+        "qkv": "calls",
+        "attn_out": "no-residual",
+        "norm": "open-norm",
+    }
+    assert_equal(model(x), before)

@@ -265,6 +265,13 @@ def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(ca
     assert not any(isinstance(module, StandIn) for module in model.modules())
 
 
+class Picking(nn.Linear):
+    """Asks for values."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input[input[:, 0] > 0])
+
+
 def compiled_in_place() -> nn.Module:
     model = nn.Linear(3, 3).eval()
     model.compile()
@@ -280,6 +287,7 @@ def compiled_in_place() -> nn.Module:
         (lambda: nn.Sequential(*small(convert=False).blocks), None, "give an example"),  # pyright: ignore
         (small, torch.zeros(0, 3, 32, 32), "the example of VisionTransformer is empty; give one with at least one sample"),
         (small, torch.zeros(2, 3, 31, 31), "Input height"),
+        (lambda: Picking(3, 3).eval(), torch.randn(5, 3), r"Picking cannot be walked, because it does not run without data: aten\.nonzero"),
         (small, torch.zeros(2, 3, 32, 32).half(), "Half"),
         (small, "digits", "'str' object"),
     ],
@@ -402,3 +410,22 @@ def test_replicas_are_refused_in_one_sentence(called: list[str]) -> None:
     with pytest.raises(InferenceError, match="DataParallel cannot replicate an optimized model"):
         for module in model.modules():  # as torch.nn.parallel.replicate does for each device
             module._replicate_for_data_parallel()  # pyright: ignore[reportCallIssue]
+
+
+def test_without_kernels_only_patches_by_themselves_can_be_fused() -> None:
+    model = small()
+    report = flysurgery.optimize(model)
+    without = {row.group for row in report.rows if row.reason and row.reason.code == "no-kernel"}
+    assert without == {"qkv", "attention", "attn_out", "ffn", "norm", "patches"}
+    times = next(row for row in report.rows if row.fqn == "patch_embed.proj")
+    assert times.plain_ms and times.fused_ms
+    if report.fused:
+        assert report.whole_ms is not None and report.whole_ms[1] <= report.whole_ms[0]
+
+
+@pytest.mark.usefixtures("faster")
+def test_images_of_other_channels_meet_the_models_own_error() -> None:
+    model = small()
+    flysurgery.optimize(model)
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 1 channels"):
+        model(torch.zeros(2, 1, 32, 32))

@@ -20,6 +20,7 @@ from flysurgery.errors import OptionError, PlanError, SurgeryError
 from flysurgery.factors import factors_to_dense
 from flysurgery.fidelity import Fidelity, Reconstruction
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
+from flysurgery.patterns import monarch
 from flysurgery.projection import project
 from flysurgery.surgery import Plan, Report, apply, densify, install, plan, plan_of
 from flysurgery.surgery.report import ReportCalibration
@@ -189,6 +190,9 @@ def test_an_installed_model_loads_the_state_and_gives_its_outputs(vit: nn.Module
         (lambda _, __: flysurgery.convert(3), "expected a torch.nn.Module, got int"),
         (lambda made, model: flysurgery.apply(model, made), "expected a plan and then a model, got VisionTransformer and Plan"),
         (lambda _, __: flysurgery.densify("folder"), "expected a torch.nn.Module, got str"),
+        (lambda _, model: flysurgery.densify(model), "no converted layer"),
+        (lambda _, __: flysurgery.densify(ButterflyLinear(monarch(8, 8, 2))), "itself a ButterflyLinear"),
+        (lambda made, model: flysurgery.apply(made, model.to("meta")), "on the meta device"),
         (lambda _, model: flysurgery.save("folder", model), "expected a model and then a folder, got str and VisionTransformer"),
     ],
 )

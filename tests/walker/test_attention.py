@@ -81,6 +81,24 @@ def test_a_causal_hint_needs_its_mask_as_in_torch() -> None:
         apart(x, x, x, is_causal=True)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
+def test_there_and_back(options: dict[str, Any]) -> None:
+    made = attention(**options).eval()
+    made.in_proj_bias = None if made.in_proj_bias is None else made.in_proj_bias.requires_grad_(False)
+    apart = SeparateAttention(made)
+    assert not any(module.training for module in apart.modules())
+    again = apart.joined()
+    assert again.state_dict().keys() == made.state_dict().keys()
+    for name, parameter in made.named_parameters():
+        other = again.get_parameter(name)
+        assert torch.equal(other, parameter) and other.requires_grad == parameter.requires_grad, name
+    assert repr(again) == repr(made) and again.__dict__.keys() == made.__dict__.keys()
+    assert all(again.__dict__[name] == made.__dict__[name] for name in ("batch_first", "dropout", "kdim", "vdim", "add_zero_attn"))
+    if made.in_proj_weight is not None:
+        assert apart.in_proj_weight is not None and torch.equal(apart.in_proj_weight, made.in_proj_weight)
+        assert apart.q.weight.data_ptr() == made.in_proj_weight.data_ptr()  # a view: a walk copies no weight
+
+
 def test_what_stays_together() -> None:
     def names(model: nn.Module) -> set[str]:
         return {target.fqn for target in walk(model, (torch.zeros(2, 5, WIDTH),) * 3)}

@@ -107,6 +107,8 @@ def halves_turned(x: Tensor) -> Tensor:
         ("scores", lambda x: x * PER_HEAD, {HEADS}),
         ("scores", lambda x: x + x.flip(1), {HEADS}),
         ("scores", lambda x: x.softmax(1), {*ORDERS}),
+        ("q", lambda x: torch.cat([x[:, :1], x[:, 1:].relu()], 1), {HEADS}),
+        ("q", lambda x: torch.cat([x[..., :2], x[..., 2:].relu()], -1), {QUERY_KEY}),
         ("q", lambda x: x * PER_ENTRY, {QUERY_KEY}),
         ("q", halves_turned, {QUERY_KEY, HEADS}),
         ("v", lambda x: x.cumsum(-1), {HEADS, VALUE}),

@@ -14,6 +14,7 @@ from vit_pytorch import SimpleViT, ViT
 
 from flysurgery.walker import Slice, find_cuts, survey
 from tests.walker.toys import (
+    WIDTH,
     FusedAttention,
     Gated,
     MisnamedMlp,
@@ -74,6 +75,57 @@ def test_attention_is_known_however_it_is_written_and_does_not_blur_what_follows
     expected = under("blocks.0", ATTENTION) | under("blocks.1", MLP) | under("blocks.2", ATTENTION)
     assert roles(model, tokens(7)) == {"first": "other", **expected, "last": "head"}
     assert codes(model, tokens(7)) == {"first": ("patch-embedding",), "last": ("head",)}
+
+
+def by_a_context(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    """A score for each token, their weighted sum as a context, and the context times the values."""
+    scores, keys, values = fused.split([1, WIDTH, WIDTH], -1)
+    return (scores.softmax(1) * keys).sum(1, keepdim=True) * values
+
+
+def by_states(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+    """Tokens are summed into states, a linear works on these, and each token reads the states back."""
+    into, out = fused.chunk(2, -1)
+    return out @ self.inside(into.mT.softmax(-1) @ x)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: FusedAttention(by_a_context, 2 * WIDTH + 1), lambda: FusedAttention(by_states, 8, inside=nn.Linear(WIDTH, WIDTH))]
+)
+def test_contexts_and_states_that_attention_summed_up_are_read(make: Callable[[], nn.Module]) -> None:
+    found = roles(Stack(MisnamedMlp(), make(), MisnamedMlp()), tokens(7))
+    attention = {"apple": "qkv", "pear": "attn_out"} | ({"inside": "qkv"} if "blocks.1.inside" in found else {})
+    assert found == {"first": "other", **under("blocks.0", MLP), **under("blocks.1", attention), **under("blocks.2", MLP), "last": "head"}
+
+
+class ManyStreams(nn.Module):
+    """Parallel residual streams that weights from a bare parameter mix, and that a block writes to by gates."""
+
+    def __init__(self, *blocks: nn.Module):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.weights = nn.ParameterList(torch.zeros(WIDTH, 3) for _ in blocks)
+        self.gates = nn.ParameterList(torch.zeros(WIDTH) for _ in blocks)
+        self.first, self.last = nn.Linear(7, WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = self.first(x)[:, :, None].expand(-1, -1, 2, -1)
+        for block, weights, gates in zip(self.blocks, self.weights, self.gates, strict=True):
+            mixed = torch.einsum("bnse,bnsd->bned", (streams @ weights).tanh(), streams)
+            branch = block(mixed[..., 0, :])
+            streams = torch.einsum("bnd,bns->bnsd", branch, (streams @ gates).tanh()) + mixed[..., 1:, :]
+        return self.last(streams.sum(2).mean(1))
+
+
+def test_parallel_residual_streams_are_no_attention() -> None:
+    model = ManyStreams(FusedAttention(), MisnamedMlp(), WrittenOutAttention(), MisnamedMlp())
+    found = {fqn: role for fqn, role in roles(model, tokens(7)).items() if fqn.startswith("blocks")}
+    assert found == {
+        **under("blocks.0", {"apple": "qkv", "pear": "attn_out"}),
+        **under("blocks.1", MLP),
+        **under("blocks.2", ATTENTION),
+        **under("blocks.3", MLP),
+    }
 
 
 def named_arguments(self: Any, x: Tensor, fused: Tensor) -> Tensor:
