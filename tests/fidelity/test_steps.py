@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import Pictures, Samples
+from flysurgery.errors import SurgeryError
 from flysurgery.fidelity import Muon, Pull, Stream, parameter_groups, relative_error, views
 from flysurgery.fidelity.copies import HalfCopy, precision
 from flysurgery.fidelity.views import Source
@@ -177,3 +178,13 @@ def test_models_that_mix_dtypes_run_under_autocast() -> None:
     assert isinstance(precision((plain,), x), contextlib.nullcontext)
     with precision((plain, mixes), x):
         assert mixes(x).dtype == torch.bfloat16
+
+
+def test_hooks_are_gone_afterwards_and_forwards_without_gradients_are_not_held_against_anything() -> None:
+    student = Chain()
+    with Pull(student, {}, CUTS, 0.5), torch.no_grad():
+        student(torch.randn(2, 4))
+    wide = [Cut("one", "output", (2, 9), "block")]
+    with pytest.raises(SurgeryError, match="one was traced with an output of"), Stream(student, wide):
+        student(torch.randn(2, 4))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in student.modules())
