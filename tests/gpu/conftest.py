@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def fresh_compiler() -> None:
 @pytest.fixture(scope="session")
 def cpu_operators() -> Iterator[None]:
     """The registered operators, on the CPU as well."""
+    importlib.import_module("flysurgery.gpu.operators")  # which registers them
     library = torch.library.Library("flysurgery", "IMPL")
     kernels = {
         "ks_linear": multiplication.run_product,

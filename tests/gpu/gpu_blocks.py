@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from flysurgery.ops import Dense, FusedFactors, Norm
+from flysurgery.ops import Dense, FusedFactors, Norm, ks_linear, launches, run
 from flysurgery.patterns import Architecture
 
 Part = TypeVar("Part")
@@ -37,18 +41,43 @@ def affine(features: int, dtype: torch.dtype) -> Norm:
 
 
 def wide(part: Part) -> Part:
-    """The same in float64: a tensor, a part of a block or None."""
+    """The same in float64: a tensor, a part of a block, some of these or None."""
     if isinstance(part, Tensor):
         return part.double()  # pyright: ignore[reportReturnType]
-    if isinstance(part, tuple):
+    if isinstance(part, (tuple, list)):
         members = [wide(member) for member in part]
         return type(part)(*members) if hasattr(part, "_fields") else tuple(members)  # pyright: ignore[reportReturnType]
     return part
 
 
-def comparable(out: Tensor, yardstick: Tensor, truth: Tensor, loss: float = 1.0) -> None:
-    """Level 2; ``loss`` is the factor that the kernel says it may lose."""
+def comparable(out: Tensor, yardstick: Tensor, truth: Tensor, k: float | None = None, *, each_row: bool = False) -> None:
+    """Level 2, by ``k`` where the policy's factor is another; and, less strictly, of each row, whose error no other row makes up for."""
     assert out.dtype == yardstick.dtype and out.shape == yardstick.shape
     assert bool(out.isfinite().all())
+    k = (K_FP32 if out.dtype == torch.float32 else K) if k is None else k
     error, allowed = (float((value.double() - truth).square().mean().sqrt()) for value in (out, yardstick))
-    assert error <= loss * (K_FP32 if out.dtype == torch.float32 else K) * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
+    assert error <= k * allowed, f"rms error {error:.3g}, PyTorch's is {allowed:.3g}"
+    if each_row:
+        worst = float((out.double() - truth).square().mean(-1).sqrt().max())
+        assert worst <= 4 * k * allowed, f"one row errs by {worst:.3g}, PyTorch's rms error is {allowed:.3g}"
+
+
+def check(x: Tensor, operation: Any, k: float | None = None, out: Tensor | None = None, *, each_row: bool = False) -> Tensor:
+    """What the operation gives, or ``out`` in its place, beside PyTorch's own operators in the same dtype and the truth in float64."""
+    with nullcontext() if out is None else patch.object(launches, "ks_linear", partial(ks_linear, backend="bmm")):
+        yardstick = operation.plainly(x)
+    out = run(x, operation) if out is None else out
+    comparable(out, yardstick, wide(operation).plainly(x.double()), k, each_row=each_row)
+    return out
+
+
+def check_replay(call: Callable[[], Tensor]) -> None:
+    """A graph of the call gives what the call gives."""
+    expected = call().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(2):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flysurgery import ops
 from flysurgery.gpu.attention import run_attention
 from flysurgery.gpu.kernel import device_arch
+from tests.gpu.gpu_blocks import check_replay
 from tests.support.problems import keep_bits
 from tests.support.rounding import rounding_as
 from tests.support.tolerance import ARITHMETICS, FP16, TF32, Arithmetic, assert_epilogue_comparable, assert_equal
@@ -82,13 +83,13 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Attention]:
         yield request.param
 
 
-SIZES = [(5, 130), (50, 50), (80, 5), (129, 129), (196, 77), (197, 197), (197, 64), (200, 208), (257, 257)]
-SHORT_SIZES = [*SIZES, (1, 1), (17, 17), (192, 192), (193, 193), (201, 201), (5, 300), (300, 64), (257, 300), (70, 300)]
-FEW_SIZES = [(1, 197, 197, 64), (1, 256, 256, 32), (3, 64, 64, 64), (2, 100, 77, 32), (1, 37, 5, 64)]
+SIZES = [(5, 130), (80, 5), (129, 129), (197, 197), (197, 64), (257, 257)]
+SHORT_SIZES = [*SIZES, (1, 1), (193, 193), (5, 300), (257, 300)]
+FEW_SIZES = [(1, 197, 197, 64), (1, 256, 256, 32), (2, 100, 77, 32), (1, 37, 5, 64)]
 CASES = [(kernel, 1 + 500 // tokens, 3, tokens, keys, 64) for kernel in WHOLE for tokens, keys in SIZES]
 CASES += [(kernel, 5 + 50 // tokens, 3, tokens, keys, 64) for kernel in SHORT for tokens, keys in SHORT_SIZES]
 # more heads than multiprocessors: warpgroups take turns at them, further apart than the ring has slots
-CASES += [(kernel, 60, 12, tokens, keys, 64) for kernel in SHORT for tokens, keys in ((5, 300), (64, 197), (130, 130), (197, 197))]
+CASES += [(kernel, 60, 12, tokens, keys, 64) for kernel in SHORT for tokens, keys in ((5, 300), (197, 197))]
 CASES += [(kernel, batch, 6, tokens, keys, head) for kernel in FEW for batch, tokens, keys, head in FEW_SIZES]
 
 
@@ -97,24 +98,20 @@ def test_as_accurate_as_pytorch(kernel: Attention, batch: int, heads: int, token
     kernel.check(kernel.operands(batch, heads, tokens, keys, head))
 
 
-SCALED = [(kernel, scale) for kernel in (*WHOLE, *SHORT) for scale in (0.5, 1e-4, -0.125, 0.0)] + [(kernel, 0.5) for kernel in FEW]
+SCALED = [(kernel, scale) for kernel in (*WHOLE, *SHORT) for scale in (1e-4, -0.125, 0.0)] + [(kernel, 0.5) for kernel in FEW]
 
 
 @pytest.mark.parametrize(("kernel", "scale"), SCALED, ids=str, indirect=["kernel"])
-def test_views_of_one_projection_and_other_scales(kernel: Attention, scale: float) -> None:
+def test_views_of_one_projection_shared_keys_and_other_scales(kernel: Attention, scale: float) -> None:
     images = 60 if kernel.kind == "whole heads" else 3
     q, k, v = torch.randn(images, 197, 3, 4, 64, device="cuda").to(kernel.arithmetic.dtype).permute(2, 0, 3, 1, 4).unbind(0)
     kernel.check((q, k, v), scale)
     assert_equal(kernel.run(q, k, v, scale), kernel.run(q.contiguous(), k.contiguous(), v.contiguous(), scale))
+    if kernel.kind == "short":
+        kernel.check((q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)))
 
 
-@pytest.mark.parametrize("kernel", SHORT, ids=str, indirect=True)
-def test_heads_that_share_keys_and_values(kernel: Attention) -> None:
-    q, k, v = kernel.operands(2, 3, 197)
-    kernel.check((q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)))
-
-
-@pytest.mark.parametrize("power", [-100, -20, 0, 20, 60])
+@pytest.mark.parametrize("power", [-100, -20, 60])
 @pytest.mark.parametrize("kernel", WHOLE, ids=str, indirect=True)
 def test_the_range_of_float32(kernel: Attention, power: int) -> None:
     q, k, v = kernel.operands(1, 2, 197)
@@ -122,16 +119,15 @@ def test_the_range_of_float32(kernel: Attention, power: int) -> None:
     assert_equal(out * 2.0**-power, ops.run(q, ops.Attention(k, v)))
 
 
-@pytest.mark.parametrize("below", [1e2, 1e4])
 @of_long
-def test_scores_far_below_zero(kernel: Attention, below: float) -> None:
+def test_scores_far_below_zero(kernel: Attention) -> None:
     """Keys that are not there would outweigh all others."""
     q, k, v = kernel.operands(1, 2, 197)
-    q[..., 0], k[..., 0] = -(below**0.5), below**0.5
+    q[..., 0], k[..., 0] = -100.0, 100.0
     kernel.check((q, k, v), 1.0)
 
 
-@pytest.mark.parametrize(("tokens", "wrong"), [(100, 3), (197, 3), (197, 196)])
+@pytest.mark.parametrize(("tokens", "wrong"), [(100, 3), (197, 196)])
 @every
 def test_one_row_has_no_influence_on_another(kernel: Attention, tokens: int, wrong: int) -> None:
     q, k, v = kernel.operands(1, 2, tokens)
@@ -145,21 +141,16 @@ def test_one_row_has_no_influence_on_another(kernel: Attention, tokens: int, wro
     assert kernel.run(q[:, :, :0], k, v).shape == (1, 2, 0, 64)
 
 
-@pytest.mark.parametrize("tokens", [1, 70])
-@every
-def test_one_key_gets_all(kernel: Attention, tokens: int) -> None:
-    q, k, v = kernel.operands(2 if kernel.kind == "few" else 200, 2, tokens, keys=1)
-    v = v.half().to(v.dtype)  # which fp16 holds
-    assert_equal(kernel.run(q, k, v), v.expand_as(q))
-
-
 @pytest.mark.parametrize("tokens", [100, 197])
 @every
 def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
-    if kernel.mode == "tf32":
-        pytest.skip("rounded scores may take another key")
-    q, k, v = kernel.operands(1, 2, tokens)
+    """The only one there is, or by far the largest."""
+    q, k, v = kernel.operands(1 if kernel.kind == "few" else 200, 2, tokens)
     v = v.half().to(v.dtype)  # which fp16 holds
+    assert_equal(kernel.run(q, k[:, :, :1], v[:, :, :1]), v[:, :, :1].expand_as(q))
+    if kernel.mode == "tf32":
+        return  # rounded scores may take another key
+    q, k, v = q[:1], k[:1], v[:1]
     chosen = (q.double() @ k.double().mT).argmax(-1, keepdim=True).expand_as(v)
     if kernel.kind == "whole heads":
         assert_equal(kernel.run(q * 2.0**30, k, v), v.gather(2, chosen))
@@ -172,14 +163,7 @@ def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
 def test_graphs_and_schema(kernel: Attention) -> None:
     q, k, v = kernel.operands(1 if kernel.kind == "few" else 50, 3, 197)
     torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, kernel.mode, kernel.kind == "few"))
-    same = ops.run(q, ops.Attention(k, v))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.run(q, ops.Attention(k, v))
-    assert out.transpose(1, 2).is_contiguous()
-    out.fill_(torch.nan)
-    graph.replay()
-    assert_equal(out, same)
+    check_replay(lambda: ops.run(q, ops.Attention(k, v)))
 
 
 @every

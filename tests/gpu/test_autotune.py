@@ -15,7 +15,7 @@ from flysurgery.gpu import autotune as tuning
 from flysurgery.gpu import table
 from flysurgery.gpu.autotune import autotune
 from flysurgery.gpu.fused import fused_kernel
-from flysurgery.gpu.run_product import product_for, run_product
+from flysurgery.gpu.run_product import run_product
 from flysurgery.gpu.table import TunedCase, user_table
 from tests.gpu.emulation import EmulatedProduct
 from tests.gpu.gpu_layer import DEEP, SQUARE, Layer, check, rows_of
@@ -69,15 +69,6 @@ def test_each_case_is_timed_once_and_the_fastest_kept(clock: Clock, monkeypatch:
         assert tuned.entry.config == {"name": "second"} and tuned.entry.median_us == 2.0 and tuned.default_us == 3.0
         assert len(tuned.failures) == 1 and "does not compile" in tuned.failures[0]
     assert {entry.case for entry in table._read(user_table())} == {tuned.entry.case for tuned in found}
-
-
-def test_kernels_are_chosen_anew_afterwards(clock: Clock) -> None:
-    x, factors, biases = operands(SQUARE, 1)
-    case = tuple(factors), 1, "fp32", 0, len(x), False
-    before = product_for(*case)
-    assert product_for(*case) is before
-    autotune(lambda: run_product(x, factors, biases, 1, "fp32"))
-    assert product_for(*case) is not before
 
 
 def test_no_candidate_left_is_an_error(clock: Clock) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError, PatternError
@@ -18,6 +17,7 @@ from flysurgery.ops.backends import cuda as cuda_backend
 from flysurgery.ops.backends.cuda import CudaBackend
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.patterns import Architecture
+from tests.gpu.graphs import Graphs
 from tests.support.problems import make_factors, make_input, make_vector
 from tests.support.tolerance import FP32, assert_equal
 
@@ -48,23 +48,11 @@ def problem(architecture: Architecture = SQUARE, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_runs_two_factors_and_others(dtype: torch.dtype) -> None:
-    for architecture in (SQUARE, DEEP, DEEP.transpose):
-        for requires_grad in (False, True):
-            assert CudaBackend().can_run(problem(architecture, dtype, requires_grad=requires_grad)) is None
-
-
-@pytest.mark.usefixtures("hopper")
-def test_says_how_it_goes_factor_by_factor() -> None:
+def test_says_how_it_goes_factor_by_factor_and_which_blocks_pytorch_multiplies() -> None:
     assert CudaBackend().remark(problem()) is None
     assert CudaBackend().remark(problem(Architecture(SQUARE.patterns[:1]))) is None
     assert CudaBackend().remark(problem(DEEP)) == "factor by factor, as the fused kernel multiplies two factors, this architecture has 3"
     assert "factor by factor" in str(CudaBackend("cuda-exact", exact=True).remark(problem(dtype=torch.float32)))
-
-
-@pytest.mark.usefixtures("hopper")
-def test_says_which_blocks_pytorch_multiplies() -> None:
     one, deep = Architecture.of((1, 1024, 1024, 4)), Architecture.of((1, 1024, 1024, 4), (1, 64, 64, 64), (2, 1024, 1024, 2))
     by_pytorch = "by PyTorch's product of the blocks, the faster way at this size"
     assert CudaBackend().remark(problem(one)) == f"(1,1024,1024,4) {by_pytorch}"
@@ -75,18 +63,14 @@ def test_says_which_blocks_pytorch_multiplies() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_says_what_it_cannot_run() -> None:
+    for architecture, dtype in ((SQUARE, torch.float32), (DEEP, torch.float16), (DEEP.transpose, torch.bfloat16)):
+        assert CudaBackend().can_run(problem(architecture, dtype, requires_grad=True)) is None
     assert "not torch.float64" in str(CudaBackend().can_run(problem(dtype=torch.float64)))
     assert "these are on cpu" in str(CudaBackend().can_run(problem(device_type="cpu")))
     exact = CudaBackend("cuda-exact", exact=True)
     assert "float32, not torch.float16" in str(exact.can_run(problem()))
     assert exact.can_run(problem(dtype=torch.float32)) is None
     assert "tensor cores" in str(exact.advise_against(problem(dtype=torch.float32)))
-
-
-def test_says_that_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in str(CudaBackend().can_run(problem()))
 
 
 @pytest.fixture
@@ -97,7 +81,10 @@ def no_memory_of_devices() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_memory_of_devices")
-def test_says_that_a_device_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_that_a_device_is_missing_or_too_old_or_too_new_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in str(CudaBackend().can_run(problem()))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
@@ -106,15 +93,11 @@ def test_says_that_a_device_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatc
         device._device_obstacle.cache_clear()
         assert said in str(device.device_obstacle())
 
-
-@pytest.mark.usefixtures("no_memory_of_devices")
-def test_says_that_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> tuple[int, ...]:
         raise BackendError("NVRTC is not here")
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    device._device_obstacle.cache_clear()
     monkeypatch.setattr(device, "nvrtc_capabilities", missing)
     assert device.device_obstacle() == "NVRTC is not here"
     monkeypatch.setattr(device, "nvrtc_version", missing)
@@ -129,19 +112,14 @@ def test_tensors_on_the_cpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("hopper")
 def test_linears_that_share_x_are_one_operator_in_compiled_graphs() -> None:
-    seen: list[str] = []
-
-    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        seen.extend(str(node.target) for node in graph.graph.nodes if "flysurgery" in str(node.target))
-        return graph
-
+    look = Graphs()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2, 7, SQUARE.in_features, device="cuda")
         linears = [[torch.empty(pattern.factor_shape, device="cuda") for pattern in SQUARE] for _ in range(3)]
         compiled = torch.compile(lambda x: ks_linear_group(x, linears, [None] * 3), fullgraph=True, dynamic=True, backend=look)
         with torch.no_grad():
             assert compiled(x).shape == (2, 7, 3 * SQUARE.out_features)
-    assert [target.removesuffix(".default") for target in seen] == ["flysurgery.ks_linear"]
+    assert look.operators() == ["ks_linear"]
 
 
 def test_the_operator_refuses_what_does_not_fit() -> None:

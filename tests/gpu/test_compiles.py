@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flysurgery.gpu.block_linear import ACTIVATIONS
-from flysurgery.gpu.compile import compile_cubin
+from flysurgery.gpu.compile import compile_cubin, kernel_path
 from flysurgery.gpu.dense_tiling import Patch, dense_tiling, stream_tiling
 from flysurgery.gpu.factor_gradients import macros
 from flysurgery.gpu.few_rows import few_rows_tilings
@@ -29,7 +29,6 @@ from flysurgery.gpu.transposition import Transposition
 from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
 from flysurgery.gpu.wide_group import group_tilings
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from flysurgery.patterns.catalog import low_rank
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100": 227 * 1024}
 HOPPER = ("sm_90a",)
@@ -64,6 +63,10 @@ def stream(size: int, limit: int) -> Defines:
     return tile.defines("gelu", residual=True, moments=True)
 
 
+def dense(outputs: int, mode: str, limit: int, wgmma: bool, *, gated: bool = False) -> Defines:
+    return made(dense_tiling(768, outputs, mode, limit, wgmma, gated=gated)).defines("silu", residual=not gated)
+
+
 def blocks(place: int, architectures: tuple[Architecture, ...]) -> Defines:
     """One factor of a feed-forward block of two layers, or of three linears that share x."""
     limit = SHARED_BYTES["sm_90a"]
@@ -77,12 +80,13 @@ def single(pattern: Pattern, mode: str, limit: int, *, aligned: bool = True) -> 
     return tile.defines(tile.x_vector if aligned else tile.element_bytes)
 
 
-WIDE, WIDE_MONARCH = (gonon(3072, 768), gonon(768, 3072)), (monarch(3072, 768), monarch(768, 3072))
+WIDE = gonon(3072, 768), gonon(768, 3072)
+OF_ALL = tuple(SHARED_BYTES)
 Variants = Mapping[str, Callable[[int, bool], Defines]]
 KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
     # Spills of fp32 by pairs, which lives on 255 registers: its configurations were chosen by time.
     "fused_linear": (
-        tuple(SHARED_BYTES),
+        OF_ALL,
         2048,
         {
             "three behind a norm": lambda limit, wgmma: fused(monarch(384, 384), "fp16", 3, limit, wgmma, norm=True),
@@ -90,7 +94,6 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
             "fp32": lambda limit, wgmma: fused(monarch(384, 384), "fp32", 1, limit, wgmma),
             "scale and residual": lambda limit, wgmma: fused(gonon(192, 768), "fp16", 1, limit, wgmma, "gelu", residual=True, scaled=True),
             "low rank": lambda limit, wgmma: fused(Architecture.of((1, 24, 16, 1), (1, 16, 40, 1)), "tf32", 1, limit, wgmma),
-            "not chainable": lambda limit, wgmma: fused(Architecture.of((1, 32, 32, 3), (6, 16, 24, 1)), "fp16", 1, limit, wgmma),
         },
     ),
     # Spills at the end, where scaled sums and the rows to be added are held together.
@@ -107,9 +110,8 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
         HOPPER,
         96,
         {
-            "fp32": lambda *_: whole_ffn(monarch(768, 192), monarch(192, 768), "fp32", "gelu", scaled=True),
+            "fp32": lambda *_: whole_ffn(monarch(768, 192), monarch(192, 768), "fp32", "silu", scaled=True),
             "tf32": lambda *_: whole_ffn(monarch(1536, 384), monarch(384, 1536), "tf32", "gelu_tanh", scaled=False),
-            "low rank": lambda *_: whole_ffn(low_rank(768, 192, 48), low_rank(192, 768, 48), "fp32", "silu", scaled=True),
         },
     ),
     # Spills of three classes of outputs at once, and of activations in float32.
@@ -117,106 +119,70 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
         HOPPER,
         96,
         {f"factor {place} of a block": lambda *_, place=place: blocks(place, WIDE) for place in range(4)}
-        | {f"factor {place} of a Monarch block": lambda *_, place=place: blocks(place, WIDE_MONARCH) for place in (1, 3)}
-        | {f"factor {place} of a group": lambda *_, place=place: blocks(place, (gonon(768, 768),)) for place in (0, 1)},
+        | {"factor 0 of a group": lambda *_: blocks(0, (gonon(768, 768),))},
     ),
     "ffn_middle": (HOPPER, 0, {"gelu": lambda limit, _: made(wide_middle(*WIDE, limit)).defines(0, ACTIVATIONS["gelu"])}),
     # Spills of patches of 8x8: their few inputs leave room for the widest tile.
     "dense_linear": (
-        tuple(SHARED_BYTES),
+        OF_ALL,
         64,
         {
-            mode: lambda limit, wgmma, mode=mode: made(dense_tiling(768, 384, mode, limit, wgmma)).defines("gelu", residual=True)
-            for mode in ("fp16", "tf32", "fp32")
-        }
-        | {"a gate": lambda limit, wgmma: made(dense_tiling(768, 4096, "bf16", limit, wgmma, gated=True)).defines("silu", residual=False)}
-        | {
-            f"patches of {side}x{side}": lambda limit, wgmma, side=side: made(dense_tiling(3 * side**2, 384, "fp16", limit, wgmma)).defines(
-                "none", True, Patch(side, side, 5)
-            )
-            for side in (8, 16)
+            "fp16": lambda limit, wgmma: dense(384, "fp16", limit, wgmma),
+            "fp32": lambda limit, wgmma: dense(384, "fp32", limit, wgmma),
+            "a gate": lambda limit, wgmma: dense(4096, "bf16", limit, wgmma, gated=True),
+            "patches": lambda limit, wgmma: made(dense_tiling(192, 384, "fp16", limit, wgmma)).defines("none", True, Patch(8, 8, 5)),
         },
     ),
-    "dense_stream": (HOPPER, 0, {str(size): lambda limit, _, size=size: stream(size, limit) for size in (768,)}),
+    "dense_stream": (HOPPER, 0, {"768": lambda limit, _: stream(768, limit)}),
     # Spills for as many registers as let two blocks run at once.
     "few_rows": (
-        tuple(SHARED_BYTES),
+        OF_ALL,
         8,
         {
-            f"{sizes}": lambda limit, _, sizes=sizes: few_rows_tilings(*sizes, sizes[0] < sizes[1], limit)[0].defines(
-                torch.float16, "gelu", residual=True
-            )
-            for sizes in ((384, 1536), (1536, 384))
+            name: lambda limit, _, norm=norm: few_rows_tilings(384, 1536, norm, limit)[0].defines(torch.float16, "gelu", residual=True)
+            for name, norm in (("norm", True), ("no norm", False))
         },
     ),
-    "few_attention": (
-        tuple(SHARED_BYTES),
-        0,
-        {str(head): lambda *_, head=head: {"HEAD": head, "WARPS": 7, "STEPS": 2, "MODE": 0} for head in (32, 64)},
-    ),
+    "few_attention": (OF_ALL, 0, {"64": lambda *_: {"HEAD": 64, "WARPS": 7, "STEPS": 2, "MODE": 0}}),
     "some_rows": (
         HOPPER,
         0,
         {
             mode: lambda limit, _, mode=mode: some_rows_tiling(394, 384, 1536, mode, 132, limit).defines("gelu", residual=True)
-            for mode in ("fp16", "tf32", "fp32")
+            for mode in ("fp16", "fp32")
         },
     ),
-    "attention": (
-        HOPPER,
-        24,
-        {
-            f"{tokens} in {mode}": lambda limit, _, tokens=tokens, mode=mode: made(
-                ring_attention(64, tokens, tokens, mode, limit)
-            ).defines()
-            for tokens, mode in ((50, "tf32"), (257, "fp32"))
-        },
-    ),
-    "short_attention": (
-        HOPPER,
-        0,
-        {
-            str(tokens): lambda limit, _, tokens=tokens: made(ring_attention(64, tokens, tokens, "bf16", limit)).defines()
-            for tokens in (5, 197, 257)
-        },
-    ),
+    "attention": (HOPPER, 24, {"fp32": lambda limit, _: made(ring_attention(64, 257, 257, "fp32", limit)).defines()}),
+    "short_attention": (HOPPER, 0, {"bf16": lambda limit, _: made(ring_attention(64, 197, 197, "bf16", limit)).defines()}),
     # Three of 255 registers, which ptxas spills for the largest float32 tile on sm_100.
     "single_factor": (
-        tuple(SHARED_BYTES),
+        OF_ALL,
         12,
         {
             "unaligned bf16": lambda limit, _: single(Pattern(1, 192, 48, 2), "bf16", limit, aligned=False),
             "fp32": lambda limit, _: single(Pattern(1, 192, 192, 3), "fp32", limit),
-            "tf32": lambda limit, _: single(Pattern(1, 128, 128, 64), "tf32", limit),
-            "odd sizes": lambda limit, _: single(Pattern(2, 3, 5, 3), "fp16", limit),
+            "odd sizes": lambda limit, _: single(Pattern(2, 3, 5, 3), "tf32", limit),
             "exact": lambda limit, _: single(Pattern(1, 64, 64, 4), "exact", limit),
         },
     ),
     "factor_gradients": (
-        tuple(SHARED_BYTES),
+        OF_ALL,
         0,
         {
             "three of halves": lambda *_: macros(gonon(384, 384), torch.bfloat16, 3),
             "odd sizes": lambda *_: macros(Architecture.of((2, 6, 4, 3), (3, 8, 5, 1)), torch.float32, 1),
         },
     ),
-    "gather": (tuple(SHARED_BYTES), 0, {"nine": lambda *_: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
-    "transpose": (
-        tuple(SHARED_BYTES),
-        0,
-        {
-            f"{size}": lambda *_, size=size: Transposition(*size).defines(torch.bfloat16, aligned=size[2] % 2 == 0)
-            for size in ((6, 384, 64), (2, 19, 3))
-        },
-    ),
-    "gated": (tuple(SHARED_BYTES), 0, {"silu": lambda *_: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS["silu"]}}),
-    "layer_norm": (
-        tuple(SHARED_BYTES),
-        0,
-        {f"{columns}": lambda *_, columns=columns: {"COLUMNS": columns, "MODE": 2, "MOMENTS": 1} for columns in (384, 4096)},
-    ),
+    "gather": (OF_ALL, 0, {"nine": lambda *_: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
+    "transpose": (OF_ALL, 0, {"odd": lambda *_: Transposition(2, 19, 3).defines(torch.bfloat16, aligned=False)}),
+    "gated": (OF_ALL, 0, {"silu": lambda *_: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS["silu"]}}),
+    "layer_norm": (OF_ALL, 0, {"moments": lambda *_: {"COLUMNS": 4096, "MODE": 2, "MOMENTS": 1}}),
 }
 SOURCES = {"attention": "attention_wgmma", "short_attention": "short_attention_wgmma"}
+
+
+def test_every_source_is_here() -> None:
+    assert {SOURCES.get(kernel, kernel) for kernel in KERNELS} == {path.stem for path in kernel_path().glob("*.cu")}
 
 
 @pytest.mark.parametrize(

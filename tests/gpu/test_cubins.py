@@ -12,7 +12,7 @@ import pytest
 from flysurgery.errors import BackendError
 from flysurgery.gpu import compile as compilation
 from flysurgery.gpu import cubins, folder
-from flysurgery.gpu.compile import compile_cubin, cubin_key, kernel_path
+from flysurgery.gpu.compile import compile_cubin, cubin_key
 from flysurgery.gpu.cubins import cubin_folder, find_cubin
 
 SOURCE = 'extern "C" __global__ void add(float* y) { y[threadIdx.x] += STEP * scale(threadIdx.x); }\n'
@@ -43,58 +43,36 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def find(step: int = 3, arch: str = "sm_80") -> bytes:
-    return find_cubin("add.cu", {"STEP": step}, arch=arch, name="add")
+def find(step: int = 3, refresh: bool = False) -> bytes:
+    return find_cubin("add.cu", {"STEP": step}, arch="sm_80", name="add", refresh=refresh)
 
 
-def test_the_sources_are_found() -> None:
-    assert (kernel_path() / "fused_linear.cu").is_file()
-
-
-def test_compiles_once(kernels: Path, cache: Path, compilations: list[str]) -> None:
-    first = find()
-    assert first.startswith(b"\x7fELF")
-    assert find() == first
-    assert compilations == ["add.cu"]
-
-
-def test_all_that_matters_is_in_the_key(kernels: Path) -> None:
-    keys = [
-        cubin_key("add.cu", {"STEP": 3}, "sm_80"),
-        cubin_key("add.cu", {"STEP": 4}, "sm_80"),
-        cubin_key("add.cu", {"STEP": 3}, "sm_90a"),
-    ]
-    (kernels / "scale.cuh").write_text(HEADER.replace("2.0f", "3.0f"))
-    keys.append(cubin_key("add.cu", {"STEP": 3}, "sm_80"))
-    (kernels / "add.cu").write_text((kernels / "add.cu").read_text() + "\n")
-    keys.append(cubin_key("add.cu", {"STEP": 3}, "sm_80"))
-    assert len(set(keys)) == len(keys)
-
-
-def test_only_what_is_included_is_in_the_key(kernels: Path) -> None:
-    (kernels / "scale.cuh").write_text('#include "deep.cuh"\n' + HEADER)
-    (kernels / "deep.cuh").write_text("")
-    before = cubin_key("add.cu", {"STEP": 3}, "sm_80")
-    (kernels / "other.cuh").write_text("\n")
-    assert cubin_key("add.cu", {"STEP": 3}, "sm_80") == before
-    (kernels / "deep.cuh").write_text("\n")
-    assert cubin_key("add.cu", {"STEP": 3}, "sm_80") != before
-
-
-def test_the_folder_of_the_sources_does_not_matter(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cubin_key("add.cu", {"STEP": 3}, "sm_80")
-    moved = kernels.rename(kernels.with_name("elsewhere"))
-    monkeypatch.setattr(compilation, "kernel_path", lambda: moved)
-    assert cubin_key("add.cu", {"STEP": 3}, "sm_80") == before
-
-
-def test_refresh_replaces_a_damaged_file(kernels: Path, cache: Path, compilations: list[str]) -> None:
+def test_compiles_once_and_a_refresh_replaces_a_damaged_file(kernels: Path, cache: Path, compilations: list[str]) -> None:
     good = find()
+    assert good.startswith(b"\x7fELF")
+    assert find() == good
+    assert compilations == ["add.cu"]
     (entry,) = (path for path in cubin_folder().rglob("*") if path.is_file())
     entry.write_bytes(b"not a cubin")
     assert find() == b"not a cubin"
-    assert find_cubin("add.cu", {"STEP": 3}, arch="sm_80", name="add", refresh=True) == good
+    assert find(refresh=True) == good
     assert find() == good
+
+
+def test_all_that_matters_is_in_the_key_and_nothing_else(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(step: int = 3, arch: str = "sm_80") -> str | bytes:
+        return cubin_key("add.cu", {"STEP": step}, arch)
+
+    keys = [key(), key(4), key(arch="sm_90a")]
+    (kernels / "scale.cuh").write_text('#include "deep.cuh"\n' + HEADER)
+    for name in ("deep.cuh", "scale.cuh", "add.cu"):
+        (kernels / name).write_text((kernels / name).read_text() + "\n" if (kernels / name).exists() else "")
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+    (kernels / "other.cuh").write_text("\n")
+    moved = kernels.rename(kernels.with_name("elsewhere"))
+    monkeypatch.setattr(compilation, "kernel_path", lambda: moved)
+    assert key() == keys[-1]
 
 
 def test_an_unwritable_folder_costs_one_warning(
@@ -131,14 +109,12 @@ def test_processes_that_compile_at_once_agree(kernels: Path, cache: Path) -> Non
 def test_a_slow_compilation_says_so(
     kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find(1)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(cubins, "_SLOW_SECONDS", 0.0)
-    find(2)
-    said = capsys.readouterr().err
+    for slow, steps in ((2.0, (1,)), (0.0, (2, 2))):
+        monkeypatch.setattr(cubins, "_SLOW_SECONDS", slow)
+        for step in steps:
+            find(step)
+    (said,) = capsys.readouterr().err.splitlines()
     assert "add.cu" in said and "sm_80" in said and " s;" in said
-    find(2)
-    assert capsys.readouterr().err == ""
 
 
 def test_errors_name_the_source_and_the_cause(kernels: Path) -> None:
@@ -150,43 +126,39 @@ def test_errors_name_the_source_and_the_cause(kernels: Path) -> None:
         compile_cubin("missing.cu", {}, arch="sm_80", name="add")
 
 
-def test_the_report_counts_spills(kernels: Path) -> None:
-    (kernels / "spill.cu").write_text(
-        'extern "C" __global__ void __launch_bounds__(1024, 2) spill(float* y) {\n'
-        "  float v[64];\n"
-        "  for (int n = 0; n < 64; ++n) v[n] = y[n * 37 + threadIdx.x];\n"
-        "  __syncthreads();\n"
-        "  for (int n = 0; n < 64; ++n) y[n * 53 + threadIdx.x] = v[(63 - n)] * v[n];\n"
-        "}\n"
-    )
+SPILL = """extern "C" __global__ void __launch_bounds__(1024, 2) spill(float* y) {
+  float v[64];
+  for (int n = 0; n < 64; ++n) v[n] = y[n * 37 + threadIdx.x];
+  __syncthreads();
+  for (int n = 0; n < 64; ++n) y[n * 53 + threadIdx.x] = v[(63 - n)] * v[n];
+}
+"""
+SERIAL = """extern "C" __global__ void serial(float* y, unsigned long long d) {
+  float s[4] = {y[0], y[1], y[2], y[3]};
+  asm volatile("wgmma.fence.sync.aligned;");
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, %4, %4, 1, 1, 1, 0, 0;"
+               : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]) : "l"(d));
+  s[0] += 1.0f;
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;");
+  for (int n = 0; n < 4; ++n) y[n] = s[n];
+}
+"""
+
+
+def test_the_report_counts_spills_and_notices_serialized_wgmma(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kernels / "spill.cu").write_text(SPILL)
+    (kernels / "serial.cu").write_text(SERIAL)
     spilled = compile_cubin("spill.cu", {}, arch="sm_80", name="spill")
     assert spilled.registers <= 32 and spilled.spill_bytes > 0
     lean = compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="add")
     assert lean.spill_bytes == 0 and lean.serialized == () and 0 < lean.registers < 32
-
-
-def test_a_missing_report_is_no_error(kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when NVRTC has the code from a cache of its own."""
+    assert compile_cubin("serial.cu", {}, arch="sm_90a", name="serial").serialized
     monkeypatch.setattr(compilation.io, "StringIO", lambda: _Silent())
     assert compile_cubin("add.cu", {"STEP": 1}, arch="sm_80", name="add").registers == 0
-    assert find().startswith(b"\x7fELF")
 
 
 class _Silent(io.StringIO):
+    """A report without the numbers, as when NVRTC has the code from a cache of its own."""
+
     def getvalue(self) -> str:
         return "add.cu(1): warning: something else"
-
-
-def test_serialized_wgmma_is_noticed(kernels: Path) -> None:
-    instruction = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, %4, %4, 1, 1, 1, 0, 0;"
-    (kernels / "serial.cu").write_text(
-        'extern "C" __global__ void serial(float* y, unsigned long long d) {\n'
-        "  float s[4] = {y[0], y[1], y[2], y[3]};\n"
-        '  asm volatile("wgmma.fence.sync.aligned;");\n'
-        f'  asm volatile("{instruction}" : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]) : "l"(d));\n'
-        "  s[0] += 1.0f;\n"
-        '  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;");\n'
-        "  for (int n = 0; n < 4; ++n) y[n] = s[n];\n"
-        "}\n"
-    )
-    assert compile_cubin("serial.cu", {}, arch="sm_90a", name="serial").serialized

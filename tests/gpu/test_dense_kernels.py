@@ -7,20 +7,27 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import layer_norm
 
 from flysurgery.factors import factors_to_dense
-from flysurgery.ops import Dense, FeedForward, LinearResidual, Norm, NormLinears, ks_linear, run
+from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
+from flysurgery.gpu.few_rows import run_few_rows
+from flysurgery.ops import Dense, FeedForward, FusedFactors, LinearResidual, Norm, NormLinears, ks_linear, run, way
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.gpu.dense_kernels import KERNELS, SHARED_BYTES, SQUARE, DenseKernel, tilings_by
+from tests.gpu.dense_kernels import KERNELS, SQUARE, DenseKernel, need_warpgroups
+from tests.gpu.gpu_blocks import check_replay, comparable, normal, wide
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
 from tests.support.oracle import ACTIVATIONS, product
 from tests.support.problems import INPUTS, make_factor, make_factors, make_input, make_integers, make_vector
-from tests.support.tolerance import assert_epilogue_bounded, assert_epilogue_comparable, assert_equal
+from tests.support.tolerance import ARITHMETICS, Arithmetic, assert_epilogue_bounded, assert_epilogue_comparable, assert_equal
 
 OF_SEVERAL = [kernel for kernel in KERNELS if kernel.kind in ("few rows", "some rows") and kernel.tile is None]
 """Those that take several linears, and factors, which they multiply out."""
 EARLY = [kernel for kernel in KERNELS if kernel in OF_SEVERAL or (kernel.tile is not None and kernel.tile[-1] > 1)]
 """Those that begin while the one before still runs, and of several blocks that share the inputs."""
+
+pytestmark = pytest.mark.gpu
 
 every = pytest.mark.parametrize("kernel", KERNELS, ids=str, indirect=True)
 of_several = pytest.mark.parametrize("kernel", OF_SEVERAL, ids=str, indirect=True)
@@ -38,20 +45,12 @@ def plainly(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor
     return ks_linear(x, factors, bias, backend="bmm")
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_the_tiles_are_those_of_the_kernel(kernel: DenseKernel) -> None:
-    for pattern in kernel.patterns:
-        assert kernel.tile is None or tilings_by(kernel.tile, pattern.c, pattern.b, kernel.mode, SHARED_BYTES)
-
-
-@pytest.mark.gpu
 @each_pattern()
 def test_exact_data(kernel: DenseKernel, pattern: Pattern) -> None:
     check_identity(kernel.run, pattern, kernel.arithmetic, "cuda")
     check_integers(kernel.run, Architecture((pattern,)), 131, kernel.arithmetic, "cuda")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kind", INPUTS)
 @every
 def test_every_element_is_bounded(kernel: DenseKernel, kind: str) -> None:
@@ -59,13 +58,11 @@ def test_every_element_is_bounded(kernel: DenseKernel, kind: str) -> None:
     check_bound(kernel.run, kind, longest, 77, kernel.arithmetic, "cuda")
 
 
-@pytest.mark.gpu
 @each_pattern("rows")
 def test_as_accurate_as_pytorch(kernel: DenseKernel, pattern: Pattern, rows: int) -> None:
     check_layer(kernel.run, plainly, Architecture((pattern,)), rows, kernel.arithmetic, "cuda")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("architecture", [gonon(384, 384), monarch(1536, 384)], ids=str)
 @of_several
 def test_factors_are_multiplied_out_and_rounded_once(kernel: DenseKernel, architecture: Architecture) -> None:
@@ -77,15 +74,24 @@ def test_factors_are_multiplied_out_and_rounded_once(kernel: DenseKernel, archit
     assert_equal(kernel.run(x, factors, bias), kernel.run(x, [weight[None, :, :, None]], bias))
 
 
-@pytest.mark.gpu
+def _in_turn(kernel: DenseKernel, activation: int) -> bool:
+    """Every activation, but of tiles that are chosen here one: they differ in what comes before."""
+    return kernel.tile is None or activation == KERNELS.index(kernel) % len(ACTIVATIONS)
+
+
 @pytest.mark.parametrize(
     ("kernel", "activation", "with_residual"),
-    [(kernel, name, (place + n) % 2 == 1) for place, kernel in enumerate(KERNELS) for n, name in enumerate(ACTIVATIONS)],
+    [
+        (kernel, name, (place + n) % 2 == 1)
+        for place, kernel in enumerate(KERNELS)
+        for n, name in enumerate(ACTIVATIONS)
+        if _in_turn(kernel, n)
+    ],
     ids=str,
     indirect=["kernel"],
 )
 def test_epilogues(kernel: DenseKernel, activation: str, with_residual: bool) -> None:
-    """Each kernel with each activation, and each of its activations with a residual in every other of its modes."""
+    """Each activation has a residual in every other mode of a kernel."""
     arithmetic, compute, (pattern, *_) = kernel.arithmetic, ACTIVATIONS[activation], kernel.patterns
     x, factor = make_input(333, pattern.c, arithmetic, device="cuda"), make_factor(pattern, arithmetic, device="cuda")
     bias = make_vector(pattern.b, arithmetic, device="cuda")
@@ -98,7 +104,6 @@ def test_epilogues(kernel: DenseKernel, activation: str, with_residual: bool) ->
     assert_epilogue_comparable(out, yardstick, truth, arithmetic)
 
 
-@pytest.mark.gpu
 @every
 def test_a_small_layer_scale_does_not_vanish(kernel: DenseKernel) -> None:
     """Of integers: in float16 a weight times this scale is 0, and the results, multiples of 2^-24, are exact."""
@@ -109,7 +114,6 @@ def test_a_small_layer_scale_does_not_vanish(kernel: DenseKernel) -> None:
     assert_equal(kernel.linear(x, factor, scale=scale), product(x, [factor]) * 2.0**-26)
 
 
-@pytest.mark.gpu
 @every
 def test_any_number_of_rows_strided_or_not(kernel: DenseKernel) -> None:
     arithmetic, (pattern, *_) = kernel.arithmetic, kernel.patterns
@@ -120,18 +124,19 @@ def test_any_number_of_rows_strided_or_not(kernel: DenseKernel) -> None:
         assert_equal(kernel.linear(x[:rows], factor, bias, residual=residual[:rows]), whole[:rows])
 
 
-@pytest.mark.gpu
 @every
 def test_infinities_and_nan_do_not_come_out_finite(kernel: DenseKernel) -> None:
     pattern, *_ = kernel.patterns
     x, factor = make_input(64, pattern.c, kernel.arithmetic, device="cuda"), make_factor(pattern, kernel.arithmetic, device="cuda")
     x[3, 5], x[9, 200] = torch.inf, torch.nan
-    out = kernel.linear(x, factor)
-    assert not bool(out[[3, 9]].isfinite().any())
-    assert bool(out[[row for row in range(64) if row not in (3, 9)]].isfinite().all())
+    outs = [kernel.linear(x, factor)]
+    if kernel.kind == "few rows":
+        outs.append(run_few_rows(x, None, None, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None))
+    for out in outs:
+        assert not bool(out[[3, 9]].isfinite().any())
+        assert bool(out[[row for row in range(64) if row not in (3, 9)]].isfinite().all())
 
 
-@pytest.mark.gpu
 @of_several
 def test_linears_side_by_side_dense_or_not(kernel: DenseKernel) -> None:
     arithmetic = kernel.arithmetic
@@ -141,7 +146,6 @@ def test_linears_side_by_side_dense_or_not(kernel: DenseKernel) -> None:
     assert_equal(out, torch.cat([kernel.run(x, [dense], bias), kernel.run(x, factors, None), kernel.run(x, [dense], None)], dim=-1))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", EARLY, ids=str, indirect=True)
 def test_a_chain_of_kernels_that_begin_early_sees_each_result(kernel: DenseKernel) -> None:
     """Eager and in a graph, with other operators, a copy and another stream between; and weights that change."""
@@ -187,7 +191,6 @@ def test_a_chain_of_kernels_that_begin_early_sees_each_result(kernel: DenseKerne
     assert_equal(out, chain(x))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.tile is None], ids=str, indirect=True)
 def test_the_operator_is_well_behaved(kernel: DenseKernel) -> None:
     arithmetic = kernel.arithmetic
@@ -202,3 +205,88 @@ def test_the_operator_is_well_behaved(kernel: DenseKernel) -> None:
         torch.library.opcheck(some_rows, (x, [weight], [0], [bias], "gelu", residual, bias, kernel.mode))
     else:
         torch.library.opcheck(torch.ops.flysurgery.dense_linear.default, (x, weight, bias, "gelu", residual, bias, kernel.mode))
+
+
+HALVES = [arithmetic for arithmetic in ARITHMETICS.values() if arithmetic.dtype.itemsize == 2]
+UP, DOWN = Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1)
+in_halves = pytest.mark.parametrize("halves", HALVES, ids=lambda arithmetic: arithmetic.name)
+
+
+@in_halves
+@pytest.mark.parametrize(("pattern", "mean", "deviation"), [(SQUARE, 0.5, 2e-3), (UP, 50.0, 1.0), (Pattern(1, 768, 768, 1), 0.0, 1.0)])
+def test_few_rows_behind_a_norm(halves: Arithmetic, pattern: Pattern, mean: float, deviation: float) -> None:
+    x = (torch.randn(197, pattern.c, generator=torch.Generator("cuda").manual_seed(1), device="cuda") * deviation + mean).to(halves.dtype)
+    weight, bias = make_vector(pattern.c, halves, device="cuda"), make_vector(pattern.c, halves, device="cuda")
+    factor = make_factor(pattern, halves, device="cuda")
+    out = run_few_rows(x, weight, bias, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None)
+    truth = product(layer_norm(x.double(), (pattern.c,), weight.double(), bias.double(), 1e-6), [factor])
+    assert_epilogue_comparable(out, plainly(layer_norm(x, (pattern.c,), weight, bias, 1e-6), [factor], None), truth, halves)
+
+
+@in_halves
+def test_blocks_of_few_rows_and_of_many_compile_in_one_graph(halves: Arithmetic) -> None:
+    x, norm = make_input(394, 384, halves, device="cuda"), Norm(None, None, 1e-6)
+    matrices = (make_factor(pattern, halves, device="cuda")[0, :, :, 0].contiguous() for pattern in (UP, DOWN))
+    up, down = (Dense(Parameter(matrix, requires_grad=False)) for matrix in matrices)  # parameters' sizes count as constants
+    compiled = torch.compile(lambda x: run(x, FeedForward(norm, up, down, "gelu")), fullgraph=True, dynamic=True)
+    for rows in (197, 394, 100):
+        assert_equal(compiled(x[:rows]), run(x[:rows], FeedForward(norm, up, down, "gelu")))
+
+
+def test_a_feed_forward_block_of_factors_and_some_rows(mode: str) -> None:
+    """Of two images: its norm has a launch of its own, and so has each layer."""
+    need_warpgroups()
+    arithmetic = ARITHMETICS[mode]
+    x, norm = make_input(394, 384, arithmetic, device="cuda"), Norm(torch.ones(384, device="cuda"), None, 1e-6)
+    up, down = (FusedFactors(tuple(make_factors(gonon(*sizes), arithmetic, device="cuda"))) for sizes in ((1536, 384), (384, 1536)))
+    found = way(x, FeedForward(norm, up, down))
+    assert not isinstance(found, str) and found.launches() == ("norm", "up and activation", "down and residual")
+    truth = FeedForward(Norm(None, None, 1e-6), wide(up), wide(down)).plainly(x.double())
+    yardstick = FeedForward(Norm(None, None, 1e-6), up, down).plainly(x)
+    assert_epilogue_comparable(run(x, FeedForward(norm, up, down)), yardstick, truth, arithmetic)
+
+
+STREAMED = [(768, 768, "gelu", False), (768, 1152, "none", True), (1024, 1024, "silu", True)]
+
+
+@in_halves
+@pytest.mark.parametrize(("in_features", "out_features", "activation", "with_residual"), STREAMED)
+def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: int, activation: str, with_residual: bool) -> None:
+    """Also the moments of the result, of rows whose mean is far larger than their deviations, and of rows with one element that is."""
+    need_warpgroups()
+    rows, dtype, mode = 8451, halves.dtype, {torch.float16: "fp16", torch.bfloat16: "bf16"}[halves.dtype]
+    assert streamed_for(rows, in_features, out_features, mode, 0) is not None
+    torch.manual_seed(5)
+    x = normal(rows, in_features + 64, dtype=dtype)[:, :in_features]
+    weight, bias = normal(out_features, in_features, dtype=dtype, deviation=in_features**-0.5), normal(out_features, dtype=dtype)
+    scale, added = normal(out_features, dtype=dtype), normal(rows, out_features + 8, dtype=dtype)[:, :out_features]
+    residual = added if with_residual else None
+    out = run_dense(x, weight, bias, activation, residual, scale, mode)
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        y = ACTIVATIONS[activation](scale.to(dtype) * torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)))
+        return y if residual is None else y + residual.to(dtype)
+
+    comparable(out, plain(dtype), plain(torch.float64), halves.k)
+    added = added.contiguous()
+    added[::3] += 100
+    added[1::3, 0] += 100
+    y, moments = run_dense_moments(x, weight, None, added, None, mode)
+    assert_equal(y, run_dense(x, weight, None, "none", added, None, mode))
+    parts = y.double().unflatten(1, (moments.shape[1], -1))
+    squares = (parts - parts.mean(dim=2, keepdim=True)).square().sum(dim=2)
+    assert float((moments[..., 0] - parts.mean(dim=2)).abs().max()) < 1e-4
+    assert float((moments[..., 1] / squares - 1).abs().max()) < 1e-3
+
+
+def test_every_row_of_streamed_weights_is_there_and_changes_are_seen() -> None:
+    """Of integers, whose products are exact: more rows than tiles, and fewer in the last tile."""
+    need_warpgroups()
+    weight = torch.randint(-1, 2, (768, 768), device="cuda").half()
+    for rows in (6337, 25216, 25217):
+        x = torch.randint(-2, 3, (rows, 768), device="cuda").half()
+        for _ in range(2):
+            expected = (x.float() @ weight.float().T + x.float()).half()
+            assert_equal(run_dense(x, weight, None, "none", x, None, "fp16"), expected)
+            check_replay(lambda x=x: run_dense(x, weight, None, "none", x, None, "fp16"))
+            weight.neg_()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 GRIDS = [(5, 4, 6), (3, 1, 7), (1, 1, 1), (19, 14, 14)]
 """Images, and patches down and across: more and fewer than the 16 rows of a warp."""
-CASES = [(96, 16, (), "patches"), (96, 16, (1, 4), "patches"), (96, 16, (1, 4), "all"), (96, 16, (1,), "none"), (64, 8, (1, 4), "all")]
+CASES = [(96, 16, (), "patches"), (96, 16, (1, 4), "all"), (96, 16, (1,), "none"), (64, 8, (1, 4), "patches")]
 """Features, the side of a patch, tokens before the patches (a class token, registers), and what has a position."""
 
 
@@ -61,9 +61,9 @@ def test_integers_with_position_and_tokens(mode: str, features: int, side: int, 
 
 
 @pytest.mark.usefixtures("warpgroups")
-@pytest.mark.parametrize("features", [384, 768])
-def test_as_accurate_as_pytorch(mode: str, features: int) -> None:
-    arithmetic, pattern, grid = ARITHMETICS[mode], Pattern(1, features, 768, 1), (31, 14, 14)
+def test_as_accurate_as_pytorch(mode: str) -> None:
+    arithmetic, features, grid = ARITHMETICS[mode], 384, (31, 14, 14)
+    pattern = Pattern(1, features, 768, 1)
     x, factor = make_input(31 * 196, 768, arithmetic, device="cuda"), make_factor(pattern, arithmetic, device="cuda")
     bias, position = make_vector(features, arithmetic, device="cuda"), make_input(196, features, arithmetic, device="cuda")
     out = run(as_images(x, grid, 16), factor, bias, position, [], mode)
@@ -74,8 +74,7 @@ def test_as_accurate_as_pytorch(mode: str, features: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("features", "side"), [(48, 16), (64, 8), (96, 4), (32, 14)])
-@pytest.mark.parametrize("all_rows", [True, False])
+@pytest.mark.parametrize(("features", "side", "all_rows"), [(48, 16, True), (64, 8, False), (96, 4, True), (32, 14, False)])
 def test_whichever_product_takes_the_patches(dtype: torch.dtype, features: int, side: int, all_rows: bool) -> None:
     """Patches that the kernel reads, and those of which it is one copy and PyTorch's product."""
     generator = torch.Generator("cuda").manual_seed(3)
@@ -105,7 +104,7 @@ def test_what_is_written_to_position_and_tokens_counts_in_the_next_call() -> Non
         assert_equal(out[:, :1], torch.full((2, 1, 48), 3 * value, device="cuda"))
 
 
-def test_images_that_are_strided_or_none(mode: str) -> None:
+def test_images_that_are_strided_or_none_and_the_operator_is_well_behaved(mode: str) -> None:
     arithmetic = ARITHMETICS[mode]
     factor = make_factor(Pattern(1, 96, 768, 1), arithmetic, device="cuda")
     x, token = make_input(24, 768, arithmetic, device="cuda"), make_vector(96, arithmetic, device="cuda")[None]
@@ -114,11 +113,5 @@ def test_images_that_are_strided_or_none(mode: str) -> None:
     assert_equal(run(images.contiguous(memory_format=torch.channels_last), factor, None, None, [token], mode), whole)
     assert_equal(run(images[1:3], factor, None, None, [token], mode), whole[1:3])
     assert run(images[:0], factor, None, None, [token], mode).shape == (0, 7, 96)
-
-
-def test_the_operator_is_well_behaved(mode: str) -> None:
-    arithmetic = ARITHMETICS[mode]
-    images, weight = as_images(make_input(12, 768, arithmetic, device="cuda"), (2, 2, 3), 16), torch.ones(96, 3, 16, 16, device="cuda")
-    token, position = (make_input(rows, 96, arithmetic, device="cuda") for rows in (1, 7))
-    operator = torch.ops.flysurgery.dense_patches.default
-    torch.library.opcheck(operator, (images, weight.to(images.dtype), None, position, [token], mode))
+    position, weight = make_input(7, 96, arithmetic, device="cuda"), torch.ones(96, 3, 16, 16, device="cuda").to(images.dtype)
+    torch.library.opcheck(torch.ops.flysurgery.dense_patches.default, (images, weight, None, position, [token], mode))

@@ -63,30 +63,6 @@ def test_one_graph_with_our_operator_for_any_number_of_rows(on_cuda: None, train
     assert any("flysurgery.ks_linear" in target for target in targets)
 
 
-def test_switching_tf32_on_makes_a_new_graph(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = Layer(mode=FP32, device="cpu").requires_grad_(False), rows_of(5, FP32, device="cpu")
-    compiled, modes = torch.compile(layer, fullgraph=True, backend="eager"), []
-    monkeypatch.setattr(EmulatedProduct, "run", _noting_the_mode(modes))
-    before = torch.get_float32_matmul_precision()
-    try:
-        for precision in ("highest", "high", "highest"):
-            torch.set_float32_matmul_precision(precision)
-            compiled(x)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert modes == ["fp32", "tf32", "fp32"]
-
-
-def _noting_the_mode(modes: list[str]):
-    run = EmulatedProduct.run
-
-    def noting(product: EmulatedProduct, x: Tensor, packed: tuple[Tensor, ...], with_bias: bool, early: bool) -> Tensor:
-        modes.append(product.mode)
-        return run(product, x, packed, with_bias)
-
-    return noting
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_hold_plain_operators_alone(on_cuda: None, strict: bool) -> None:
     layer, x = Layer(mode=FP32, device="cpu").requires_grad_(False), rows_of(5, FP32, device="cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.gpu import configured, single_by_bmm, table
+from flysurgery.gpu import configured, table
 from flysurgery.gpu import product as products
 from flysurgery.gpu.configured import chosen_factor
 from flysurgery.gpu.single import SingleFactor
@@ -59,21 +59,6 @@ def test_equals_the_definition(pattern: Pattern, mode: str) -> None:
     assert_equal(kernel.run(x.unflatten(0, (3, 500)), filled, once_more).view(1500, -1), expected + bias.float())
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_scratch_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, pieces = PATTERNS[0], []
-    multiply = single_by_bmm._multiply
-
-    def counting(x: Tensor, blocks: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        pieces.append(x.nbytes + y.nbytes)
-        multiply(x, blocks, bias, y)
-
-    monkeypatch.setattr(single_by_bmm, "_multiply", counting)
-    kernel = BatchedFactor(pattern, "bf16", BatchedConfig(1))
-    kernel.run(torch.ones((2000, pattern.in_features), dtype=torch.bfloat16), kernel.pack(torch.ones(pattern.factor_shape)))
-    assert len(pieces) > 1 and max(pieces) <= 1 << 20
-
-
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, cache: object) -> None:
     """A Hopper GPU for which nothing is tuned."""
@@ -100,7 +85,7 @@ def long_sums() -> Iterator[None]:
     settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction = before
 
 
-GPU_PATTERNS = [LARGE, Pattern(2, 384, 512, 3), Pattern(2, 512, 384, 1)]
+GPU_PATTERNS = [LARGE, Pattern(2, 384, 512, 3)]
 
 
 @pytest.mark.gpu
@@ -144,7 +129,7 @@ def test_layers_of_large_blocks_train_compile_and_replay() -> None:
         check(out)
 
 
-TRANSPOSED = [(1, 64, 4), (3, 48, 3), (2, 4, 96), (2, 100, 66), (5, 6, 2), (1, 1, 7), (1, 48, 2050), (1, 12, 640), (2, 136, 72)]
+TRANSPOSED = [(1, 64, 4), (3, 48, 3), (2, 100, 66), (1, 1, 7), (1, 48, 2050)]
 """Matrices a row, and the sides of one: small ones together, tiles cut on either side, odd ones."""
 
 

@@ -32,10 +32,6 @@ def look_up(rows: int, mode: str = "fp16", linears: int = 1) -> dict[str, int] |
     return tuned_config("fused_linear", SQUARE, mode, linears, 0, rows)
 
 
-def test_nothing_tuned_gives_nothing() -> None:
-    assert look_up(25088) is None
-
-
 def test_the_nearest_number_of_rows_counts_by_ratio() -> None:
     save_entries([entry(196, 4), entry(25088, 12)])
     assert look_up(25088) == {"warps": 12}
@@ -49,6 +45,7 @@ def test_other_cases_stay_apart() -> None:
     save_entries([entry(196, 4), entry(196, 8, mode="bf16"), entry(196, 2, linears=3), entry(196, 1, device="Another GPU")])
     assert (look_up(196), look_up(196, "bf16"), look_up(196, linears=3)) == ({"warps": 4}, {"warps": 8}, {"warps": 2})
     assert look_up(196, "tf32") is None
+    assert tuned_config("single_factor", SQUARE, "fp16", 1, 0, 196) is None
 
 
 def test_the_users_entries_go_over_the_shipped_ones(tmp_path: Path) -> None:
@@ -70,16 +67,12 @@ def test_saving_again_replaces_and_keeps() -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 99, "entries": []}', '{"schema": 1, "entries": [{"rows": "x"}]}'])
 def test_a_damaged_table_is_ignored_and_replaced(content: str, cache: Path) -> None:
-    cache.mkdir()
+    save_entries([entry(0, 4)])  # of no rows, which no call has
+    assert look_up(196) is None
     user_table().write_text(content)
     assert look_up(196) is None
     save_entries([entry(196, 4)])
     assert look_up(196) == {"warps": 4}
-
-
-def test_an_entry_of_no_rows_is_damaged(cache: Path) -> None:
-    save_entries([entry(0, 4)])
-    assert look_up(196) is None
 
 
 def test_an_unwritable_folder_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

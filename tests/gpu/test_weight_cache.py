@@ -1,4 +1,4 @@
-"""Packed weights follow their parameters."""
+"""Packed weights follow their parameters: which changes are noticed, and which writes are missed until ``forget_derived``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,266 @@ from operator import is_
 
 import pytest
 import torch
-from torch import Tensor
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from flysurgery.gpu import weight_cache as derivation
+from flysurgery.gpu.autograd import EagerLinear
 from flysurgery.gpu.run_product import run_product
-from flysurgery.gpu.weight_cache import derived
+from flysurgery.gpu.taken import present_taken, taking
+from flysurgery.gpu.weight_cache import derived, forget_derived
+from flysurgery.patterns import Architecture
 from tests.gpu.emulation import EmulatedProduct
-from tests.gpu.packed_layer import LAYER, Layer, check
-from tests.support.problems import make_input
-from tests.support.tolerance import FP64, assert_equal
+from tests.support.problems import make_factors, make_input, make_vector
+from tests.support.tolerance import FP64, OF_DTYPE, assert_bounded, assert_equal
+
+LAYER = Architecture.of((2, 3, 4, 3), (1, 8, 5, 3))
+
+
+class Layer(nn.Module):
+    """Factors and a bias, as ButterflyLinear holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(factor) for factor in make_factors(LAYER, FP64)])
+        self.bias = nn.Parameter(make_vector(LAYER.out_features, FP64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_product(x, tuple(self.factors), (self.bias,), 1, "fp32")
+
+    @torch.no_grad()
+    def times(self, factor: float) -> Layer:
+        for parameter in self.parameters():
+            parameter.mul_(factor)
+        return self
+
+
+def check(layer: Layer, x: Tensor) -> None:
+    assert_bounded(layer(x), x, tuple(layer.factors), layer.bias, OF_DTYPE[x.dtype])
 
 
 @pytest.fixture
-def x() -> Tensor:
+def x(emulated: type[EmulatedProduct]) -> Tensor:
     return make_input(4, LAYER.in_features, FP64)
 
 
-def test_packed_once_while_nothing_changes(emulated: type[EmulatedProduct], x: Tensor) -> None:
+@pytest.fixture
+def layer(x: Tensor) -> Layer:
+    """One with packed weights and gradients."""
     layer = Layer()
-    for _ in range(3):
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    check(layer, x)
+    return layer
+
+
+Write = Callable[[Layer, Tensor], object]
+
+
+def stepped(make: Callable[..., torch.optim.Optimizer], compiled: bool = False, **settings: bool) -> Write:
+    def write(layer: Layer, x: Tensor) -> None:
+        optimizer = make(layer.parameters(), 0.1, **settings)
+        (torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step)()
+
+    return write
+
+
+class Hidden(torch.optim.Optimizer):
+    """Writes through ``data``, as kernels of other libraries do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer.parameters(), {})
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        by_data(*(parameter for group in self.param_groups for parameter in group["params"]))
+
+
+def by_data(*parameters: Tensor) -> None:
+    for parameter in parameters:
+        parameter.data.sub_(1)
+
+
+def functional_adamw(layer: Layer, x: Tensor) -> None:
+    own = [*layer.parameters()]
+    states = [[torch.zeros_like(each) for each in own] for _ in range(2)]
+    steps = [torch.tensor(1.0) for _ in own]
+    settings = {"amsgrad": False, "beta1": 0.9, "beta2": 0.99, "lr": 0.1, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+    adamw(own, [torch.ones_like(each) for each in own], *states, [], steps, fused=True, **settings)  # pyright: ignore[reportCallIssue]
+
+
+@torch.no_grad()
+def fused_sgd(layer: Layer, x: Tensor) -> None:
+    own = [*layer.parameters()]
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_(own, [torch.ones_like(each) for each in own], [], is_first_step=True, **settings)  # pyright: ignore
+
+
+def uncounted(layer: Layer, x: Tensor) -> None:
+    """As FSDP2 fills the memory of a whole parameter again."""
+    for parameter in layer.parameters():
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):  # pyright: ignore
+            parameter.mul_(2)
+
+
+def flat_buffer(layer: Layer, x: Tensor) -> None:
+    """As FSDP1, DeepSpeed and ZeroRedundancyOptimizer lay parameters."""
+    own = [*layer.parameters()]
+    flat = torch.cat([each.detach().flatten() for each in own])
+    for each, part in zip(own, flat.split([each.numel() for each in own]), strict=True):
+        each.data = part.view_as(each)
+    check(layer, x)
+    flat.mul_(2)
+
+
+def own_hook(layer: Layer, x: Tensor, closure: bool = False) -> None:
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=True)
+    optimizer.register_step_post_hook(lambda *_: check(layer, x))
+    optimizer.step((lambda: float(layer(x).sum())) if closure else None)
+
+
+def pack_frozen(layer: Layer, x: Tensor) -> None:
+    forget_derived()
+    check(layer.requires_grad_(False), x)
+
+
+def trained_between_frozen(layer: Layer, x: Tensor) -> None:
+    pack_frozen(layer, x)
+    torch.optim.SGD(layer.requires_grad_(True).parameters(), 0.1, fused=True).step()
+    layer.requires_grad_(False)
+
+
+def frozen_with_gradients(layer: Layer, x: Tensor) -> None:
+    pack_frozen(layer, x)
+    torch.optim.SGD(layer.parameters(), 0.1, fused=True).step()
+
+
+def filled_after_a_step(layer: Layer, x: Tensor) -> None:
+    """FSDP2: the optimizer has a part of each parameter, and what layers read is filled from all parts."""
+    part = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    part.grad = torch.ones_like(part)
+    torch.optim.SGD([part], 0.1).step()
+    uncounted(layer, x)
+
+
+def after_backward(write: Write) -> Write:
+    """Trains without an optimizer; the gradients come through the kernels."""
+
+    def trained(layer: Layer, x: Tensor) -> None:
+        for _ in range(2):
+            EagerLinear.apply(x.dtype, 1, "fp32", 2, x, *layer.factors, layer.bias).sum().backward()  # pyright: ignore
+            write(layer, x)
+            check(layer, x)
+
+    return trained
+
+
+NOTICED: dict[str, Write] = {
+    "SGD": stepped(torch.optim.SGD),
+    "foreach AdamW": stepped(torch.optim.AdamW, foreach=True),
+    "fused AdamW": stepped(torch.optim.AdamW, fused=True),
+    "compiled fused AdamW": stepped(torch.optim.AdamW, compiled=True, fused=True),
+    "loaded": lambda layer, x: layer.load_state_dict(Layer().times(-2).state_dict()),
+    "assigned": lambda layer, x: layer.load_state_dict(Layer().times(-2).state_dict(), assign=True),
+    "flat buffer": flat_buffer,
+    "own hook of a fused optimizer": own_hook,
+    "closure and own hook of a fused optimizer": lambda layer, x: own_hook(layer, x, closure=True),
+    "optimizer that writes through data": lambda layer, x: Hidden(layer).step(),
+    "fused step between frozen calls": trained_between_frozen,
+    "fused step on frozen parameters": frozen_with_gradients,
+    "memory filled after a step": filled_after_a_step,
+    "functional adamw after backward": after_backward(functional_adamw),
+    "_fused_sgd_ after backward": after_backward(fused_sgd),
+    "data after backward": after_backward(lambda layer, x: by_data(*layer.parameters())),
+}
+
+
+def by_storage(layer: Layer, x: Tensor) -> None:
+    layer.bias.untyped_storage().copy_((-layer.bias).detach().untyped_storage())
+
+
+def by_numpy(layer: Layer, x: Tensor) -> None:
+    array = layer.bias.detach().numpy()
+    array *= 2
+
+
+MISSED: dict[str, Write] = {
+    "data": lambda layer, x: by_data(*layer.parameters()),
+    "untyped storage": by_storage,
+    "numpy": by_numpy,
+    "dlpack": lambda layer, x: torch.from_dlpack(layer.bias.detach()).mul_(2),
+    "functional adamw": functional_adamw,
+    "_fused_sgd_": fused_sgd,
+    "memory filled again": uncounted,
+}
+
+
+@pytest.mark.parametrize("write", NOTICED)
+def test_noticed(layer: Layer, x: Tensor, write: str) -> None:
+    before = layer(x).detach().clone()
+    NOTICED[write](layer, x)
+    check(layer, x)
+    assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("write", MISSED)
+def test_missed_until_forgotten(layer: Layer, x: Tensor, write: str) -> None:
+    """If one of these fails, take it off the list of ``forget_derived``."""
+    before = layer(x)
+    MISSED[write](layer, x)
+    assert_equal(layer(x), before)
+    forget_derived()
+    check(layer, x)
+    assert not torch.equal(layer(x), before)
+
+
+def test_an_average_of_timm_is_followed_where_pytorch_counts_it(layer: Layer, x: Tensor) -> None:
+    average = ModelEmaV3(layer, decay=0.5, foreach=True)
+    check(average.module, x)
+    version = average.module.bias._version
+    average.update(layer.times(-3))
+    if average.module.bias._version == version:  # PyTorch 2.11
+        forget_derived()
+    check(average.module, x)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_packed_once_while_nothing_changes(emulated: type[EmulatedProduct], x: Tensor, inference: bool) -> None:
+    layer = Layer()
+    with torch.inference_mode(inference):
+        check(layer, x)
+    for _ in range(2):
         check(layer, x)
     assert emulated.packs == 1
+
+
+def test_inference_tensors_are_packed_at_each_call(emulated: type[EmulatedProduct], x: Tensor) -> None:
+    with torch.inference_mode():
+        layer = Layer()
+        check(layer, x)
+        check(layer.times(2), x)  # counts no version
+    assert emulated.packs == 2
+
+
+def test_what_no_optimizer_has_stays_packed(layer: Layer, x: Tensor, emulated: type[EmulatedProduct]) -> None:
+    frozen = Layer().requires_grad_(False)
+    check(frozen, x)
+    packs = emulated.packs
+    own_hook(layer, x)
+    check(frozen, x)
+    assert emulated.packs == packs + 1
+
+
+def test_a_step_that_fails_leaves_parameters_in_doubt(layer: Layer, x: Tensor, emulated: type[EmulatedProduct]) -> None:
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 // 0)
+    for packs in (2, 1):
+        before = emulated.packs
+        check(layer, x)
+        check(layer, x)
+        assert emulated.packs == before + packs
+        optimizer.step()
 
 
 def test_an_address_that_is_given_out_again_is_not_mistaken(emulated: type[EmulatedProduct], x: Tensor) -> None:
@@ -45,74 +284,49 @@ def test_an_address_that_is_given_out_again_is_not_mistaken(emulated: type[Emula
             parameter.data = values.clone()
 
 
-def test_follows_optimizer_steps(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    layer = Layer()
-    optimizers = (
-        torch.optim.SGD(layer.parameters(), 0.1),
-        torch.optim.AdamW(layer.parameters(), 0.1, foreach=True),
-        torch.optim.AdamW(layer.parameters(), 0.1, fused=True),
-    )
-    for optimizer in optimizers:
-        for parameter in layer.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        check(layer, x)
-        optimizer.step()
-        check(layer, x)
-    assert emulated.packs == 4
+def test_another_tensor_on_the_same_memory_is_not_mistaken() -> None:
+    """Its versions are its own."""
+    source = torch.ones(3)
+    made = [derived("double", (each,), lambda each=each: (each * 2,))[0] for each in (source, source.data.add_(4))]
+    assert_equal(made[1], torch.full((3,), 10.0))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_follows_compiled_optimizer_steps(emulated: type[EmulatedProduct], x: Tensor, fused: bool) -> None:
-    layer = Layer()
-    optimizer = torch.optim.AdamW(layer.parameters(), 0.1, fused=fused)
-    step = torch.compile(optimizer.step, backend="aot_eager")
-    for _ in range(2):
-        for parameter in layer.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        check(layer, x)
-        step()
-        check(layer, x)
-
-
-def test_follows_state_dicts(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    layer, other = Layer(), Layer()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(-2)
-    check(layer, x)
-    layer.load_state_dict(other.state_dict())
-    assert_equal(layer(x), other(x))
-    layer.load_state_dict(Layer().state_dict(), assign=True)
-    check(layer, x)
-    assert set(layer.state_dict()) == {"factors.0", "factors.1", "bias"}
-
-
-def test_follows_dtype_changes_and_copies(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    layer = Layer()
-    check(layer, x)
+def test_copies_and_changes_of_dtype_are_followed(layer: Layer, x: Tensor) -> None:
     twin = copy.deepcopy(layer)
-    with torch.no_grad():
-        twin.factors[0].mul_(3)
-    check(twin, x)
+    check(twin.times(3), x)
     check(layer, x)
     layer.float()
     check(layer, x.float())
 
 
-def test_nothing_is_pickled(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    layer, file = Layer(), io.BytesIO()
-    before = len(file.getbuffer())
-    torch.save(Layer(), file)
-    clean = len(file.getbuffer()) - before
-    check(layer, x)
-    file = io.BytesIO()
-    torch.save(layer, file)
-    assert len(file.getbuffer()) == clean
+SWAPS: dict[str, Callable[[Layer], object]] = {
+    "retyped": lambda layer: layer.half().double(),
+    "loaded": lambda layer: layer.load_state_dict(Layer().times(3).state_dict()),
+    "assigned": lambda layer: layer.load_state_dict(Layer().times(3).state_dict(), assign=True),
+    "swapped": lambda layer: [*map(torch.utils.swap_tensors, layer.parameters(), Layer().times(3).parameters())],
+}
 
 
-def test_dies_with_its_parameters(emulated: type[EmulatedProduct], x: Tensor) -> None:
+@pytest.mark.parametrize("swap", SWAPS)
+def test_tensors_may_be_swapped(emulated: type[EmulatedProduct], x: Tensor, swap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     layer = Layer()
     check(layer, x)
+    before = [*layer.parameters()]
+    SWAPS[swap](layer)
+    assert all(map(is_, layer.parameters(), before))
+    check(layer, x)
+    assert len(derivation._entries) == 1 and emulated.packs == 2
+
+
+def test_what_is_packed_is_neither_saved_nor_kept(emulated: type[EmulatedProduct], x: Tensor) -> None:
+    layer, sizes = Layer(), []
+    for _ in range(2):
+        file = io.BytesIO()
+        torch.save(layer, file)
+        sizes.append(len(file.getbuffer()))
+        check(layer, x)
+    assert sizes[0] == sizes[1] and set(layer.state_dict()) == {"factors.0", "factors.1", "bias"}
     assert len(derivation._entries) == 1
     del layer
     gc.collect()
@@ -132,74 +346,6 @@ def test_what_was_left_behind_is_freed_without_another_call(emulated: type[Emula
     assert emulated.packs == 3
 
 
-def test_inference_tensors_are_packed_at_each_call(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    with torch.inference_mode():
-        layer = Layer()
-        check(layer, x)
-        layer.factors[0].mul_(2)  # counts no version
-        check(layer, x)
-    assert emulated.packs == 2
-
-
-def test_what_was_packed_in_inference_mode_serves_outside(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    layer = Layer()
-    with torch.inference_mode():
-        check(layer, x)
-    check(layer, x)
-    assert emulated.packs == 1
-
-
-def test_another_tensor_on_the_same_memory_is_not_mistaken() -> None:
-    """Its versions are its own."""
-    source = torch.ones(3)
-    made = [derived("double", (each,), lambda each=each: (each * 2,))[0] for each in (source, source.data.add_(4))]
-    assert_equal(made[1], torch.full((3,), 10.0))
-
-
-def tripled() -> Layer:
-    layer = Layer()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.mul_(3)
-    return layer
-
-
-@pytest.mark.parametrize(
-    "swap",
-    [
-        lambda layer: layer.half().double(),
-        lambda layer: layer.load_state_dict(tripled().state_dict()),
-        lambda layer: layer.load_state_dict(tripled().state_dict(), assign=True),
-        lambda layer: [*map(torch.utils.swap_tensors, layer.parameters(), tripled().parameters())],
-    ],
-    ids=["retyped", "loaded", "assigned", "swapped"],
-)
-def test_tensors_may_be_swapped(
-    emulated: type[EmulatedProduct], x: Tensor, swap: Callable[[Layer], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    layer = Layer()
-    check(layer, x)
-    before = [*layer.parameters()]
-    swap(layer)
-    assert all(map(is_, layer.parameters(), before))
-    check(layer, x)
-    assert len(derivation._entries) == 1 and emulated.packs == 2
-
-
-def test_several_biases_are_joined_once(emulated: type[EmulatedProduct], x: Tensor) -> None:
-    layers = [Layer(), Layer(), Layer()]
-    with torch.no_grad():
-        layers[1].bias.mul_(2)
-    factors = [factor for layer in layers for factor in layer.factors]
-    expected = torch.cat([layer(x) for layer in layers], dim=1)
-    assert_equal(run_product(x, factors, [layer.bias for layer in layers], 3, "fp32"), expected)
-    with torch.no_grad():
-        layers[2].bias.add_(1)
-    expected = torch.cat([layer(x) for layer in layers], dim=1)
-    assert_equal(run_product(x, factors, [layer.bias for layer in layers], 3, "fp32"), expected)
-
-
 def test_the_module_of_compiled_graphs_alone_costs_no_thread() -> None:
     import torch._inductor.cudagraph_trees  # as torch.compiler.reset() imports it
 
@@ -211,3 +357,43 @@ def test_the_module_of_compiled_graphs_alone_costs_no_thread() -> None:
 
     derivation._make_to_keep(make, torch.device("cuda", 0))
     assert makers == [threading.get_ident()]
+
+
+def move(weight: Tensor) -> None:
+    weight.data = weight.data.clone()
+
+
+def fused_step(weight: Tensor) -> None:
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], 0.5, fused=True).step()
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "written": lambda weight: weight.mul_(2),
+    "moved": move,
+    "forgotten": lambda weight: forget_derived(),
+    "fused step": fused_step,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_graphs_that_take_packed_weights_are_told_of_changes(change: str) -> None:
+    sources = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    with taking() as taken:
+        assert present_taken() is taken
+        for source in sources:
+            taken.add([source * 2], [source])
+            taken.add([source * 3], [*sources])
+    assert present_taken() is None
+    assert taken.right()
+    with torch.no_grad():
+        CHANGES[change](sources[1])
+    assert not taken.right()
+
+
+def test_frozen_ones_that_graphs_take_outlast_the_steps_of_others() -> None:
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    with taking() as taken:
+        taken.add([frozen * 2], [frozen])
+    fused_step(nn.Parameter(torch.ones(3)))
+    assert taken.right()
