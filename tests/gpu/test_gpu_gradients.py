@@ -64,16 +64,6 @@ def test_gradients_are_exact(architecture: Architecture, linears: int, dtype: to
             assert_equal(left.double(), right)
 
 
-@pytest.mark.parametrize(("architecture", "linears"), GROUPS)
-def test_autocast_gives_exact_gradients_in_float32(architecture: Architecture, linears: int) -> None:
-    x, factors, biases, dy = tensors(architecture, linears, 517, torch.float32)
-    with torch.autocast("cuda", torch.float16):
-        found = gradients(x, factors, biases, dy, torch.float32, ours=True)
-    for left, right in zip(found, gradients(x, factors, biases, dy, torch.float64, ours=False), strict=True):
-        assert left.dtype == torch.float32
-        assert_equal(left.double(), right)
-
-
 def test_two_runs_give_equal_bits() -> None:
     architecture = gonon(384, 384)
     x, dy = torch.randn(4096, 384, device="cuda").half(), torch.randn(4096, 3 * 384, device="cuda").half()

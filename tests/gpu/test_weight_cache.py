@@ -11,7 +11,6 @@ from operator import is_
 
 import pytest
 import torch
-from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -99,13 +98,6 @@ def functional_adamw(layer: Layer, x: Tensor) -> None:
     adamw(own, [torch.ones_like(each) for each in own], *states, [], steps, fused=True, **settings)  # pyright: ignore[reportCallIssue]
 
 
-@torch.no_grad()
-def fused_sgd(layer: Layer, x: Tensor) -> None:
-    own = [*layer.parameters()]
-    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
-    torch._fused_sgd_(own, [torch.ones_like(each) for each in own], [], is_first_step=True, **settings)  # pyright: ignore
-
-
 def uncounted(layer: Layer, x: Tensor) -> None:
     """As FSDP2 fills the memory of a whole parameter again."""
     for parameter in layer.parameters():
@@ -129,20 +121,11 @@ def own_hook(layer: Layer, x: Tensor, closure: bool = False) -> None:
     optimizer.step((lambda: float(layer(x).sum())) if closure else None)
 
 
-def pack_frozen(layer: Layer, x: Tensor) -> None:
+def trained_between_frozen(layer: Layer, x: Tensor, thawed: bool) -> None:
     forget_derived()
     check(layer.requires_grad_(False), x)
-
-
-def trained_between_frozen(layer: Layer, x: Tensor) -> None:
-    pack_frozen(layer, x)
-    torch.optim.SGD(layer.requires_grad_(True).parameters(), 0.1, fused=True).step()
+    torch.optim.SGD(layer.requires_grad_(thawed).parameters(), 0.1, fused=True).step()
     layer.requires_grad_(False)
-
-
-def frozen_with_gradients(layer: Layer, x: Tensor) -> None:
-    pack_frozen(layer, x)
-    torch.optim.SGD(layer.parameters(), 0.1, fused=True).step()
 
 
 def filled_after_a_step(layer: Layer, x: Tensor) -> None:
@@ -176,11 +159,10 @@ NOTICED: dict[str, Write] = {
     "own hook of a fused optimizer": own_hook,
     "closure and own hook of a fused optimizer": lambda layer, x: own_hook(layer, x, closure=True),
     "optimizer that writes through data": lambda layer, x: Hidden(layer).step(),
-    "fused step between frozen calls": trained_between_frozen,
-    "fused step on frozen parameters": frozen_with_gradients,
+    "fused step between frozen calls": lambda layer, x: trained_between_frozen(layer, x, thawed=True),
+    "fused step on frozen parameters": lambda layer, x: trained_between_frozen(layer, x, thawed=False),
     "memory filled after a step": filled_after_a_step,
     "functional adamw after backward": after_backward(functional_adamw),
-    "_fused_sgd_ after backward": after_backward(fused_sgd),
     "data after backward": after_backward(lambda layer, x: by_data(*layer.parameters())),
 }
 
@@ -200,7 +182,6 @@ MISSED: dict[str, Write] = {
     "numpy": by_numpy,
     "dlpack": lambda layer, x: torch.from_dlpack(layer.bias.detach()).mul_(2),
     "functional adamw": functional_adamw,
-    "_fused_sgd_": fused_sgd,
     "memory filled again": uncounted,
 }
 
@@ -222,16 +203,6 @@ def test_missed_until_forgotten(layer: Layer, x: Tensor, write: str) -> None:
     forget_derived()
     check(layer, x)
     assert not torch.equal(layer(x), before)
-
-
-def test_an_average_of_timm_is_followed_where_pytorch_counts_it(layer: Layer, x: Tensor) -> None:
-    average = ModelEmaV3(layer, decay=0.5, foreach=True)
-    check(average.module, x)
-    version = average.module.bias._version
-    average.update(layer.times(-3))
-    if average.module.bias._version == version:  # PyTorch 2.11
-        forget_derived()
-    check(average.module, x)
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -32,15 +32,6 @@ def test_many_chunks(architecture: Architecture, threads: int, monkeypatch: pyte
     check_layer(run, BACKENDS["bmm"].linear, architecture, rows, FP32, bias_apart=True)
 
 
-def test_bound_weights_serve_many_calls() -> None:
-    architecture = ARCHITECTURES[0]
-    factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
-    bound = BACKENDS["chunked"].bind(factors, bias)
-    for rows in (3, 600, 3):
-        x = make_input(rows, architecture.in_features, FP32)
-        assert_equal(bound(x), run(x, factors, bias))
-
-
 def test_scratch_made_in_inference_mode_serves_outside_it() -> None:
     factors, x = make_factors(ARCHITECTURES[0], FP64), make_input(5, 384, FP64)
     results = []
@@ -95,13 +86,3 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     factors, bias = make_factors(architecture, FP32), make_vector(architecture.out_features, FP32)
     x = make_input(600, architecture.in_features, FP32)
     torch.library.opcheck(torch.ops.flysurgery.chunked_linear.default, (x, factors, bias), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_gradients_go_elsewhere() -> None:
-    architecture = ARCHITECTURES[0]
-    factors = [factor.requires_grad_() for factor in make_factors(architecture, FP32)]
-    x = make_input(600, architecture.in_features, FP32)
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: ks_linear(x, factors), backend="aot_eager", fullgraph=True)(x)
-    compiled.sum().backward()
-    assert all(factor.grad is not None for factor in factors)

@@ -68,11 +68,6 @@ class TestDense(BackendContract):
         assert_bounded(self.run(x, factors, bias), x, [matrix.view(1, *matrix.shape, 1)], bias, mode)
 
 
-class TestEinsumOnCuda(CudaBackendContract):
-    backend = "einsum"
-    bias_apart = True
-
-
 class TestBmmOnCuda(CudaBackendContract):
     backend = "bmm"
     bias_apart = True

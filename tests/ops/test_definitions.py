@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import layer_norm, silu
 
 from flysurgery.ops import Dense, FeedForward, FusedFactors, Gated, LinearResidual, Norm
 from tests.support.tolerance import assert_equal
@@ -12,33 +13,20 @@ def integers(*shape: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])).double()
 
 
-def test_dense_layers_are_factors_too() -> None:
-    x, residual, scale = integers(5, 8), integers(5, 6), integers(6)
-    weight, bias = integers(6, 8), integers(6)
-    dense, factors = Dense(weight, bias), FusedFactors((weight[None, :, :, None],), bias)
-    assert dense.sizes == factors.sizes == (8, 6)
-    for layer in (dense, factors):
-        assert_equal(LinearResidual(layer, residual, scale).plainly(x), residual + scale * (x @ weight.T + bias))
-
-
-def test_the_filters_of_a_convolution_are_a_dense_layer() -> None:
-    layer = Dense(integers(6, 3, 4, 4))
-    assert layer.sizes == (48, 6)
-    x = integers(2, 48)
-    assert_equal(LinearResidual(layer, torch.zeros(2, 6).double()).plainly(x), x @ layer.weight.flatten(1).T)
+def test_dense_layers_are_factors_and_filters_are_dense_layers() -> None:
+    x, residual, scale, weight, bias = integers(5, 48), integers(5, 6), integers(6), integers(6, 3, 4, 4), integers(6)
+    matrix = weight.flatten(1)
+    for layer in (Dense(matrix, bias), FusedFactors((matrix[None, :, :, None],), bias), Dense(weight, bias)):
+        assert layer.sizes == (48, 6)
+        assert_equal(LinearResidual(layer, residual, scale).plainly(x), residual + scale * (x @ matrix.T + bias))
 
 
 def test_gate_and_value_are_two_layers_or_the_halves_of_one() -> None:
-    x, gate, value, down = (
-        integers(5, 8),
-        Dense(integers(6, 8), integers(6)),
-        Dense(integers(12, 8)[6:], integers(12)[6:]),
-        Dense(integers(8, 6)),
-    )
+    x, gate, value = integers(5, 8), Dense(integers(6, 8), integers(6)), Dense(integers(12, 8)[6:], integers(12)[6:])
+    down = Dense(integers(8, 6))
     assert gate.bias is not None and value.bias is not None
-    g, v = x @ gate.weight.T + gate.bias, x @ value.weight.T + value.bias
-    hidden = torch.nn.functional.layer_norm(torch.nn.functional.silu(g) * v, (6,), eps=0.1)
-    expected = x + integers(8) * (hidden @ down.weight.T)
+    hidden = silu(x @ gate.weight.T + gate.bias) * (x @ value.weight.T + value.bias)
+    expected = x + integers(8) * (layer_norm(hidden, (6,), eps=0.1) @ down.weight.T)
     for place, (one, other) in enumerate(((gate, value), (value, gate))):
         assert one.bias is not None and other.bias is not None
         both = Dense(torch.cat([one.weight, other.weight]), torch.cat([one.bias, other.bias]))

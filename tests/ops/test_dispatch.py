@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import BACKENDS, Backend, Problem, explain, ks_linear
-from flysurgery.ops.dispatch import choose
+from flysurgery.ops import BACKENDS, Backend, Problem, explain
 from flysurgery.patterns import Architecture
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
@@ -68,21 +67,10 @@ def test_advice_yields_where_nothing_else_can(registry: dict[str, Backend]) -> N
     assert explanation.why == "the first that can run it, although good is faster"
 
 
-def test_one_registry_entry_is_all_that_a_backend_needs(registry: dict[str, Backend]) -> None:
-    register(registry, Fake("mine"))
-    factors = [torch.ones(pattern.factor_shape) for pattern in SQUARE]
-    assert not ks_linear(torch.ones(3, 384), factors).any()
-    assert not ks_linear(torch.ones(3, 384), factors, backend="mine").any()
-
-
 def test_every_reason_is_given_where_none_can(registry: dict[str, Backend]) -> None:
     register(registry, Fake("one", obstacle="it is tired"), Fake("two", obstacle="it is away"))
     with pytest.raises(BackendError, match=r"torch\.float32 on cpu.*one: no, it is tired; two: no, it is away"):
         explain(problem())
-
-
-def test_a_named_backend_runs_against_advice() -> None:
-    assert choose(problem(rows=1), "chunked").name == "chunked"
 
 
 @given(

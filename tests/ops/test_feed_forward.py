@@ -25,11 +25,19 @@ from flysurgery.ops import (
     way,
     ways,
 )
+from flysurgery.ops.wide import MOMENTS
 from flysurgery.patterns import Architecture, monarch
 from tests.support.tolerance import assert_equal
 
 WIDTH, HIDDEN = 32, 64
 LAST = "down and scale and residual"
+BY_FACTORS = (
+    MOMENTS,
+    "norm and first factor of up",
+    "second factor of up and activation",
+    "first factor of down",
+    "second factor of down and scale and residual",
+)
 
 
 def factors(architecture: Architecture) -> FusedFactors:
@@ -93,6 +101,7 @@ def operators(*block: object) -> list[str]:
             ["layer_norm", "some_rows", "layer_norm", "some_rows"],
         ),
         (("whole", "by factors"), ("factors", False), ("the whole block",), ["ffn"]),
+        (("by factors", "epilogue"), ("factors", False), BY_FACTORS, ["wide_ffn"]),
         (("epilogue", "norm"), ("factors", False), ("norm, up and activation", LAST), ["fused_linears", "fused_linears"]),
         (
             ("epilogue",),
@@ -107,7 +116,7 @@ def operators(*block: object) -> list[str]:
             ["layer_norm", "gated", "layer_norm", "fused_linears"],
         ),
     ],
-    ids=["few rows", "some rows", "whole", "norm and layer", "layer by layer", "gated"],
+    ids=["few rows", "some rows", "whole", "by factors", "norm and layer", "layer by layer", "gated"],
 )
 def test_what_is_told_is_what_runs(
     kernels: Callable[..., None], takes: tuple[str, ...], block: tuple[str, bool], told: tuple[str, ...], runs: list[str]
@@ -115,13 +124,6 @@ def test_what_is_told_is_what_runs(
     kernels(*takes)
     assert way(torch.zeros(3, WIDTH), FeedForward(*operands(*block))).launches() == told  # type: ignore[arg-type]
     assert operators(*operands(*block)) == runs
-
-
-def test_by_factors_has_a_launch_for_each(kernels: Callable[..., None]) -> None:
-    kernels("by factors", "epilogue")
-    block = operands("factors", False)
-    assert len(way(torch.zeros(3, WIDTH), FeedForward(*block)).launches()) == 5  # type: ignore[arg-type]
-    assert operators(*block) == ["wide_ffn"]
 
 
 def test_what_no_kernel_takes_says_why(kernels: Callable[..., None]) -> None:
