@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm
 
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.gpu.block_linear import pack_blocks
-from flysurgery.gpu.dense import pack_dense
+from flysurgery.gpu.dense import _in_turn, pack_dense
 from flysurgery.gpu.dense_tiling import dense_tiling
 from flysurgery.gpu.few_rows import pack_vectors, pack_weights
 from flysurgery.gpu.ffn_float_image import pack_float_ffn
@@ -152,11 +152,39 @@ def test_a_norm_folded_into_fused_linears(affine: str, biased: bool) -> None:
 
 def test_a_norm_folded_into_a_single_block() -> None:
     tile: Any = wide_tilings(*UNEVEN, SHARED)[0]
-    factor, norm = torch.randn(tile.factor.factor_shape).half(), Norm(torch.full((tile.factor.in_features,), 2.0), None)
-    folded, plain = (
-        pack_blocks(tile, weights, None, None, parts, torch.float16) for weights, parts in ((factor, norm), (2 * factor, None))
-    )
+    inputs, factor = tile.factor.in_features, torch.randint(-3, 4, tile.factor.factor_shape).half()
+    shift = torch.randint(-3, 4, (inputs,)).half()
+    folded = pack_blocks(tile, factor, None, None, Norm(torch.full((inputs,), 2.0), shift), torch.float16)
+    plain = pack_blocks(tile, 2 * factor, ks_einsum(shift.double()[None], factor.double())[0], None, None, torch.float16)
     assert all(map(torch.equal, folded, plain))
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp32"])
+def test_a_norm_folded_into_a_whole_block(mode: str) -> None:
+    """Of integers, whose sums are exact in any order."""
+    up, down = MONARCH
+    tile: Any = ffn_tiling(up, down, SHARED, scaled=True) if mode == "fp16" else float_ffn_tiling(up, down, mode, SHARED, scaled=True)
+    first, second, *others = (torch.randint(-1, 2, pattern.factor_shape).float() for pattern in tile.factors)
+    shift, scale = torch.randint(-1, 2, (up.in_features,)).float(), torch.randn(down.out_features)
+    bias, out_bias = torch.randint(-1, 2, (up.out_features,)).float(), torch.randn(down.out_features)
+
+    def packed(first: Tensor, bias: Tensor, norm: tuple[Tensor | None, Tensor | None]) -> Tensor:
+        factors: Any = (first, second, *others)
+        if mode == "fp16":
+            return pack_ffn(tile, factors, (bias, out_bias), norm, scale, torch.float16)
+        return pack_float_ffn(tile, factors, (bias, out_bias), norm, scale)
+
+    folded = packed(first, bias, (torch.full((up.in_features,), 2.0), shift))
+    assert torch.equal(folded, packed(2 * first, bias + ks_einsum(ks_einsum(shift[None], first), second)[0], (None, None)))
+
+
+@pytest.mark.parametrize("gate", [0, 1])
+def test_a_dense_gate_and_value_lie_half_a_blocks_columns_each(gate: int) -> None:
+    tile: Any = dense_tiling(64, 768, "fp16", SHARED, wgmma=False, gated=True)
+    numbers = torch.arange(768)
+    for parts in (1, 2):
+        halves = _in_turn(tile, numbers.chunk(parts), gate).unflatten(0, (-1, 2, tile.columns // 2)).transpose(0, 1).flatten(1)
+        assert torch.equal(halves, numbers.view(2, 384)[[gate, 1 - gate]])
 
 
 def test_few_rows_of_linears_side_by_side() -> None:

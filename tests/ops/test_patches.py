@@ -76,3 +76,7 @@ def test_rows_of_no_token_are_refused(position: Tensor | None, prefix: list[Tens
 def test_images_that_are_no_whole_patches_are_refused() -> None:
     assert "images of 10x16 are not cut into patches of 4x4" in str(reason(IMAGES[:, :, :10], PatchEmbedding(WEIGHT, BIAS)))
     assert "images of 0x16 are not cut" in str(reason(IMAGES[:, :, :0], PatchEmbedding(WEIGHT, BIAS)))
+
+
+def test_it_needs_a_gpu() -> None:
+    assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))
