@@ -11,6 +11,7 @@ from operator import is_
 
 import pytest
 import torch
+from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -98,6 +99,13 @@ def functional_adamw(layer: Layer, x: Tensor) -> None:
     adamw(own, [torch.ones_like(each) for each in own], *states, [], steps, fused=True, **settings)  # pyright: ignore[reportCallIssue]
 
 
+@torch.no_grad()
+def fused_sgd(layer: Layer, x: Tensor) -> None:
+    own = [*layer.parameters()]
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_(own, [torch.ones_like(each) for each in own], [], is_first_step=True, **settings)  # pyright: ignore
+
+
 def uncounted(layer: Layer, x: Tensor) -> None:
     """As FSDP2 fills the memory of a whole parameter again."""
     for parameter in layer.parameters():
@@ -163,6 +171,7 @@ NOTICED: dict[str, Write] = {
     "fused step on frozen parameters": lambda layer, x: trained_between_frozen(layer, x, thawed=False),
     "memory filled after a step": filled_after_a_step,
     "functional adamw after backward": after_backward(functional_adamw),
+    "_fused_sgd_ after backward": after_backward(fused_sgd),
     "data after backward": after_backward(lambda layer, x: by_data(*layer.parameters())),
 }
 
@@ -182,6 +191,7 @@ MISSED: dict[str, Write] = {
     "numpy": by_numpy,
     "dlpack": lambda layer, x: torch.from_dlpack(layer.bias.detach()).mul_(2),
     "functional adamw": functional_adamw,
+    "_fused_sgd_": fused_sgd,
     "memory filled again": uncounted,
 }
 
@@ -203,6 +213,16 @@ def test_missed_until_forgotten(layer: Layer, x: Tensor, write: str) -> None:
     forget_derived()
     check(layer, x)
     assert not torch.equal(layer(x), before)
+
+
+def test_an_average_of_timm_is_followed_where_pytorch_counts_it(layer: Layer, x: Tensor) -> None:
+    average = ModelEmaV3(layer, decay=0.5, foreach=True)
+    check(average.module, x)
+    version = average.module.bias._version
+    average.update(layer.times(-3))
+    if average.module.bias._version == version:  # PyTorch 2.11
+        forget_derived()
+    check(average.module, x)
 
 
 @pytest.mark.parametrize("inference", [False, True])
