@@ -20,7 +20,7 @@ from flysurgery.errors import ModelError
 MAX_DEPTH = 4096
 """Most blocks, stages or layers that an argument may ask for; constructors make Python lists of that length."""
 
-PAIR_BYTES = 32
+PAIR_BYTES = 100
 """What a constructor may take in Python for each pair of places in a window, which some list before they make a tensor of it."""
 
 PIECE_BYTES = 1024
