@@ -1,8 +1,11 @@
-"""``convert --reconstruct`` in two processes, as ``torchrun`` starts them: one folder, one voice, and nothing where one fails."""
+"""Several processes of the command line: ``convert --reconstruct`` as ``torchrun`` starts them, and converts into one folder."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from flysurgery.checkpoint import load
 from flysurgery.cli.processes import device_of_process
 from flysurgery.errors import OptionError
 from tests.cli.conftest import RANDOM
-from tests.support.processes import launch
+from tests.support.processes import ROOT, launch
 
 PROGRAM = """
 import os, signal, sys
@@ -85,3 +88,16 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(OptionError, match="this machine has 2; start no more processes than that"):
         device_of_process(None)
+
+
+def test_of_two_converts_into_one_folder_one_is_refused(tmp_path: Path) -> None:
+    """Whichever comes first: it finds the folder there at its start, or at its end."""
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    program = "import sys; from flysurgery.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "convert", *RANDOM, "--out", "o"]
+    running = [subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.wait(300): process.communicate()[1] for process in running}
+    assert set(said) == {0, 1}, said
+    assert len(told(said[1])) == 1 and "/o " in told(said[1])[0]
+    assert left(tmp_path) == ["o"]
+    load(tmp_path / "o")
