@@ -79,10 +79,12 @@ def describe_labels(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
-    """Note on a model how its images are normalized, by the settings of an image processor; without settings nothing changes.
+    """Note on a model how its images are scaled and normalized, by the settings of an image processor; without settings nothing changes.
+
+    The mean and the standard deviation that are noted are those of pixels from 0 to 1, also where the processor scales otherwise.
 
     Raises:
-        CheckpointError: a mean or standard deviation that is no list of numbers.
+        CheckpointError: a mean or standard deviation that is no list of numbers, or a scale that is no positive number.
     """
     if not isinstance(processor, Mapping):
         raise CheckpointError(f"{PROCESSOR} must hold a JSON object, got {processor!r:.60}; correct it, or remove the file")
@@ -95,9 +97,23 @@ def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{PROCESSOR}: image_{name} must be a list of numbers, got {values!r:.60}; correct it, or remove the file"
             )
+    scale = _scale_of(processor)
+    if scale != 1:
+        found = {name: [value / scale for value in found.get(name, [float(name == "std")])] for name in ("mean", "std")}
     if found:
         own: Any = model
         own.pretrained_cfg, own.image_processor = found, dict(processor)
+
+
+def _scale_of(processor: Mapping[str, Any]) -> float:
+    """What a processor makes of a white pixel before it normalizes: 1, or 255 where it does not rescale."""
+    factor = 1 if processor.get("do_rescale") is False else processor.get("rescale_factor")
+    if factor is None:
+        return 1.0
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        raise CheckpointError(f"{PROCESSOR}: rescale_factor must be a positive number, got {factor!r:.60}; correct it, or remove the file")
+    white = 255 * factor
+    return 1.0 if math.isclose(white, 1, rel_tol=1e-6) else white
 
 
 def processor_of(model: nn.Module) -> Mapping[str, Any]:

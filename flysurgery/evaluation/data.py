@@ -211,12 +211,12 @@ def read_image(path: str | Path, channels: int) -> Image.Image:
     """Read the image in a file, grey or in colours.
 
     Raises:
-        DataError: the file holds no image, or one that is cut short.
+        DataError: the file holds no image, one that is cut short, or more pixels than PIL decodes.
     """
     try:
         with Image.open(path) as image:
             return image.convert("L" if channels == 1 else "RGB")
-    except OSError as error:  # PIL's errors for what is no image, or is cut short, are of this kind
+    except (OSError, Image.DecompressionBombError) as error:  # PIL's errors for what is no image, or is cut short, are of the first kind
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from error
 
 

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import flysurgery
+from flysurgery.checkpoint.transformers_folder import describe_images
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import plan_of
@@ -201,9 +203,23 @@ def test_a_damaged_configuration_is_one_sentence(change: dict[str, Any], folders
     refused(tmp_path / "changed", "cannot be loaded")
 
 
-@pytest.mark.parametrize("text", ["[]", '{"image_mean": 5}', '{"image_std": [0.0]}', '{"image_mean": [1e999]}', "no JSON"])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"image_mean": 5}', '{"image_std": [0.0]}', '{"image_mean": [1e999]}', '{"rescale_factor": 0}', "no JSON"]
+)
 @pytest.mark.parametrize("kind", ["theirs", "ours"])
 def test_a_damaged_processor_is_refused(text: str, kind: str, folders: Path, tmp_path: Path) -> None:
     shutil.copytree(folders / kind, tmp_path / "changed")
     (tmp_path / "changed" / "preprocessor_config.json").write_text(text)
     refused(tmp_path / "changed", "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("settings", [{"do_rescale": False}, {"rescale_factor": 2 / 255}, {"do_normalize": False, "do_rescale": False}, {}])
+def test_images_are_scaled_as_by_their_processor(settings: dict[str, Any]) -> None:
+    """With the noted mean and deviation, pixels from 0 to 1 become what the processor of transformers makes of pixels to 255."""
+    image = np.random.default_rng(0).integers(0, 256, (3, 8, 8), dtype=np.uint8)
+    processor = transformers.ViTImageProcessor(do_resize=False, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4], **settings)
+    expected = torch.as_tensor(np.asarray(processor(image, input_data_format="channels_first")["pixel_values"][0])).float()
+    model = nn.Identity()
+    describe_images(model, json.loads(processor.to_json_string()))
+    mean, std = (torch.tensor(model.pretrained_cfg[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    torch.testing.assert_close((torch.from_numpy(image) / 255 - mean) / std, expected, atol=1e-5, rtol=1e-5)

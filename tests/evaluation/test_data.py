@@ -132,6 +132,13 @@ def test_damaged_picture(workers: int, pictures: Path, monkeypatch: pytest.Monke
     assert "\n" not in str(caught.value)
 
 
+def test_a_picture_of_more_pixels_than_are_decoded(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load_data(pictures, model(3))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(DataError, match=r"png cannot be read as an image: Image size .* exceeds limit"):
+        evaluate(model(3), data)
+
+
 def test_models_of_something_else_than_images(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_known(model: nn.Module) -> torch.Tensor:
         raise WalkError("no example input is known")
