@@ -201,14 +201,14 @@ def test_forged_plan_with_matching_hashes(forgery: Callable[[dict[str, Any]], No
 
 
 def test_absurd_base_is_refused_before_memory_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A width of 2^24 would take terabytes; on meta it takes nothing, and no other building begins."""
+    """A width of 2^20 would take terabytes; on meta it takes nothing, and no other building begins."""
 
     def build(*_: object) -> None:
         raise AssertionError("the model was built for real")
 
     # The package has a function of the module's name, so the module is asked for by its full name.
     monkeypatch.setattr(importlib.import_module("flysurgery.checkpoint.load"), "build_shell", build)
-    forge(folder, argument("embed_dim", 1 << 24))
+    forge(folder, argument("embed_dim", 1 << 20))
     refused(folder, "blocks.0")
 
 
