@@ -15,7 +15,7 @@ from tests.checkpoint.conftest import need_recorded_arguments
 from tests.checkpoint.damage import Valid
 
 CASES = 2000
-"""For more: ``python -m tests.checkpoint.damage_by_the_million``."""
+"""For more: ``python -m tests.checkpoint.fuzz``."""
 
 
 @pytest.fixture(scope="module")

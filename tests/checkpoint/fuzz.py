@@ -1,6 +1,6 @@
 """Load damaged folders by the million, in several processes, and print what came of them.
 
-    python -m tests.checkpoint.damage_by_the_million --processes 12 --cases 1000000
+    python -m tests.checkpoint.fuzz --processes 12 --cases 1000000
 
 Each process prints its faults as they come, with the seed that makes the case again. Ends with the counts of all, and with exit code 1
 if there was a fault.
