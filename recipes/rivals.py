@@ -23,7 +23,7 @@ Run = Callable[[Tensor], Tensor]
 
 CSR = "magnitude pruning, CSR"
 CSR_LAST = f"{CSR}, batch-size-last"
-"""The same product for x of shape (features, rows), which is the faster of both, with no transposition counted."""
+"""The same product for x of shape (features, rows), with no transposition counted."""
 
 DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 """Shares of weights that magnitude pruning keeps, beside the butterfly's own."""
@@ -49,8 +49,8 @@ RIVAL_COLUMNS = (
 class Rival:
     """One way. ``run`` is a text where it cannot run here: the reason.
 
-    ``exact`` is the same function in float64, ``allowed`` the relative rms error that its coarser numbers may have. One that takes x with
-    the batch ``last`` gives a view of shape (rows, out_features) all the same.
+    ``exact`` is the same function in float64, ``allowed`` the relative rms error that its coarser numbers may have. With ``last`` it takes
+    x of shape (in_features, rows); the result has the shape (rows, out_features) in both cases.
     """
 
     name: str

@@ -133,7 +133,7 @@ def read_model(
             model = _read_by_transformers(config, file, place, wanted)
             _describe_images(model, folder)
             return model
-        # Where a report lies beside it, or a part of a header is there, ``save`` wrote the file, and it had a whole one.
+        # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
         by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
         header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
         plan = header.plan
