@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.operations import is_fused_attention, name_of
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -197,7 +200,9 @@ def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
     Raises:
         WalkError: the exporter cannot follow the model; the message holds the exporter's own reason.
     """
-    from torch.export import export  # imported here: it takes about a second, which the rest of the package need not wait for
+    # imported here: they take about a second, which the rest of the package need not wait for
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.export import export
 
     try:
         with isolated(double):
@@ -205,6 +210,9 @@ def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
     except Exception as error:
         reason = f"torch.export cannot trace it: {one_line(error)}{_left_out(double, example)}"
         raise WalkError(f"{type(double).__name__} cannot be walked, because {reason}") from error
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    for mode in {value.fake_mode for value in values if isinstance(value, FakeTensor)}:
+        _forget_sources(mode)
     signature = program.graph_signature
     graph = inlined(program.graph_module)
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -222,7 +230,23 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
         with isolated(double):  # nothing to fake, and twice as fast
             return double(*example)
     with isolated(double), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return double(*pytree.tree_map_only(Tensor, mode.from_tensor, example))
+        result = double(*pytree.tree_map_only(Tensor, mode.from_tensor, example))
+    _forget_sources(mode)
+    return result
+
+
+def _forget_sources(mode: FakeTensorMode) -> None:
+    """Empty the maps from real tensors to fake ones, those of the exporter included.
+
+    They refer to parameters weakly, and ``torch.utils.swap_tensors``, by which ``to`` and ``load_state_dict`` may work, refuses such
+    parameters.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.describer.lookup_tensor.clear()
+    converter.tensor_memo.clear()
+    getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
 
 
 def _batch(example: tuple[Any, ...]) -> int | None:

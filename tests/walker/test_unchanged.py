@@ -108,3 +108,12 @@ def with_a_generator() -> nn.Module:
 def test_what_cannot_be_walked_is_refused_with_the_reason(make: Callable[[], Any], width: int, words: str) -> None:
     with pytest.raises(WalkError, match=words):
         walk(make(), tokens(width))
+
+
+def test_parameters_may_be_swapped_after_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = beit()
+    walk(model)
+    weight = model.get_parameter("fc_norm.weight")
+    model.double().load_state_dict(beit().double().state_dict())
+    assert model.get_parameter("fc_norm.weight") is weight and weight.dtype == torch.float64
