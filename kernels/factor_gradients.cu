@@ -9,21 +9,13 @@
 //
 // dw: (linears, outputs, inputs), float32. MODE is the factors' dtype: 0 fp16, 1 bf16, 2 float32; gradients are float32.
 // Defines: LINEARS, MODE, L_A L_B L_C L_D and R_A R_B R_C R_D, the patterns of the factors.
-#include "instructions.cuh"
+#include "factor_values.cuh"
 
 constexpr int kTile = 32;  // members, rows, and terms of a slice
 constexpr int kGroups = 4, kGroupThreads = 128, kEach = kTile * kTile / kGroupThreads;
 constexpr int kOutputs = L_A * L_B * L_D, kInputs = R_A * R_C * R_D;
 constexpr int kOutputTiles = (L_B + kTile - 1) / kTile;
 static_assert(L_A * L_C * L_D == R_A * R_B * R_D, "factors that fit each other");
-
-#if MODE == 2
-typedef float Weight;
-__device__ __forceinline__ float value_of(float weight) { return weight; }
-#else
-typedef u16 Weight;
-__device__ __forceinline__ float value_of(u16 weight) { return widen(weight); }
-#endif
 
 struct Operands {
     const Weight *left[LINEARS], *right[LINEARS];

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from recipe import VIT_S, Run
 from torch import Tensor, nn
 
+import flysurgery
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
 from flysurgery.bench.measuring import NOISE, checked_rows, one_line
 from flysurgery.bench.rows import cell
@@ -120,10 +121,20 @@ def module_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
     return Case(runs, x, truth, rows, base=x[rows] if entry.part == "FFN" else None)
 
 
-def step_case(model: str, arch: str, batch: int, device: torch.device, dtype: torch.dtype, *, compile_too: bool = False) -> Case:
+def step_case(
+    model: str,
+    arch: str,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compile_too: bool = False,
+    training: bool | Literal["captured"] = False,
+) -> Case:
     """A training step under autocast: forward, cross entropy, backward, AdamW. It gives a gradient of the first feed-forward layer.
 
-    The learning rate is zero, so that every step gives the same gradient; it takes as long as any other.
+    The learning rate is zero, so that every step gives the same gradient; it takes as long as any other. With ``training`` there are
+    optimized candidates too, made with this option.
     """
     unit = parts(model, arch)["model"]
     module: Any = unit.make().to(device)
@@ -163,6 +174,11 @@ def step_case(model: str, arch: str, batch: int, device: torch.device, dtype: to
 
     models = {"converted": module, "dense": dense_copy(module)}
     truths, runs = {name: exact(each) for name, each in models.items()}, {name: step(each) for name, each in models.items()}
+    for name, each in models.items() if training else ():
+        optimized = copy.deepcopy(each).requires_grad_(True).train()
+        with torch.autocast(device.type, dtype):
+            print(f"{name} optimized: {flysurgery.optimize(optimized, x, training=training)}", flush=True)
+        runs[f"{name} optimized"], truths[f"{name} optimized"] = step(optimized), truths[name]
     if compile_too:
         runs |= {f"{name} compiled": step(copy.deepcopy(each), compiled=True) for name, each in models.items()}
         truths |= {f"{name} compiled": truths[name] for name in models}

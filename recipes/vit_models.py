@@ -35,8 +35,8 @@ HEAD = ("model", "arch", "mode", "batch")
 OPTIMIZED_COLUMNS = (*HEAD, "candidate", "fused", "joules", "joules_to_dense", *MEASURED)
 """``fused`` counts the groups of layers that became fused modules. Joules are those of the whole batch."""
 
-TRAINING_COLUMNS = (*HEAD, "what", "candidate", *MEASURED)
-"""``what`` a candidate does once or several times in a row; ``error`` is that of a gradient."""
+TRAINING_COLUMNS = (*HEAD, "what", "candidate", "peak_gib", *MEASURED)
+"""``what`` a candidate does once or several times in a row; ``error`` is that of a gradient; ``peak_gib`` as in ``_peak_gib``."""
 
 METERED = (DENSE, "dense optimized", "optimized")
 """The candidates whose joules are measured."""
@@ -115,7 +115,7 @@ def measure_training(options: argparse.Namespace) -> None:
             case = {"model": options.model, "arch": options.arch, "batch": options.batch or recipe.images(options, device)}
             head = {**case, "mode": "bf16", "what": what}
             how = replace(protocol, launch="graph" if what == GRAPH else "eager")
-            is_compiled = what == "training step" and not options.quick
+            is_compiled = STEPS[what] == 1 and not options.quick
             make = partial(training_case, **case, what=what, device=device, is_compiled=is_compiled)
             yield head, partial(rows_of_case, head, make, "bf16", how)
 
@@ -124,17 +124,31 @@ def measure_training(options: argparse.Namespace) -> None:
 
 @torch.enable_grad()
 def training_case(model: str, arch: str, batch: int, what: str, device: torch.device, *, is_compiled: bool) -> Case:
-    """The step of a dense model and of the converted one, called from Python, compiled, or as a CUDA graph."""
+    """The step of a dense model and of the converted one, also optimized and compiled, called from Python or as a CUDA graph."""
     steps = STEPS[what]
-    ready = step_case(model, arch, batch, device, TIMED_MODES["bf16"], compile_too=is_compiled)
+    training = device.type == "cuda" and ("captured" if what == GRAPH else steps == 1)
+    ready = step_case(model, arch, batch, device, TIMED_MODES["bf16"], compile_too=is_compiled, training=training)
+    x = ready.input(DENSE)
+    memory = {name: _peak_gib(cast(recipe.Run, run), x) for name, run in ready.runs.items()} if x.is_cuda else {}
     runs: dict[str, Any] = {name: partial(_several, cast(recipe.Run, run), steps) for name, run in ready.runs.items()}
     if what == GRAPH and device.type != "cuda":
         runs = dict.fromkeys(ready.runs, recipe.NEEDS_CUDA)
     module, labels = converted_timm(model, {}, arch), torch.zeros(batch, dtype=torch.int64)
     plain = {DENSE: dense_copy(module), "converted": by_definition(module)}
     one = {name: work_of_step(each, ready.input(DENSE).cpu(), labels) for name, each in plain.items()}
-    works = {name: one[name.removesuffix(" compiled")] for name in runs}
-    return replace(ready, runs=runs, works={name: Work(steps * work.bytes_moved, steps * work.flops) for name, work in works.items()})
+    works = {name: one[name.removesuffix(" compiled").removesuffix(" optimized")] for name in runs}
+    works = {name: Work(steps * work.bytes_moved, steps * work.flops) for name, work in works.items()}
+    return replace(ready, runs=runs, works=works, notes={"peak_gib": memory})
+
+
+def _peak_gib(run: recipe.Run, x: Tensor) -> float:
+    """GiB that the second step needs at most beside what is there before it: activations, gradients and what lies between."""
+    run(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(x)
+    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
 
 
 def _several(run: recipe.Run, times: int, x: Tensor) -> Tensor:

@@ -205,6 +205,12 @@ def readable(tensor: Tensor) -> Tensor:
     return _in_vectors(tensor)[0]
 
 
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its elements do not lie one after the other, from a multiple of 16 bytes on."""
+    placed = tensor.is_contiguous() and not tensor.data_ptr() % _ALIGNMENT
+    return tensor if placed else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _in_vectors(tensor: Tensor) -> tuple[Tensor, int, int]:
     """A readable tensor, its rows, and the bytes from one to the next."""
     placed, width = rows_and_stride(tensor), tensor.element_size()

@@ -15,6 +15,7 @@ from flysurgery.factors import architecture_of
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.factor_gradients import factor_gradients
 from flysurgery.gpu.kernel import current_device
+from flysurgery.gpu.row_sums import sum_of_rows
 from flysurgery.gpu.run_product import run_product
 from flysurgery.torch_state import without_autocast
 
@@ -56,27 +57,24 @@ def all_gradients(
     with without_autocast(x.device.type):
         rows, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32)
-        found = [gradient.to(dtype) for gradient in factor_gradients(_summed(rows, given, mode), factors, linears)]
+        found = [gradient.to(dtype) for gradient in factor_gradients(summed(rows, given, mode), factors, linears)]
         if with_bias:
-            found.append(_sum_of_rows(rows, dtype))
+            found.append(sum_of_rows(rows, dtype))
         return [*found, input_gradient(dy, factors, linears, mode)] if with_input else found
 
 
-def _summed(dy: Tensor, x: Tensor, mode: str) -> Tensor:  # shape: (linears * out_features, in_features)
-    """``dy.T @ x``, summed in float32; in float64 for the mode ``exact``."""
+def summed(
+    dy: Tensor,  # shape: (rows, outputs)
+    x: Tensor,  # shape: (rows, inputs)
+    mode: str | None = None,
+) -> Tensor:  # shape: (outputs, inputs)
+    """``dy.T @ x``, summed in float32 or wider; in float64 for the mode ``exact``."""
     if mode == "exact":
         return dy.double().t() @ x.double()
     if x.dtype.itemsize > 2 or not x.is_cuda:
         wide = torch.promote_types(x.dtype, torch.float32)
         return dy.to(wide).t() @ x.to(wide)
     return torch.mm(dy.t(), x, out_dtype=torch.float32)
-
-
-def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:  # shapes: (rows, features) -> (features,)
-    """The sum in ``dtype``; of halves by a product with ones, which reads memory faster than PyTorch's sum."""
-    if not dy.is_cuda or dy.dtype.itemsize != 2:
-        return dy.sum(0, dtype=dtype)
-    return torch.mm(dy.new_ones((8, len(dy))), dy, out_dtype=dtype)[0]
 
 
 def layer_gradients(

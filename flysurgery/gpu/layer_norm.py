@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from flysurgery.gpu.fused import readable
+from flysurgery.gpu.fused import packed, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.registered import Operator
@@ -37,7 +38,7 @@ def row_moments(
     """
     moments = fresh((x.shape[0], 1, 2), torch.float32, x.device)
     if x.shape[0]:
-        _launch(x, None, None, moments, 0.0)
+        _launch(x, None, None, moments, 0.0, moments=True)
     return moments
 
 
@@ -62,14 +63,39 @@ def run_layer_norm(
         ones, zeros = x.new_ones(features, dtype=torch.float32), x.new_zeros(features, dtype=torch.float32)
         return (ones if weight is None else ones * weight.detach(), zeros if bias is None else zeros + bias.detach())
 
-    wide = derived(("layer norm", weight is None), sources, make, inference=True) if sources else make()
+    wide = derived(("layer norm", weight is None), sources, make, inference=True) if sources else (None, None)
     _launch(x, wide[0], wide[1], y, eps)
     return y
 
 
-def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float) -> None:
+def present_norm(
+    x: Tensor,  # shape: (rows, features)
+    weight: Tensor | None,  # shape: (features,)
+    bias: Tensor | None,  # shape: (features,)
+    eps: float,
+) -> Tensor:  # shape: (rows, features)
+    """The norm of x by the weights as they are now, of which nothing is remembered; by PyTorch where the kernel does not take x."""
+    if not x.is_cuda or layer_norm_obstacle(x.shape[-1], x.dtype) is not None:
+        own, shift = (None if each is None else each.to(x.dtype) for each in (weight, bias))
+        return functional.layer_norm(x, x.shape[-1:], own, shift, eps)
+    y = x.new_empty(x.shape)
+    if x.shape[0]:
+        own, shift = _wide(x, weight, bias)
+        _launch(packed(x), own, shift, y, eps)
+    return y
+
+
+def _wide(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Both in float32; ones or zeros for one that is missing beside the other."""
+    if weight is None and bias is None:
+        return None, None
+    ones = x.new_ones(x.shape[-1], dtype=torch.float32) if weight is None else packed(weight.detach().float())
+    return ones, torch.zeros_like(ones) if bias is None else packed(bias.detach().float())
+
+
+def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, *, moments: bool = False) -> None:
     device_index = x.device.index
-    _kernel(x.shape[1], x.dtype, weight is None, device_index).launch(
+    _kernel(x.shape[1], x.dtype, moments, device_index).launch(
         (-(-x.shape[0] // _ROWS_OF_BLOCK), 1, 1),
         (32 * _ROWS_OF_BLOCK, 1, 1),
         0,

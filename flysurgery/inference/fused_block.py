@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn import functional
@@ -222,7 +223,7 @@ class FusedBlock(StandIn):
         arguments: Arguments = _NO_ARGUMENTS if alone else {**dict(enumerate(args[1:])), **kwargs}
         if not args or not self.condition.holds() or not self.form.fits(arguments):
             return self.plain(*args, **kwargs)
-        if not alone or watched():
+        if not alone or watched() or torch.is_grad_enabled():
             return self._fused(args[0], arguments)
         return self._repeating(self._fused, self.original.modules, args[0])
 

@@ -13,6 +13,7 @@ from flysurgery import ops
 from flysurgery.inference.standin import Together, is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Stage, Way
+from flysurgery.torch_state import autocast_dtype
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
 
@@ -29,10 +30,11 @@ class Step(nn.Module):
     """A group of operators. ``enabled`` is false if the kernel must not be used although it could run.
 
     Its children are the modules of the group; ``held`` are the parameters that it reads of other modules. ``options`` are what
-    groups of equal shapes may differ in.
+    groups of equal shapes may differ in. A step that ``trains`` serves calls with gradients, also under autocast, and no others.
     """
 
     enabled = True
+    trains = False
 
     def __init__(self, held: Iterable[Parameter | None] = (), options: tuple[object, ...] = ()) -> None:
         super().__init__()
@@ -62,13 +64,26 @@ class Step(nn.Module):
         way = self.way(x, *others)
         return None if isinstance(way, str) else way.run()
 
+    def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
+        """The group with fused gradients, in the dtype of x or that of autocast, or why it has none."""
+        dtype = autocast_dtype(x.device.type) or x.dtype
+        x, *others = (each.to(dtype) for each in (x, *others))  # pyright: ignore[reportAssignmentType]
+        operation = self.operation(x, *others)
+        if isinstance(operation, str):
+            return operation
+        return ops.training_reason(x, operation) or ops.trained(x, operation)
+
     def read(self) -> Iterable[nn.Module]:
         """The modules whose own parameters, not those of their children, ``fused`` reads."""
         return [*self.modules(), *(each[0] for each in self.held if each is not None)]
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         with _unwatched(x):
-            if self.enabled and not _under_autocast(x):
+            if self.trains and self.enabled and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                y = self.trained(x, *others)
+                if not isinstance(y, str):
+                    return y
+            elif self.enabled and not self.trains and not _under_autocast(x):
                 y = self._repeating(self.fused, self.read, x, *others)
                 if y is not None:
                     return y
@@ -152,6 +167,10 @@ class AttentionStep(Step):
     def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
         return ops.Attention(others[0], others[1], self.scale)
 
+    def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
+        given = ops.Attention(others[0], others[1], self.scale)
+        return given.wrong(x) or ops.attended(x, given)
+
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, others[0], others[1], scale=self.scale)
 
@@ -230,8 +249,12 @@ class PatchesStep(Step):
         if isinstance(operation, str):
             return operation
         way = ops.way(x, operation)
-        stages = (Stage((), _patches_product),) if isinstance(way, str) else way.stages
+        stages = (Stage((), lambda y, x, given: given.by_product(x)),) if isinstance(way, str) else way.stages
         return Way((*stages, Stage((), _as_image)), x, operation)
+
+    def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
+        operation = ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
+        return operation.wrong_sizes(x) or _as_image(operation.by_product(x), x, operation)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.convolution(x)
@@ -252,11 +275,17 @@ class EmbeddingStep(Step):
         self.convolution, self.image = convolution, image
         self._together = (together,)  # in a tuple, so that it is no child: it holds the whole model
 
-    def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
+    def operation(self, x: Tensor, *others: Tensor) -> ops.PatchEmbedding | str:
         if tuple(x.shape[1:]) != self.image:
             return f"position is that of images of {self.image}, got {tuple(x.shape)}"
         prefix = [getattr(*each) for each in self.held[1:] if each is not None]
         return ops.PatchEmbedding(self.convolution.weight, self.convolution.bias, self._held(0), prefix)
+
+    def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
+        operation = self.operation(x)
+        if isinstance(operation, str):
+            return operation
+        return operation.wrong_sizes(x) or operation.by_product(x).to(autocast_dtype(x.device.type) or x.dtype)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self._together[0](x)
@@ -294,13 +323,6 @@ def _under_autocast(x: Tensor) -> bool:
 
 def _scaled(branch: Tensor, scale: Tensor | None) -> Tensor:
     return branch if scale is None else branch * scale
-
-
-def _patches_product(y: Tensor, x: Tensor, given: ops.PatchEmbedding) -> Tensor:
-    """By PyTorch's product, on any device and with gradients."""
-    (images, channels, height, width), (_, _, high, wide) = x.shape, given.weight.shape
-    patches = x.reshape(images, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
-    return functional.linear(patches.reshape(images, -1, channels * high * wide), given.weight.flatten(1), given.bias)
 
 
 def _as_image(y: Tensor, x: Tensor, given: ops.PatchEmbedding) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +14,23 @@ from torch import Tensor, nn
 from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
+from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
 from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
 from flysurgery.inference.standin import Fused, put, restore, view
 from flysurgery.surgery import Reason, grouped, is_optimized, text_table
+from flysurgery.torch_state import autocast_dtype
 from flysurgery.walker import Example, example_input
 
 _HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
+_HINDRANCES = {
+    "training": "is in training mode; call model.eval() first",
+    "dropout": "drops values or paths in training",
+    "hooked": "has hooks, which a fused module would not run",
+}
 MEASURED_IMAGES = 64
 """The number of images in the measurement on CUDA, if no example is given."""
+
+Training = bool | Literal["captured"]
 
 Times = tuple[float, float]
 """Milliseconds of one call, with the model's own modules and with the fused ones."""
@@ -82,7 +92,7 @@ class OptimizeReport:
         return "\n\n".join([head, text_table(_HEADER, lines, right=("n", "own modules ms", "fused ms"))] if lines else [head])
 
 
-def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport:
+def optimize(model: nn.Module, example: Example | None = None, *, training: Training = False) -> OptimizeReport:
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
@@ -102,6 +112,12 @@ def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport
     ``torch.compile`` a fused block that only launches kernels is one operator.
 
     Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
+    With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
+    together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
+    blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
+    Gradients have the dtypes of their parameters; there are no second derivatives. The whole model is timed as it is called from Python,
+    which takes the host more time than the model's own modules do; with ``training="captured"`` as a CUDA graph of the whole step.
+
     ``restore`` puts the model back. Do that before its layers are resized or reconfigured (``set_input_size``, another ``num_heads``,
     ...), before ``torch.compile`` runs with replaced layers, or with other parameters by ``torch.func.functional_call``, and before
     ``nn.DataParallel``, which refuses: fused modules keep the attributes from which they were made, and their device.
@@ -110,6 +126,7 @@ def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport
         model: in eval mode; modules in training mode or with hooks stay as they are.
         example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for.
             None: models of timm, vit-pytorch and transformers that take images need none, and 64 images are measured on CUDA.
+        training: whether to make training faster in place of inference, called from Python or captured.
 
     Raises:
         InferenceError: the model is optimized already, has parameters of several devices, or is compiled.
@@ -117,19 +134,23 @@ def optimize(model: nn.Module, example: Example | None = None) -> OptimizeReport
     """
     started = perf_counter()
     _refuse(model)
+    if training not in (False, True, "captured"):
+        raise InferenceError(f"training must be False, True or 'captured', got {training!r}")
     device, dtype = _place_of(model)
+    measured_as = (training and autocast_dtype(device.type)) or dtype
     found = find_groups(model, _example(model, device) if example is None else example)
-    built = find_replacements(model, found)
+    built = find_replacements(model, found, trains=bool(training))
     measured: dict[object, Times] = {}
-    for replacement in built.replacements:
-        _decide(replacement, dtype, device, measured)
-    fused, whole = _not_slower(model, built.replacements, found.seen.example)
+    with rehearsed(model) if training else nullcontext():
+        for replacement in built.replacements:
+            _decide(replacement, dtype, device, measured)
+        fused, whole = _not_slower(model, built.replacements, found.seen.example, training)
     put(model, fused)
     rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
     rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
-    return OptimizeReport(tuple(rows), str(device), str(dtype).removeprefix("torch."), perf_counter() - started, model, whole)
+    return OptimizeReport(tuple(rows), str(device), str(measured_as).removeprefix("torch."), perf_counter() - started, model, whole)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -159,8 +180,10 @@ def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, 
     for candidate in replacement.candidates:
         if hindrance is not None:
             code, module = hindrance
-            text = "is in training mode; call model.eval() first" if code == "training" else "has hooks, which a fused module would not run"
-            candidate.leave(Reason(code, f"its {type(module).__name__} {text}"))
+            candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
+            continue
+        if candidate.step.trains:
+            _decide_training(candidate, dtype, device, measured)
             continue
         with torch.no_grad():
             # No data is needed: the answer follows from shapes, dtypes and the device.
@@ -173,18 +196,41 @@ def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, 
                 _decide_by_times(candidate, dtype, device, measured)
 
 
+def _decide_training(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    """The same for calls with gradients, by the times of forward and backward."""
+    step = candidate.step
+    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
+    calls, shapes = training_calls(step, candidate.shapes)
+    inputs = clock.random_inputs(shapes, autocast_dtype(device.type) or dtype, device)
+    with torch.no_grad():
+        reason = calls[1](*inputs)
+    if isinstance(reason, str):
+        candidate.leave(Reason("no-gradients", reason))
+    elif device.type != "meta":
+        if key not in measured:
+            plain_ms, fused_ms = clock.medians_ms([with_gradients(call, step) for call in calls], inputs)
+            measured[key] = plain_ms, fused_ms
+        _leave_slower(candidate, measured[key])
+
+
 def _decide_by_times(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
     step = candidate.step
     key = (candidate.group, step.likeness(), candidate.shapes, dtype)
     if key not in measured:
         plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), clock.random_inputs(candidate.shapes, dtype, device))
         measured[key] = plain_ms, fused_ms
-    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
+    _leave_slower(candidate, measured[key])
+
+
+def _leave_slower(candidate: Candidate, times: Times) -> None:
+    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = times
     if fused_ms >= plain_ms:
         candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
 
 
-def _not_slower(model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...]) -> tuple[Fused, Times | None]:
+def _not_slower(
+    model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training
+) -> tuple[Fused, Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
     While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
@@ -197,8 +243,11 @@ def _not_slower(model: nn.Module, replacements: Sequence[Replacement], example: 
                 replacement.put(fused)
         if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None
+        ways, most = [model, view(model, *fused)], clock.MOST_COPIES
+        if training:
+            ways, most = [with_gradients(each, model) for each in ways], clock.MOST_BACKWARD
         with torch.no_grad():
-            plain_ms, fused_ms = clock.medians_ms((model, view(model, *fused)), example, most_copies=clock.MOST_COPIES)
+            plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most, captured=training is not True)
         if fused_ms <= plain_ms:
             return fused, (plain_ms, fused_ms)
         _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))

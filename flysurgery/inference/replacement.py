@@ -91,14 +91,17 @@ Own = dict[str, Candidate]
 """The candidates of one part of a block, by their groups; "qkv" and "attention" may be missing."""
 
 
-def find_replacements(model: nn.Module, found: Findings) -> Replacements:
-    """The candidates of ``model``. Blocks, the inner ones first, follow the replacements that they do not cover, which may lie inside."""
-    return _Builder(model, found).build()
+def find_replacements(model: nn.Module, found: Findings, *, trains: bool = False) -> Replacements:
+    """The candidates of ``model``. Blocks, the inner ones first, follow the replacements that they do not cover, which may lie inside.
+
+    ``trains`` asks for steps with gradients, which run in training mode as well.
+    """
+    return _Builder(model, found, trains).build()
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, found: Findings) -> None:
-        self.model, self.found, self.module = model, found, model.get_submodule
+    def __init__(self, model: nn.Module, found: Findings, trains: bool) -> None:
+        self.model, self.found, self.module, self.trains = model, found, model.get_submodule, trains
 
     def build(self) -> Replacements:
         found, built = self.found, Replacements()
@@ -132,12 +135,15 @@ class _Builder:
         built.replacements += blocks
         for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
             built.replacements.append(self._embedding(fqn, embedding))
+        for replacement in built.replacements:
+            for candidate in replacement.candidates:
+                candidate.step.trains = self.trains
         return built
 
     def _block(self, block: Block, form: Form) -> Replacement:
         """A proven block, with the candidates of its parts."""
         original = self.module(block.fqn)
-        condition = Condition(original.modules())
+        condition = Condition(original.modules(), itself=original, trains=self.trains)
         candidates = [self._of_part(part) for part in block.parts]
 
         def put(fused: Fused) -> None:
@@ -257,16 +263,16 @@ class _Builder:
         def put(fused: Fused) -> None:
             start = f"{group.fqn}." if group.fqn else ""
             others = {fqn.removeprefix(start): each for fqn, each in fused.modules.items() if fqn.startswith(start)}
-            condition = Condition(called, above(module, (group.patches, *others)))
+            condition = Condition(called, above(module, (group.patches, *others)), trains=self.trains)
             method = StandInMethod(module, group.caller, together.replaced(step, others), condition)
             fused.methods[group.fqn, group.caller] = method
 
-        return Replacement((candidate,), Condition(called), put)
+        return Replacement((candidate,), Condition(called, trains=self.trains), put)
 
     def _stepped(self, fqn: str, candidate: Candidate) -> Replacement:
         """One module that is the whole group."""
         original = self.module(fqn)
-        condition = Condition(original.modules())
+        condition = Condition(original.modules(), itself=original, trains=self.trains)
 
         def put(fused: Fused) -> None:
             fused.modules[fqn] = Stepped(original, candidate.step, condition)
@@ -282,7 +288,7 @@ class _Builder:
             raise UnfitError("call-form", f"{behind} is not called once with the normed input alone")
         first, second = self.module(norm), self.module(behind)
         holders = [self.module(fqn.rpartition(".")[0]) for fqn in (norm, behind)]
-        condition = Condition([*first.modules(), *second.modules()], holders)
+        condition = Condition([*first.modules(), *second.modules()], holders, trains=self.trains)
 
         def put(fused: Fused) -> None:
             fused.modules[norm] = Passed(first, condition)

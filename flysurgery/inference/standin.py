@@ -26,13 +26,20 @@ def is_plain(module: nn.Module) -> bool:
 class Condition:
     """Whether fused modules may run: no covered module is in training mode or has hooks on its call.
 
+    Those that train may run in training mode where no covered module drops anything then: dropouts and paths have a rate of zero. Hooks
+    on ``itself``, the module that is replaced, are called by what replaces it.
+
     After ``settle``, the covered modules and ``holders`` must also keep the children that they had then, and no covered module or child
     may get another forward. A compiler skips this check, which would cost it hundreds of guards.
     """
 
-    def __init__(self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = (), *, itself: nn.Module | None = None, trains: bool = False
+    ) -> None:
         self.covered, self._holders = tuple(covered), tuple(holders)
-        self._hooks = tuple(getattr(module, name) for module in self.covered for name in _HOOKS)  # the dictionaries, which stay the same
+        self._hooked = [module for module in self.covered if module is not itself]
+        self._hooks = tuple(getattr(module, name) for module in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
+        self._rates = [(module, name) for module in self.covered for name in rates_of(module)] if trains else None
         self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
         self._settled = list[Any]()
 
@@ -49,19 +56,32 @@ class Condition:
         """Whether the fused modules may run. Every call asks this, so it takes a third of the time of ``obstacle``."""
         if torch.compiler.is_compiling():
             return not any(self._hooks) and not any(module.training for module in self.covered)
-        return not any(self._hooks) and not any(map(_training, self.covered)) and self._settled == self._present()
+        return not any(self._hooks) and not self._differ() and self._settled == self._present()
+
+    def _differ(self) -> bool:
+        """Whether covered modules compute something else in their training mode."""
+        if self._rates is None:
+            return any(map(_training, self.covered))
+        return any(module.training and getattr(module, name) for module, name in self._rates)
 
     def _present(self) -> list[Any]:
         return [*map(dict.get, self._dictionaries, self._names)]
 
     def obstacle(self) -> tuple[str, nn.Module] | None:
-        """``"training"`` or ``"hooked"``, and the first module that is; None where the fused modules may run."""
+        """``"training"``, ``"dropout"`` or ``"hooked"``, and the first module that is or has it; None where the fused modules may run."""
         for module in self.covered:
-            if module.training:
+            if module.training and self._rates is None:
                 return "training", module
+        for module in self._hooked:
             if any(getattr(module, name) for name in _HOOKS):
                 return "hooked", module
-        return None
+        return next((("dropout", module) for module, name in self._rates or () if getattr(module, name)), None)
+
+
+def rates_of(module: nn.Module) -> list[str]:
+    """The names of attributes that are rates of dropout, or of paths that are dropped: ``p``, and numbers with "drop" in their names."""
+    found = [name for name, value in vars(module).items() if "drop" in name and type(value) in (int, float)]
+    return [*found, "p"] if isinstance(module, nn.modules.dropout._DropoutNd) else found
 
 
 class StandIn(nn.Module):

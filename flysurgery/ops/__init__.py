@@ -6,6 +6,7 @@ from flysurgery.gpu.sealed import Seal as Seal
 from flysurgery.gpu.taken import taking as taking
 from flysurgery.gpu.weight_cache import forget_derived as forget_derived
 from flysurgery.ops.attend import Attention as Attention
+from flysurgery.ops.attention_gradient import attended as attended
 from flysurgery.ops.backend import Backend as Backend
 from flysurgery.ops.dispatch import Explanation as Explanation
 from flysurgery.ops.dispatch import Verdict as Verdict
@@ -27,6 +28,8 @@ from flysurgery.ops.parts import Norm as Norm
 from flysurgery.ops.patches import PatchEmbedding as PatchEmbedding
 from flysurgery.ops.problem import Problem as Problem
 from flysurgery.ops.registry import BACKENDS as BACKENDS
+from flysurgery.ops.training import trained as trained
+from flysurgery.ops.training import training_reason as training_reason
 from flysurgery.ops.ways import Operation as Operation
 from flysurgery.ops.ways import Stage as Stage
 from flysurgery.ops.ways import Way as Way

@@ -41,17 +41,18 @@ class PatchEmbedding(NamedTuple):
         return "patch_embedding", self.bias is None, self.position is None
 
     def wrong(self, x: Tensor) -> str | None:
+        other = next((tensor.dtype for tensor in self.tensors if tensor.dtype != x.dtype), None)
+        return self.wrong_sizes(x) or (other and f"expected all tensors in the images' {x.dtype}, got {other}")
+
+    def wrong_sizes(self, x: Tensor) -> str | None:
+        """Why the sizes of the operands do not fit each other; None where they do."""
         weight = self.weight
         if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1]:
             return f"expected images and a convolution of as many channels, got shapes {tuple(x.shape)} and {tuple(weight.shape)}"
         (height, width), (high, wide) = x.shape[2:], weight.shape[2:]
         if height < high or width < wide or height % high or width % wide:
             return f"images of {height}x{width} are not cut into patches of {high}x{wide}"
-        obstacle = _wrong_rows(self, (height // high) * (width // wide))
-        if obstacle is not None:
-            return obstacle
-        wrong = next((tensor for tensor in self.tensors if tensor.dtype != x.dtype), None)
-        return None if wrong is None else f"expected all tensors in the images' {x.dtype}, got {wrong.dtype}"
+        return _wrong_rows(self, (height // high) * (width // wide))
 
     def stages(self, x: Tensor) -> Stages | str:
         mode = present_mode(x.dtype)
@@ -62,8 +63,15 @@ class PatchEmbedding(NamedTuple):
         return (Stage((), _copied),)
 
     def plainly(self, x: Tensor) -> Tensor:
-        weight, bias, position, prefix = self
-        patches = functional.conv2d(x, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+        patches = functional.conv2d(x, self.weight, self.bias, stride=self.weight.shape[2:])
+        return self._with_position(x, patches.flatten(2).transpose(1, 2))
+
+    def by_product(self, x: Tensor) -> Tensor:
+        """The same by one product, with gradients: that of a convolution's weight takes PyTorch longer."""
+        return self._with_position(x, functional.linear(_pixels(x, self.weight), self.weight.flatten(1), self.bias))
+
+    def _with_position(self, x: Tensor, patches: Tensor) -> Tensor:
+        _, _, position, prefix = self
         if position is not None and position.shape[-2] == patches.shape[1]:
             patches, position = patches + position, None
         tokens = torch.cat([*(each.expand(len(x), -1, -1) for each in prefix), patches], dim=1) if prefix else patches
@@ -77,10 +85,7 @@ def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> 
 
 def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
     weight, bias, position, prefix = patches
-    features, channels, high, wide = weight.shape
-    count, _, height, width = images.shape
-    pixels = images.reshape(count, channels, height // high, high, width // wide, wide).permute(0, 2, 4, 1, 3, 5)
-    pixels = pixels.reshape(count, -1, channels * high * wide)
+    features, count, pixels = weight.shape[0], images.shape[0], _pixels(images, weight)
     before, position = rows_of_image(position, prefix, pixels.shape[1])
     offset = torch.zeros((1, features), dtype=images.dtype, device=images.device) if bias is None else bias[None]
     offset = (offset if position is None else position + offset).expand(count, pixels.shape[1], -1)
@@ -91,6 +96,13 @@ def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
     tokens[:, : len(before)] = before
     torch.baddbmm(offset, pixels, matrix, out=tokens[:, len(before) :])
     return tokens
+
+
+def _pixels(images: Tensor, weight: Tensor) -> Tensor:  # shape: (images, patches, channels * patch height * patch width)
+    """A copy in which the pixels of a patch lie side by side."""
+    (count, channels, height, width), (high, wide) = images.shape, weight.shape[2:]
+    cut = images.reshape(count, channels, height // high, high, width // wide, wide)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * high * wide)
 
 
 def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:

@@ -173,6 +173,16 @@ KERNELS: dict[str, tuple[tuple[str, ...], int, Variants]] = {
             "odd sizes": lambda *_: macros(Architecture.of((2, 6, 4, 3), (3, 8, 5, 1)), torch.float32, 1),
         },
     ),
+    "multiply_out": (OF_ALL, 0, {"three of halves": lambda *_: macros(gonon(384, 384), torch.bfloat16, 3)}),
+    "norm_gradient": (OF_ALL, 0, {f"mode {mode}": lambda *_, mode=mode: {"COLUMNS": 1024, "MODE": mode} for mode in range(3)}),
+    "row_sums": (
+        OF_ALL,
+        0,
+        {
+            name: lambda *_, name=name: {"COLUMNS": 1536, "MODE": 1, "ACTIVATION": ACTIVATIONS[name]}
+            for name in ("none", "gelu", "gelu_tanh", "silu")
+        },
+    ),
     "gather": (OF_ALL, 0, {"nine": lambda *_: {"SLOTS": 9, "SOURCE": 0, "TARGET": 1}}),
     "transpose": (OF_ALL, 0, {"odd": lambda *_: Transposition(2, 19, 3).defines(torch.bfloat16, aligned=False)}),
     "gated": (OF_ALL, 0, {"silu": lambda *_: {"COLUMNS": 2048, "MODE": 2, "ACTIVATION": ACTIVATIONS["silu"]}}),

@@ -1,0 +1,79 @@
+"""Sums over rows: of a gradient alone, for a bias, or of what is left of it before an activation, which the same launch computes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flysurgery.gpu.fused import ACTIVATIONS, packed
+from flysurgery.gpu.gated import gated_obstacle
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel, may_begin_early
+from flysurgery.gpu.modes import DTYPE_NUMBERS
+from flysurgery.gpu.obstacles import multiprocessors_of
+
+_WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
+_BLOCKS, _BLOCKS_OF_SUMS = 6, 1
+"""Blocks of a multiprocessor, which all run at once; of sums alone, which keep more rows on their way, so that fewer parts are left."""
+
+
+def sum_of_rows(
+    dy: Tensor,  # shape: (rows, features)
+    dtype: torch.dtype,
+) -> Tensor:  # shape: (features,)
+    """The sum of rows in ``dtype``, float32 or wider."""
+    if not _has_kernel(dy, "none") or dtype != torch.float32:
+        return dy.sum(0, dtype=dtype)
+    return _launch(None, packed(dy), "none")
+
+
+def activation_gradient(
+    u: Tensor,  # shape: (rows, features)
+    gradient: Tensor,  # of activation(u), of the same shape
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # shapes: (rows, features) twice, (features,) in float32 or wider
+    """``activation(u)``, the gradient of u, and its sum over rows. The first two may be written in place of ``u`` and ``gradient``.
+
+    Raises:
+        KeyError: there is no such activation; ``gelu``, ``gelu_tanh`` and ``silu`` are.
+    """
+    if _has_kernel(u, activation):
+        u, gradient = packed(u), packed(gradient)
+        return u, gradient, _launch(u, gradient, activation)
+    found, of_u = _BY_PYTORCH[activation](u, gradient)
+    return found, of_u, of_u.sum(0, dtype=torch.promote_types(u.dtype, torch.float32))
+
+
+def _by_gelu(approximate: str, u: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.gelu(u, approximate=approximate), torch.ops.aten.gelu_backward(gradient, u, approximate=approximate)
+
+
+_BY_PYTORCH = {
+    "gelu": lambda u, gradient: _by_gelu("none", u, gradient),
+    "gelu_tanh": lambda u, gradient: _by_gelu("tanh", u, gradient),
+    "silu": lambda u, gradient: (functional.silu(u), torch.ops.aten.silu_backward(gradient, u)),
+}
+
+
+def _has_kernel(x: Tensor, activation: str) -> bool:
+    return x.is_cuda and gated_obstacle(x.shape[-1], x.dtype, activation) is None
+
+
+def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (features,), float32
+    (rows, features), index = gradient.shape, gradient.device.index
+    strips = -(-features * gradient.element_size() // (_VECTOR_BYTES * _LANES))
+    blocks = (_BLOCKS_OF_SUMS if u is None else _BLOCKS) * multiprocessors_of(index)
+    parts = max(1, min(blocks // strips, -(-rows // _WARPS)))
+    sums = torch.empty((parts, features), dtype=torch.float32, device=gradient.device)
+    _kernel(features, gradient.dtype, activation, index).launch(
+        (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=may_begin_early(index)
+    )
+    return sums.sum(0)
+
+
+@lru_cache(maxsize=256)
+def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
+    defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
+    return load_kernel("row_sums.cu", defines, name="row_sums", device_index=device_index)

@@ -1,0 +1,98 @@
+"""Linears that share x as one dense matrix and one bias, with a layer scale behind them; and the way back for their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flysurgery.gpu.factor_gradients import factor_gradients
+from flysurgery.gpu.multiply_out import multiplied_out
+from flysurgery.ops.launches import alike
+from flysurgery.ops.parts import Dense, FusedFactors, Linear
+
+Group = Sequence[Linear]
+
+
+class AsDense(NamedTuple):
+    """``weight`` and ``bias``, scaled and in the dtype of x. ``matrix`` is the weight before: float32, or as the linears have it."""
+
+    weight: Tensor  # shape: (sum of all out_features, in_features)
+    bias: Tensor | None  # shape: (sum of all out_features,)
+    matrix: Tensor  # shape: (sum of all out_features, in_features)
+
+    def __call__(self, x: Tensor) -> Tensor:  # shapes: (rows, in_features) -> (rows, sum of all out_features)
+        """The linears' outputs, side by side."""
+        weight, bias, _ = self
+        return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def as_dense(group: Group, scale: Tensor | None, dtype: torch.dtype) -> AsDense:
+    """Multiply factors out and put the linears side by side. No gradients."""
+    matrix, bias = _matrix_of(group), _bias_of(group)
+    weight = matrix if scale is None else matrix * scale[:, None]
+    bias = bias if bias is None or scale is None else bias * scale
+    return AsDense(weight.to(dtype), None if bias is None else bias.to(dtype), matrix)
+
+
+def of_linears(
+    of_weight: Tensor,  # shape: (sum of all out_features, in_features), float32 or wider
+    of_bias: Tensor,  # shape: (sum of all out_features,), likewise
+    group: Group,
+    scale: Tensor | None,
+    matrix: Tensor,  # of ``AsDense``
+) -> tuple[tuple[Linear, ...], Tensor | None]:
+    """The gradients of the linears and of the scale, in their dtypes, from those of the scaled weight and bias."""
+    of_scale = None
+    if scale is not None:
+        bias = _bias_of(group)
+        of_scale = (matrix * of_weight).sum(1)
+        of_scale = (of_scale if bias is None else of_scale + bias * of_bias).to(scale.dtype)
+        of_weight, of_bias = of_weight * scale[:, None], of_bias * scale
+    sizes = [member.sizes[1] for member in group]
+    biases = [member.bias if member.bias is None else part.to(member.bias.dtype) for member, part in _pairs(group, of_bias.split(sizes))]
+    factors = _alike_factors(group)
+    if factors is None:
+        parts = of_weight.split(sizes)
+        return tuple(_of_linear(part, bias, member) for (member, part), bias in zip(_pairs(group, parts), biases, strict=True)), of_scale
+    found = _in_dtypes(factor_gradients(of_weight, factors, len(group)), factors)
+    length = len(factors) // len(group)
+    return tuple(FusedFactors(tuple(found[length * n : length * (n + 1)]), bias) for n, bias in enumerate(biases)), of_scale
+
+
+def _matrix_of(group: Group) -> Tensor:  # shape: (sum of all out_features, in_features)
+    factors = _alike_factors(group)
+    if factors is not None:
+        return multiplied_out(factors, len(group))
+    parts = [member.weight.flatten(1) if isinstance(member, Dense) else multiplied_out(member.factors, 1) for member in group]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _bias_of(group: Group) -> Tensor | None:  # shape: (sum of all out_features,)
+    if all(member.bias is None for member in group):
+        return None
+    first = next(tensor for member in group for tensor in member.tensors)
+    parts = [first.new_zeros(member.sizes[1]) if member.bias is None else member.bias for member in group]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _alike_factors(group: Group) -> list[Tensor] | None:
+    """All factors, one linear's after the other's, where all linears are of one architecture; else None."""
+    factors = [member for member in group if isinstance(member, FusedFactors)]
+    return [factor for member in factors for factor in member.factors] if len(factors) == len(group) and alike(factors) else None
+
+
+def _of_linear(of_weight: Tensor, of_bias: Tensor | None, linear: Linear) -> Linear:
+    if isinstance(linear, Dense):
+        return Dense(of_weight.view(linear.weight.shape).to(linear.weight.dtype), of_bias)
+    return FusedFactors(tuple(_in_dtypes(factor_gradients(of_weight, linear.factors, 1), linear.factors)), of_bias)
+
+
+def _in_dtypes(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=True)]
+
+
+def _pairs(group: Group, parts: Sequence[Tensor]) -> list[tuple[Linear, Tensor]]:
+    return list(zip(group, parts, strict=True))

@@ -1,0 +1,163 @@
+"""Fused operations with gradients: what stands between two attentions, forward and backward, in dense products and few other launches.
+
+The forward pass keeps an operation's input alone. The backward pass computes norms and hidden units again: a product costs less than to
+write and to read what it gives. Factors are multiplied out, because the sum over rows of their gradients is a dense product anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flysurgery.gpu.doubt import doubt_trained
+from flysurgery.gpu.gradients import summed
+from flysurgery.gpu.layer_norm import present_norm
+from flysurgery.gpu.norm_gradient import NormGradient, norm_gradient
+from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
+from flysurgery.ops.as_dense import AsDense, as_dense, of_linears
+from flysurgery.ops.feed_forward import ACTIVATIONS, FeedForward
+from flysurgery.ops.linear_residual import LinearResidual
+from flysurgery.ops.norm_linears import NormLinears
+from flysurgery.ops.parts import Gated, Linear, Norm, present
+from flysurgery.ops.ways import Operation
+from flysurgery.torch_state import is_tracing, without_autocast
+
+
+def training_reason(x: Tensor, operation: Operation) -> str | None:
+    """Why an operation has no fused gradients; None where it has."""
+    if not isinstance(operation, NormLinears | LinearResidual | FeedForward):
+        return "it has no fused gradients"
+    if isinstance(operation, FeedForward) and (isinstance(operation.up, Gated) or operation.inner is not None):
+        return "the fused gradients of feed-forward blocks know neither gates nor inner norms"
+    if is_tracing(x, *operation.tensors):
+        return "fused gradients take plain tensors, outside of compilers, transforms and modes"
+    return operation.wrong(x)
+
+
+def trained(x: Tensor, operation: Operation) -> Tensor:
+    """The result of an operation, with gradients of x and of all of its tensors, where ``training_reason`` is None.
+
+    Shapes are those of the operation's definition. All is computed in the dtype of x, sums and gradients of weights in float32 or wider;
+    the weights may be wider than x. There is no second derivative. On CUDA kernels do what is no product; elsewhere PyTorch does it.
+    """
+    result: Any = _Trained.apply(operation, x, *operation.tensors)
+    return result
+
+
+class _Trained(torch.autograd.Function):
+    """An operation whose tensors follow x, so that gradients find them."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Any, x: Tensor, *tensors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        with without_autocast(x.device.type):
+            y, dense = _FORWARD[type(operation)](rows, operation)
+        if isinstance(operation, LinearResidual):
+            operation = operation._replace(residual=x.new_empty(0))  # it is never read again
+        ctx.save_for_backward(rows, *operation.tensors, *[tensor for each in dense for tensor in each])
+        ctx.operation, ctx.shape = operation, x.shape
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view for autograd, so that q, k and v are its views
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        operation, (_, needs_x, *needs) = ctx.operation, ctx.needs_input_grad
+        rows, *saved = ctx.saved_tensors  # which raises if one of the operation's tensors has been written to
+        saved = saved[len(needs) :]
+        dense = [AsDense(*saved[start : start + 3]) for start in range(0, len(saved), 3)]
+        learning = [tensor for tensor, need in zip(operation.tensors, needs, strict=True) if need]
+        doubt_trained(learning)
+        with without_autocast(dy.device.type):
+            flat = dy.reshape(-1, dy.shape[-1]).contiguous()
+            dx, found = _BACKWARD[type(operation)](flat, rows, operation, dense, {*map(id, learning)})
+        if isinstance(operation, LinearResidual):
+            found = found._replace(residual=dy)
+        gradients = [gradient if need else None for gradient, need in zip(found.tensors, needs, strict=True)]
+        return (None, dx.view(ctx.shape) if needs_x else None, *gradients)
+
+
+def _gradients(
+    dy: Tensor,  # shape: (rows, sum of all out_features)
+    x: Tensor,  # shape: (rows, in_features)
+    dense: AsDense,
+    group: tuple[Linear, ...],
+    scale: Tensor | None,
+    learning: set[int],  # the ids of tensors that do
+    of_bias: Tensor | None = None,  # the sum of dy over rows, where it is known
+) -> tuple[tuple[Linear, ...], Tensor | None]:
+    """The gradients of linears and of the scale behind them; they themselves where none of them learns."""
+    if not any(id(tensor) in learning for tensor in present(*[tensor for each in group for tensor in each.tensors], scale)):
+        return group, scale
+    sums = sum_of_rows(dy, torch.promote_types(dy.dtype, torch.float32)) if of_bias is None else of_bias
+    return of_linears(summed(dy, x), sums, group, scale, dense.matrix)
+
+
+def _of_norm(norm: Norm, found: NormGradient) -> Norm:
+    """The gradients of a norm's weight and bias in their dtypes."""
+    of_weight = None if norm.weight is None else found.weight.to(norm.weight.dtype)
+    return Norm(of_weight, None if norm.bias is None else found.bias.to(norm.bias.dtype), norm.eps)
+
+
+def _norm_linears(x: Tensor, given: NormLinears) -> tuple[Tensor, list[AsDense]]:
+    dense = as_dense(given.group, None, x.dtype)
+    return dense(present_norm(x, *given.norm)), [dense]
+
+
+def _back_norm_linears(
+    dy: Tensor, x: Tensor, given: NormLinears, dense: Sequence[AsDense], learning: set[int]
+) -> tuple[Tensor, NormLinears]:
+    group, _ = _gradients(dy, present_norm(x, *given.norm), dense[0], tuple(given.group), None, learning)
+    found = norm_gradient(x, dy @ dense[0].weight, given.norm.weight, given.norm.eps)
+    return found.x, NormLinears(_of_norm(given.norm, found), group)
+
+
+def _linear_residual(x: Tensor, given: LinearResidual) -> tuple[Tensor, list[AsDense]]:
+    dense = as_dense((given.linear,), given.scale, x.dtype)
+    return dense(x).add_(given.residual.reshape(-1, given.residual.shape[-1])), [dense]
+
+
+def _back_linear_residual(
+    dy: Tensor, x: Tensor, given: LinearResidual, dense: Sequence[AsDense], learning: set[int]
+) -> tuple[Tensor, LinearResidual]:
+    (linear,), scale = _gradients(dy, x, dense[0], (given.linear,), given.scale, learning)
+    return dy @ dense[0].weight, given._replace(linear=linear, scale=scale)
+
+
+def _feed_forward(x: Tensor, given: FeedForward) -> tuple[Tensor, list[AsDense]]:
+    assert not isinstance(given.up, Gated), "training_reason says so"
+    first, last = as_dense((given.up,), None, x.dtype), as_dense((given.down,), given.scale, x.dtype)
+    y = last(ACTIVATIONS[given.activation](first(_normed(x, given.norm))))
+    return y.add_(x) if given.residual else y, [first, last]
+
+
+def _back_feed_forward(
+    dy: Tensor, x: Tensor, given: FeedForward, dense: Sequence[AsDense], learning: set[int]
+) -> tuple[Tensor, FeedForward]:
+    assert not isinstance(given.up, Gated), "training_reason says so"
+    (first, last), normed = dense, _normed(x, given.norm)
+    hidden, of_sums, of_bias = activation_gradient(first(normed), dy @ last.weight, given.activation)
+    (up,), _ = _gradients(of_sums, normed, first, (given.up,), None, learning, of_bias)
+    dx, beside, norm, sum_of_dy = of_sums @ first.weight, dy if given.residual else None, given.norm, None
+    if norm is not None:
+        found = norm_gradient(x, dx, norm.weight, norm.eps, beside)
+        dx, norm, sum_of_dy = found.x, _of_norm(norm, found), found.beside
+    elif beside is not None:
+        dx = dx + beside
+    (down,), scale = _gradients(dy, hidden, last, (given.down,), given.scale, learning, sum_of_dy)
+    return dx, given._replace(norm=norm, up=up, down=down, scale=scale)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else present_norm(x, *norm)
+
+
+_FORWARD: dict[type, Callable[..., Any]] = {NormLinears: _norm_linears, LinearResidual: _linear_residual, FeedForward: _feed_forward}
+_BACKWARD: dict[type, Callable[..., Any]] = {
+    NormLinears: _back_norm_linears,
+    LinearResidual: _back_linear_residual,
+    FeedForward: _back_feed_forward,
+}

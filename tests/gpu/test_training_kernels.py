@@ -1,0 +1,176 @@
+"""The kernels of fused gradients, and the gradients that they give, beside float64; and a captured training step."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import flysurgery
+from flysurgery.factors import factors_to_dense
+from flysurgery.gpu.layer_norm import present_norm
+from flysurgery.gpu.multiply_out import multiplied_out
+from flysurgery.gpu.norm_gradient import norm_gradient
+from flysurgery.gpu.row_sums import activation_gradient, sum_of_rows
+from flysurgery.ops import trained
+from flysurgery.ops.feed_forward import ACTIVATIONS
+from flysurgery.patterns import Architecture, gonon, monarch, named
+from tests.ops.operations import OPERATIONS, Made
+
+pytestmark = pytest.mark.gpu
+
+ROUNDED = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
+"""Half a unit in the last place; sums and approximate functions make more of float32."""
+FLOOR = {torch.float16: 0.02, torch.bfloat16: 0.02, torch.float32: 0.5}
+"""The share of the largest element that counts like an element's own size."""
+DTYPES = pytest.mark.parametrize("dtype", ROUNDED)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda")
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).detach().norm() / expected.detach().norm())
+
+
+def assert_rounded(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    room = ROUNDED[dtype] * (expected.abs() + FLOOR[dtype] * expected.abs().max())
+    assert ((found.double() - expected).abs() <= room).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 1001])
+@pytest.mark.parametrize("columns", [24, 384, 1024])
+def test_norms_and_their_gradients(columns: int, rows: int, dtype: torch.dtype) -> None:
+    x, g, r = (
+        each.to(dtype) for each in (normal(rows, columns) * 2 + 1, normal(rows, columns + 1)[:, 1:], normal(rows, columns + 2)[:, 2:])
+    )
+    weight, bias = normal(columns), normal(columns)
+    wide = [each.double().requires_grad_() for each in (x, weight, bias)]
+    y = functional.layer_norm(wide[0], (columns,), wide[1], wide[2], 1e-6)
+    of_x, of_weight, of_bias = torch.autograd.grad(y, wide, g.double())
+    assert_rounded(present_norm(x, weight, bias, 1e-6), y.detach(), dtype)
+    found = norm_gradient(x, g, weight, 1e-6, r)
+    assert found.beside is not None
+    assert_rounded(found.x, of_x + r.double(), dtype)
+    assert max(map(distance, (found.weight, found.bias, found.beside), (of_weight, of_bias, r.double().sum(0)))) < 1e-6
+    alone = norm_gradient(x, g, None, 1e-6)
+    assert alone.beside is None and distance(alone.bias, g.double().sum(0)) < 1e-6
+    assert distance(sum_of_rows(g, torch.float32), g.double().sum(0)) < 1e-6
+    off = g.flatten()[1 : 1 + columns][None]  # rows that do not begin at a multiple of 16 bytes
+    assert distance(sum_of_rows(off, torch.float32), off.double()[0]) < 1e-6
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_activations_and_their_gradients(activation: str, dtype: torch.dtype) -> None:
+    u, g = (normal(1001, 1536) * 3).to(dtype), normal(1002, 1536)[1:].to(dtype)
+    u[0, :4] = torch.tensor([0.0, 1e-4, -40.0, 40.0])
+    wide = u.double().requires_grad_()
+    y = ACTIVATIONS[activation](wide)
+    (of_u,) = torch.autograd.grad(y, wide, g.double())
+    found, du, sums = activation_gradient(u.clone(), g.clone(), activation)
+    assert_rounded(found, y.detach(), dtype)
+    assert_rounded(du, of_u, dtype)
+    assert distance(sums, of_u.sum(0)) < 1e-6
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "architecture", [monarch(1536, 384), gonon(384, 1536), named("lowrank", 384, 384), Architecture.of((2, 6, 4, 3), (3, 8, 5, 1))], ids=str
+)
+def test_factors_are_multiplied_out(architecture: Architecture, dtype: torch.dtype) -> None:
+    factors = [normal(*p.factor_shape).to(dtype) for _ in range(3) for p in architecture]
+    expected = torch.cat([factors_to_dense([each.double() for each in factors[start : start + 2]]) for start in (0, 2, 4)])
+    assert distance(multiplied_out(factors, 3), expected) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_beside_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    make = Made("cuda", 384)
+    wide, operation = make.tensor(301, 384), OPERATIONS[name](make, 301)
+    dy = torch.randn_like(operation.plainly(wide))
+    expected = torch.autograd.grad(operation.plainly(wide), (wide, *operation.tensors), dy)
+    with torch.no_grad():
+        for tensor in operation.tensors:  # weights are float32, what has rows is not
+            tensor.data = tensor.data.to(dtype if tensor.shape[0] == 301 else torch.float32)
+    x = wide.detach().to(dtype).requires_grad_()
+    found = torch.autograd.grad(trained(x, operation), (x, *operation.tensors), dy.to(dtype))
+    assert max(map(distance, found, expected)) < 4 * ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("arch", [None, "monarch"])
+def test_a_captured_step_is_that_of_python(arch: str | None) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).cuda().train()
+    if arch is not None:
+        flysurgery.convert(model, arch)
+    x, classes = torch.randn(16, 3, 224, 224, device="cuda"), torch.arange(16, device="cuda") % 10
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = functional.cross_entropy(model(x).float(), classes)
+        loss.backward()
+        return loss.detach()
+
+    def gradients() -> list[Tensor]:
+        """The loss, and the gradients of weights and factors: those of a bias of k are zero in truth."""
+        return [loss, *(each.grad.clone() for each in model.parameters() if each.grad is not None and each.ndim > 1)]
+
+    loss = step()
+    before = gradients()
+    with torch.autocast("cuda", torch.bfloat16):
+        report = flysurgery.optimize(model, x, training="captured")
+    assert {row.group for row in report.fused} >= {"qkv", "ffn"}, str(report)
+    model.zero_grad(set_to_none=True)
+    loss = step()
+    fused = gradients()
+    assert max(map(distance, fused, before)) < 0.05
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            step()
+    side.synchronize()
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = step()
+    for _ in range(2):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        graph.replay()
+    assert max(map(distance, gradients(), fused)) < 1e-5
+
+
+def test_training_moves_the_weights_that_a_captured_step_reads() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).cuda().train()
+    flysurgery.convert(model, "gonon")
+    x, classes = torch.randn(16, 3, 224, 224, device="cuda"), torch.arange(16, device="cuda") % 10
+    with torch.autocast("cuda", torch.bfloat16):
+        flysurgery.optimize(model, x, training="captured")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = functional.cross_entropy(model(x).float(), classes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        first = [float(step()) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = step()
+    for _ in range(40):
+        graph.replay()
+    assert float(loss) < 0.2 * first[0]

@@ -1,0 +1,92 @@
+"""Fused gradients are those of the definitions, of every tensor, element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flysurgery.ops import Attention, FeedForward, Gated, LinearResidual, attended, trained, training_reason
+from tests.ops.operations import OPERATIONS, Made
+
+ROWS = 7
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert float((found - expected).detach().abs().max()) <= 1e-13 * max(1.0, float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_are_those_of_the_definition(name: str) -> None:
+    make = Made()
+    x, operation = make.tensor(ROWS, make.width), OPERATIONS[name](make, ROWS)
+    assert training_reason(x, operation) is None
+    expected, found = operation.plainly(x), trained(x, operation)
+    assert_near(found, expected)
+    dy, inputs = torch.randn_like(expected), (x, *operation.tensors)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True):
+        assert_near(ours, theirs)
+
+
+def test_what_does_not_learn_gets_no_gradient() -> None:
+    make = Made()
+    x, operation = make.tensor(ROWS, make.width), OPERATIONS["dense feed-forward"](make, ROWS)
+    for tensor in (*operation.up.tensors, *operation.norm.tensors):
+        tensor.requires_grad_(False)
+    for result in (trained(x, operation), operation.plainly(x)):
+        result.sum().backward()
+    assert all(tensor.grad is None for tensor in (*operation.up.tensors, *operation.norm.tensors))
+    assert all(tensor.grad is not None for tensor in (x, *operation.down.tensors, operation.scale))
+
+
+def test_weights_written_to_before_the_backward_pass_are_noticed() -> None:
+    make = Made()
+    operation = OPERATIONS["residual"](make, ROWS)
+    y = trained(make.tensor(ROWS, make.width), operation)
+    with torch.no_grad():
+        operation.linear.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_there_is_no_second_derivative() -> None:
+    make = Made()
+    x = make.tensor(ROWS, make.width)
+    y = trained(x, OPERATIONS["dense q, k, v"](make, ROWS))
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y).requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_reasons() -> None:
+    make = Made()
+    x = make.tensor(ROWS, make.width)
+    gated = FeedForward(None, Gated((make.dense(2 * make.width, make.width),)), make.dense(make.width, make.width), "silu")
+    assert training_reason(x, gated) == "the fused gradients of feed-forward blocks know neither gates nor inner norms"
+    assert training_reason(x, Attention(x, x)) == "it has no fused gradients"
+    assert "expected a residual" in str(training_reason(x, LinearResidual(make.dense(make.width, make.width), x[:3])))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_attention_writes_its_gradients_where_q_k_and_v_lie(joined: bool) -> None:
+    whole = torch.randn(2, 5, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    found = []
+    for ours in (True, False):
+        projected = whole * 1.0
+        q, k, v = projected.permute(2, 0, 3, 1, 4).unbind(0) if joined else (projected[:, :, n].transpose(1, 2) * 1.0 for n in range(3))
+        y = attended(q, Attention(k, v, 0.3)) if ours else functional.scaled_dot_product_attention(q, k, v, scale=0.3)
+        assert ("_AttendedBackward" in type(y.grad_fn).__name__) == (ours and joined)
+        found.append((y, *torch.autograd.grad(y, whole, torch.ones_like(y))))
+    for mine, theirs in zip(*found, strict=True):
+        assert_near(mine, theirs)
+
+
+def test_attention_refuses_a_second_backward_pass() -> None:
+    whole = torch.randn(2, 5, 3, 4, 8, requires_grad=True)
+    q, k, v = (whole * 1.0).permute(2, 0, 3, 1, 4).unbind(0)
+    y = attended(q, Attention(k, v)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the forward pass again"):
+        y.backward()
