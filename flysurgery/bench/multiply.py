@@ -14,7 +14,7 @@ from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.units import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
-from flysurgery.errors import PatternError
+from flysurgery.errors import PatternError, ProjectionError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, Problem, explain
 from flysurgery.patterns import Architecture, named
@@ -104,14 +104,14 @@ def _projected(key: Record, runs: int, seed: int) -> list[Record]:
     sizes = key["out_features"], key["in_features"]
     try:
         architecture = named(key["arch"], *sizes)
-    except PatternError as error:
+        found = {matrix: [project(_matrix(matrix, *sizes, seed), architecture) for _ in range(runs)] for matrix in MATRICES}
+    except (PatternError, ProjectionError) as error:
         return [{**key, "density": 0.0, "status": f"no: {error}", "matrix": matrix} for matrix in MATRICES]
-    rows = []
-    for matrix in MATRICES:
-        results = [project(_matrix(matrix, *sizes, seed), architecture) for _ in range(runs)]
-        found = {"seconds": min(result.seconds for result in results), "relative_error": results[0].relative_error}
-        rows.append(_head(key["arch"], key["layer"], architecture) | {"matrix": matrix, "status": "ok"} | found)
-    return rows
+    head = _head(key["arch"], key["layer"], architecture) | {"status": "ok"}
+    return [
+        head | {"matrix": matrix, "seconds": min(each.seconds for each in results), "relative_error": results[0].relative_error}
+        for matrix, results in found.items()
+    ]
 
 
 def _matrix(kind: str, out_features: int, in_features: int, seed: int) -> Tensor:  # shape: (out_features, in_features)

@@ -118,7 +118,7 @@ def _of_layers(rows: list[Mapping[str, Any]], when: str) -> Iterator[str]:
     what = "the layers' outputs on held-out samples"
     errors = [(row["calibration"]["output_error"], row["fqn"]) for row in rows if row.get("calibration")]
     if not errors:
-        what = "the projected weights, `norm(W - W') / norm(W)`"
+        what = "the replaced weights, `norm(W - W') / norm(W)`"
         errors = [(row["relative_error"], row["fqn"]) for row in rows if row.get("relative_error") is not None]
     if errors:
         (least, best), (most, worst) = min(errors), max(errors)

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from flysurgery.cli.options import ARCHITECTURES, MACHINE, MEASUREMENT, OUTPUT, option
+from flysurgery.cli.options import ARCHITECTURES, FAMILIES, MACHINE, MEASUREMENT, OUTPUT, option
 
 
 class Family(str, Enum):
@@ -15,9 +15,13 @@ class Family(str, Enum):
     monarch = "monarch"
     gonon = "gonon"
     lowrank = "lowrank"
+    dyadic = "dyadic"
+    kaleidoscope = "kaleidoscope"
+    block = "block"
+    deformable = "deformable"
 
 
-Families = Annotated[list[Family] | None, option(ARCHITECTURES, "--arch", "monarch, gonon or lowrank; repeatable.", "FAMILY")]
+Families = Annotated[list[Family] | None, option(ARCHITECTURES, "--arch", f"{FAMILIES}; repeatable.", "FAMILY")]
 Width = Annotated[int, option(MEASUREMENT, "--width", "Width of the transformer; the FFN is 4 times as wide.", "N", 1)]
 MODES_HELP = "Precisions: fp32, tf32 (CUDA), fp16, bf16, or all; separated by commas."
 Modes = Annotated[str, option(MEASUREMENT, "--mode", MODES_HELP, "NAMES")]

@@ -22,6 +22,7 @@ def convert(
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
+    init: options.Init = "projection",
     budget: options.Budget = None,
     max_error: options.MaxError = None,
     fidelity: options.Fidelity = None,
@@ -125,6 +126,7 @@ def convert(
         report = surgery.apply(
             plan,
             network,
+            init=init,
             calibrate=inputs,
             samples=samples,
             sequential=sequential,

@@ -15,8 +15,8 @@ from flysurgery.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-Family = Literal["monarch", "gonon", "lowrank"]
-Choice = Literal["monarch", "gonon", "lowrank", "auto"]
+Family = Literal["monarch", "gonon", "lowrank", "dyadic", "kaleidoscope", "block", "deformable"]
+Choice = Literal[Family, "auto"]
 StorageType = Literal["float16", "bfloat16", "float32"]
 """The families of architectures, these or a choice among them for each layer, and the dtypes in which weights can be saved."""
 
@@ -66,7 +66,7 @@ ModelArgs = Annotated[
 Base = Annotated[str | None, option(MODEL, "--base", "The model that a checkpoint file given as MODEL belongs to.", "NAME")]
 Checkpoint = Annotated[Path | None, option(MODEL, "--checkpoint", "Take the weights from this safetensors or torch file.", "FILE")]
 Pretrained = Annotated[bool, option(MODEL, "--pretrained/--no-pretrained", "Published weights, the default, or random ones.")]
-Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights.", "N")]
+Seed = Annotated[int, option(MODEL, "--seed", "Seed of random weights and factors.", "N")]
 
 # Which layers are replaced.
 ROLES_HELP = "Roles to replace, out of qkv, attn_out, ffn, ffn_in, ffn_out; by default ffn and qkv, as far as the model has them."
@@ -78,13 +78,16 @@ MinSize = Annotated[int | None, option(LAYERS, "--min-size", "Only layers with b
 Convs = Annotated[bool, option(LAYERS, "--convs", "Replace 1x1 convolutions of the selected roles too.")]
 
 # By what.
-Arch = Annotated[Family, option(ARCHITECTURES, "--arch", "monarch, gonon or lowrank.", "FAMILY")]
-ARCH_CHOICE_HELP = "monarch, gonon, lowrank, or auto: a choice for each layer, by --measure, --budget, --max-error or --fidelity."
+FAMILIES = "monarch, gonon, lowrank, dyadic, kaleidoscope, block or deformable"
+Arch = Annotated[Family, option(ARCHITECTURES, "--arch", f"{FAMILIES}.", "FAMILY")]
+ARCH_CHOICE_HELP = f"{FAMILIES}; or auto: a choice for each layer, by --measure, --budget, --max-error or --fidelity."
 ArchChoice = Annotated[Choice, option(ARCHITECTURES, "--arch", ARCH_CHOICE_HELP, "FAMILY")]
-Nblocks = Annotated[int, option(ARCHITECTURES, "--nblocks", "Number of blocks of Monarch architectures.", "N", 1)]
+Nblocks = Annotated[int, option(ARCHITECTURES, "--nblocks", "Blocks of a factor, for monarch, block and deformable.", "N", 1)]
 Rank = Annotated[int | None, option(ARCHITECTURES, "--rank", "Rank of low-rank architectures.", "N", 1)]
 PATTERNS_HELP = "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size."
 Patterns = Annotated[list[str] | None, option(ARCHITECTURES, "--patterns", PATTERNS_HELP, "TEXT")]
+INIT_HELP = "What the factors start from: the projection of the weights, or random numbers of --seed, to train from."
+Init = Annotated[Literal["projection", "random"], option(ARCHITECTURES, "--init", INIT_HELP, "projection|random")]
 
 # A choice for each layer.
 BUDGET_HELP = "Share of the selected layers' weights to keep (with --latency: of their time); each layer gets what suits all of them best."

@@ -1,5 +1,6 @@
 """The canonical storage of a Kronecker-sparse factor, other layouts, and the definition of its product."""
 
+from flysurgery.factors.bit_reversal import bit_reversal as bit_reversal
 from flysurgery.factors.dense import dense_to_factor as dense_to_factor
 from flysurgery.factors.dense import factor_to_dense as factor_to_dense
 from flysurgery.factors.dense import factors_to_dense as factors_to_dense

@@ -16,7 +16,7 @@ def ks_einsum(
     """Multiply the rows of ``x`` by a Kronecker-sparse factor: ``x @ K.T``.
 
     ``y[i, p, j] = sum over q of x[i, q, j] * factor[i, p, q, j]`` with rows of x seen as ``(a, c, d)`` and rows of y as
-    ``(a, b, d)``. Costs ``2*a*b*c*d`` flops per row. Any floating dtype and device, and gradients of any order.
+    ``(a, b, d)``. Costs ``2*a*b*c*d`` flops per row. Any floating or complex dtype, any device, and gradients of any order.
 
     Raises:
         PatternError: ``x.shape[-1] != a*c*d``; the message gives both numbers.

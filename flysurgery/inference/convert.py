@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,6 +22,7 @@ def convert(
     model: nn.Module,
     arch: str = "monarch",
     *,
+    init: Literal["projection", "random"] = "projection",
     calibrate: Data | None = None,
     samples: int | None = None,
     sequential: bool = False,
@@ -69,6 +70,7 @@ def convert(
     report = apply(
         plan,
         model,
+        init=init,
         calibrate=calibrate,
         samples=samples,
         sequential=sequential,

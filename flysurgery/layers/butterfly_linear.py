@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flysurgery.factors import factors_to_dense
 from flysurgery.ops import forget_moved, ks_linear
 from flysurgery.patterns import Architecture
+from flysurgery.projection import draw
 
 torch.fx.wrap("ks_linear")  # torch.fx records one call and does not look inside
 
@@ -56,15 +57,8 @@ class ButterflyLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new factors and bias, so that outputs have the variance that ``nn.Linear``'s own start gives.
-
-        ``nn.Linear`` draws its weights uniformly with variance ``1 / (3*in_features)``, which maps inputs of unit variance
-        to outputs of variance 1/3. An output of a factor sums c products, so factors of variance ``1 / c`` keep the
-        variance, and one of ``1 / (3*c)``, the leftmost, brings the third. The bias is drawn as ``nn.Linear`` draws it.
-        """
-        for index, (factor, pattern) in enumerate(zip(self.factors, self.architecture, strict=True)):
-            bound = math.sqrt((1 if index == 0 else 3) / pattern.c)
-            nn.init.uniform_(factor, -bound, bound)
+        """Draw new factors by ``projection.draw``, and the bias as ``nn.Linear`` does."""
+        draw(self.factors, self.architecture)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)

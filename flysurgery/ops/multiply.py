@@ -48,8 +48,9 @@ def ks_linear(
     """Apply a linear layer whose matrix is a product of factors: ``x @ (K_1 K_2 ... K_L).T + bias``.
 
     x meets the last factor first. Costs twice the factors' nonzeros in flops per row. What lies between two
-    factors is rounded to the dtype of x, unless the backend keeps it wider. Gradients with respect to x, the factors
-    and the bias. Under autocast the operands are cast as ``F.linear`` casts them. The result is a fresh tensor.
+    factors is rounded to the dtype of x, unless the backend keeps it wider. Any floating dtype; complex64 and complex128 by
+    PyTorch's operators alone. Gradients with respect to x, the factors and the bias. Under autocast the operands are cast as
+    ``F.linear`` casts them. The result is a fresh tensor.
 
     Raises:
         PatternError: the factors do not chain, or x or the bias does not fit them; the message gives both numbers.
@@ -74,8 +75,8 @@ def _decide(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, backend: 
 
 
 def _under_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that autocast to ``dtype`` gives to an operand of a matrix product: float64 stays as it is."""
-    return tensor.dtype if dtype is None or tensor.dtype == torch.float64 else dtype
+    """The dtype that autocast to ``dtype`` gives to an operand of a matrix product: float64 and complex numbers stay as they are."""
+    return tensor.dtype if dtype is None or tensor.dtype == torch.float64 or tensor.is_complex() else dtype
 
 
 def _check_sizes(x: Tensor, architecture: Architecture, bias: Tensor | None) -> None:
@@ -86,8 +87,8 @@ def _check_sizes(x: Tensor, architecture: Architecture, bias: Tensor | None) -> 
 
 
 def _check_alike(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, autocast: torch.dtype | None) -> None:
-    if not x.is_floating_point():
-        raise BackendError(f"expected x of a floating dtype, got {x.dtype}")
+    if not (x.is_floating_point() or x.dtype in (torch.complex64, torch.complex128)):
+        raise BackendError(f"expected x of a floating dtype, complex64 or complex128, got {x.dtype}; convert it with .to()")
     dtype, device = _under_autocast(x, autocast), x.device
     for index, tensor in enumerate((*factors, bias)):
         if tensor is None:

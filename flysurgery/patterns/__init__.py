@@ -4,6 +4,7 @@ from flysurgery.patterns.architecture import Architecture as Architecture
 from flysurgery.patterns.architecture import check_fits as check_fits
 from flysurgery.patterns.architecture import product_pattern as product_pattern
 from flysurgery.patterns.catalog import ARCHITECTURES as ARCHITECTURES
+from flysurgery.patterns.catalog import OF_BLOCKS as OF_BLOCKS
 from flysurgery.patterns.catalog import block_butterfly as block_butterfly
 from flysurgery.patterns.catalog import deformable as deformable
 from flysurgery.patterns.catalog import dense as dense

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd
 
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.patterns.architecture import Architecture
 
-ARCHITECTURES = ("monarch", "gonon", "lowrank")
+ARCHITECTURES = ("monarch", "gonon", "lowrank", "dyadic", "kaleidoscope", "block", "deformable")
 """The names that ``named`` knows: the architectures that exist for a layer of any suitable size."""
+
+SQUARE = ("dyadic", "kaleidoscope", "block")
+"""Those that exist for square matrices alone."""
+
+OF_BLOCKS = ("monarch", "block", "deformable")
+"""Those that take a number of blocks."""
 
 RANK_STEP = 8
 """Default ranks are multiples of this: 16 bytes of half precision, which dense matrix kernels want rows to be aligned to."""
@@ -105,20 +110,6 @@ def gonon(out_features: int, in_features: int) -> Architecture:
     return Architecture.of((1, n // 3, n // 3, 3), (6, n // 6, 2 * n // 3, 1))
 
 
-def family_of(architecture: Architecture) -> str:
-    """The family that an architecture belongs to: "monarch", "gonon" or "low rank"; "other" if it is of none of them."""
-    if len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
-        return "low rank"
-    for family in ("monarch", "gonon"):
-        try:
-            made = named(family, *architecture.shape, nblocks=architecture.patterns[0].d)
-        except PatternError:
-            continue
-        if made == architecture:
-            return family
-    return "other"
-
-
 def square_dyadic(n: int) -> Architecture:
     """The square dyadic butterfly, ``(2^(l-1), 2, 2, 2^(L-l))`` for l = 1 to L, of an n×n matrix with ``n = 2^L``, n >= 2.
 
@@ -127,34 +118,15 @@ def square_dyadic(n: int) -> Architecture:
 
     Source: Dao et al. 2019, arXiv:1903.05895.
     """
-    return block_butterfly(n, 1)
-
-
-def block_butterfly(n: int, block: int) -> Architecture:
-    """The block butterfly, ``(2^(l-1), 2t, 2t, 2^(L-l))`` for l = 1 to L, of an n×n matrix with ``n = 2^L·t``, L >= 1.
-
-    It is the butterfly of t×t blocks up to one permutation of the rows and one of the columns.
-
-    Raises:
-        OptionError: the block size t is no positive integer.
-        PatternError: n is no multiple of t by a power of two.
-
-    Source: Dao et al. 2022, arXiv:2112.00029; Gonon et al. 2024, Lemma C.4.
-    """
-    _check_sizes(n, n)
-    _check_positive("block", block)
-    count = n // block
-    if n % block or count < 2 or count & (count - 1):
-        kind = "a square dyadic butterfly needs n = 2^L" if block == 1 else f"a block butterfly of block size {block} needs n = 2^L·{block}"
-        raise PatternError(f"{kind} with L >= 1, got a {n}x{n} matrix")
-    depth = count.bit_length() - 1
-    return Architecture.of(*((1 << level, 2 * block, 2 * block, 1 << (depth - 1 - level)) for level in range(depth)))
+    if n < 2 or n & (n - 1):
+        raise PatternError(f"a square dyadic butterfly needs n = 2^L with L >= 1, got a {n}x{n} matrix; block takes other sizes")
+    return block_butterfly(n, n // 2)
 
 
 def kaleidoscope(n: int) -> Architecture:
     """The square dyadic butterfly followed by its transpose: 2L factors of an n×n matrix with ``n = 2^L``.
 
-    Not chainable from n = 4 on.
+    Not chainable from n = 4 on, so there is no projection to it.
 
     Raises:
         PatternError: n is no power of two.
@@ -165,21 +137,51 @@ def kaleidoscope(n: int) -> Architecture:
     return Architecture(butterfly.patterns + butterfly.transpose.patterns)
 
 
-def deformable(patterns: Sequence[Sequence[int]]) -> Architecture:
-    """The deformable butterfly: any patterns whose sizes agree, given as rows ``(a, b, c, d)``, left to right.
+def block_butterfly(n: int, nblocks: int = 4) -> Architecture:
+    """The block butterfly with p blocks a factor, ``(2^(l-1), n/p, n/p, 2^(L-l))`` for l = 1 to L, of an n×n matrix, with ``p = 2^(L-1)``.
+
+    It is the butterfly of t×t blocks, ``n = 2^L·t`` and ``n/p = 2t``, up to one permutation of the rows and one of the columns.
+    Holds ``L*n²/p`` parameters. Two blocks are Monarch's, ``n/2`` are the square dyadic butterfly's.
 
     Raises:
-        PatternError: a row is no pattern, or two neighbours disagree about the size between them.
+        OptionError: ``nblocks`` is no positive integer.
+        PatternError: ``nblocks`` is no power of two, or its double does not divide n.
 
-    Source: Lin et al. 2021, "Deformable Butterfly".
+    Source: Dao et al. 2022, arXiv:2112.00029; Gonon et al. 2024, Lemma C.4.
     """
-    return Architecture.of(*patterns)
+    return deformable(n, n, nblocks)
+
+
+def deformable(out_features: int, in_features: int, nblocks: int = 4) -> Architecture:
+    """The deformable butterfly of an m×n matrix that is a block butterfly of ``k = min(m, n)`` with one factor stretched.
+
+    The blocks of the leftmost factor are ``m/p × k/p``, those of the rightmost ``k/p × n/p``, as Monarch's are. The deformable butterfly of
+    the source is any list of patterns whose sizes agree; ``Architecture.of`` takes those.
+
+    Raises:
+        OptionError: ``nblocks`` is no positive integer.
+        PatternError: ``nblocks`` is no power of two, does not divide the larger size, or its double does not divide the smaller one.
+
+    Source: Lin et al. 2021, "Deformable Butterfly", for the class; Dao et al. 2022, arXiv:2204.00595, Appendix C, for the stretching.
+    """
+    _check_sizes(out_features, in_features)
+    _check_positive("nblocks", nblocks)
+    inner = min(out_features, in_features)
+    if nblocks & (nblocks - 1) or inner % (2 * nblocks) or max(out_features, in_features) % nblocks:
+        raise PatternError(
+            f"nblocks {nblocks} gives no butterfly of a {out_features}x{in_features} matrix: it must be a power of two that divides "
+            f"{max(out_features, in_features)}, and its double must divide {inner}"
+        )
+    depth = nblocks.bit_length()
+    rows = [[1 << level, inner // nblocks, inner // nblocks, 1 << (depth - 1 - level)] for level in range(depth)]
+    rows[0][1], rows[-1][2] = out_features // nblocks, in_features // nblocks
+    return Architecture.of(*rows)
 
 
 def named(name: str, out_features: int, in_features: int, *, nblocks: int = 4, rank: int | None = None) -> Architecture:
     """Build the architecture of that name, one of ``ARCHITECTURES``, for an ``out x in`` matrix.
 
-    ``nblocks`` is read by ``monarch`` only, ``rank`` by ``lowrank`` only.
+    ``nblocks`` is read by those in ``OF_BLOCKS`` only, ``rank`` by ``lowrank`` only.
 
     Raises:
         OptionError: the name is unknown (the message lists the names), or ``rank`` is given for another name than ``lowrank``.
@@ -187,13 +189,40 @@ def named(name: str, out_features: int, in_features: int, *, nblocks: int = 4, r
     """
     if rank is not None and name != "lowrank":
         raise OptionError(f"rank belongs to the architecture lowrank, got rank {rank} with {name!r}; leave it out")
+    if name in SQUARE and out_features != in_features:
+        raise PatternError(
+            f"the architecture {name} is for square matrices, got {out_features}x{in_features}; "
+            f"use deformable, monarch or lowrank for this one"
+        )
     if name == "monarch":
         return monarch(out_features, in_features, nblocks)
     if name == "gonon":
         return gonon(out_features, in_features)
     if name == "lowrank":
         return low_rank(out_features, in_features, rank)
+    if name == "dyadic":
+        return square_dyadic(in_features)
+    if name == "kaleidoscope":
+        return kaleidoscope(in_features)
+    if name in ("block", "deformable"):
+        return deformable(out_features, in_features, nblocks)
     raise OptionError(f"unknown architecture {name!r}; choose one of {', '.join(ARCHITECTURES)}")
+
+
+def family_of(architecture: Architecture) -> str:
+    """The family that an architecture belongs to: "low rank" or another name of ``ARCHITECTURES``; "other" if it is of none of them."""
+    if len(architecture) == 1:
+        return "other"
+    if len(architecture) == 2 and all(pattern.a == pattern.d == 1 for pattern in architecture):
+        return "low rank"
+    for family in ARCHITECTURES:
+        try:
+            made = named(family, *architecture.shape, nblocks=architecture.patterns[0].d)
+        except PatternError:
+            continue
+        if made == architecture:
+            return family
+    return "other"
 
 
 def _check_sizes(out_features: int, in_features: int) -> None:

@@ -8,6 +8,7 @@ from flysurgery.projection.metric import Metric as Metric
 from flysurgery.projection.metric import OutputError as OutputError
 from flysurgery.projection.metric import metric_of as metric_of
 from flysurgery.projection.metric import output_error as output_error
+from flysurgery.projection.mm_star import factor_mm_star as factor_mm_star
 from flysurgery.projection.moments import Moments as Moments
 from flysurgery.projection.permutation import Features as Features
 from flysurgery.projection.permutation import Orders as Orders
@@ -15,6 +16,8 @@ from flysurgery.projection.permutation import Sharing as Sharing
 from flysurgery.projection.permutation import Side as Side
 from flysurgery.projection.permutation import choose_orders as choose_orders
 from flysurgery.projection.project import project as project
+from flysurgery.projection.random_start import draw as draw
+from flysurgery.projection.random_start import random_start as random_start
 from flysurgery.projection.report import Projection as Projection
 from flysurgery.projection.side_by_side import FitProblem as FitProblem
 from flysurgery.projection.side_by_side import fit_side_by_side as fit_side_by_side

@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from flysurgery.errors import ProjectionError
 from flysurgery.factors import factors_to_dense
 from flysurgery.patterns import Architecture
 from flysurgery.projection.block_cycling import Fitted, cycle_together
@@ -47,8 +48,10 @@ def project_calibrated(
     the plain projection, with the reason. The work is done in float64 on the metric's device.
 
     Raises:
-        PatternError, ProjectionError: as ``project`` does.
+        PatternError, ProjectionError: as ``project`` does, and ProjectionError for complex weights.
     """
+    if weight.is_complex():
+        raise ProjectionError(f"expected a real weight to calibrate, got {weight.dtype}; use project for complex weights")
     matrix = checked_matrix(weight, architecture)
     fitted = None
     if len(architecture) == 2:

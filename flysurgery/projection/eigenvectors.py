@@ -1,4 +1,4 @@
-"""Eigenvectors of many small symmetric matrices."""
+"""Eigenvectors of many small symmetric or Hermitian matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flysurgery.projection.workers import every_core
 
 
 def leading_eigenvectors(
-    matrices: Tensor,  # shape: (count, n, n), float64, symmetric
+    matrices: Tensor,  # shape: (count, n, n), float64 and symmetric, or complex128 and Hermitian
     kept: int,
 ) -> Tensor:  # shape: (count, n, kept), those of the largest eigenvalues first
     """Compute orthonormal eigenvectors of the ``kept`` largest eigenvalues of every matrix.

@@ -14,7 +14,7 @@ from flysurgery.projection.two_factor import block_svd, columns_to_factor, rows_
 
 
 def hierarchical(
-    matrix: Tensor,  # shape: (out_features, in_features), float64
+    matrix: Tensor,  # shape: (out_features, in_features), float64 or complex128
     architecture: Architecture,
 ) -> tuple[Tensor, ...]:  # shapes: (a, b, c, d), left to right
     """Approximate ``matrix`` by a product of L factors of a chainable architecture.
@@ -33,8 +33,8 @@ def hierarchical(
     if not architecture.is_chainable:
         left, right = next(pair for pair in pairwise(architecture) if not Architecture(pair).is_chainable)
         raise ProjectionError(
-            f"a product of more than two factors needs a chainable architecture, and {left},{right} in {architecture} is not; "
-            f"choose a chainable one or any two factors"
+            f"a product of more than two factors needs neighbours that are chainable, and {left},{right} are not chainable; "
+            f"choose others, any two factors, or random factors to train from (--init random; init='random' in Python)"
         )
     # the patterns of K_1 ... K_L, K_2 ... K_L, and so on to K_L
     tails = list(accumulate(reversed(architecture.patterns), lambda tail, pattern: product_pattern(pattern, tail)))[::-1]
@@ -44,10 +44,10 @@ def hierarchical(
         columns, values, rows = block_svd(factor_to_dense(remainder), pattern, tail)
         factors.append(columns_to_factor(columns, pattern))
         remainder = rows_to_factor(rows * values[:, None], tail)
-    return _of_equal_magnitude([*factors, remainder])
+    return of_equal_magnitude([*factors, remainder])
 
 
-def _of_equal_magnitude(factors: list[Tensor]) -> tuple[Tensor, ...]:
+def of_equal_magnitude(factors: list[Tensor]) -> tuple[Tensor, ...]:
     """Share the magnitude out, so that no factor is near the ends of half precision's range before the others are."""
     largest = torch.stack([factor.abs().amax() for factor in factors])
     if not largest.all():

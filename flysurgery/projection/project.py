@@ -24,14 +24,14 @@ def project(
     """Find factors of ``architecture`` whose product is near ``weight`` in the Frobenius norm, and measure how near.
 
     One factor: the entries on its support, exactly. Two factors, whatever their patterns: the optimum, by block SVDs. More:
-    within ``sqrt(L-1)`` of the optimum if the architecture is chainable. ``weight`` may have any floating dtype and lie on any
-    device, and is not changed; the work is done in float64 on the CPU, and the factors are rounded once to the dtype of
-    ``weight`` and put on its device.
+    within ``sqrt(L-1)`` of the optimum if the architecture is chainable. ``weight`` may have any floating or complex dtype and lie
+    on any device, and is not changed; the work is done in float64 or complex128 on the CPU, and the factors are rounded once to
+    the dtype of ``weight`` and put on its device.
 
     Raises:
         PatternError: ``weight`` is no matrix of the architecture's shape; the message gives both shapes.
-        ProjectionError: ``weight`` holds NaN or infinite entries (the message says how many and where the first is), holds no
-            real floating values, or the architecture has more than two factors and is not chainable.
+        ProjectionError: ``weight`` holds NaN or infinite entries (the message says how many and where the first is), holds
+            integers, or the architecture has more than two factors and is not chainable.
     """
     started = perf_counter()
     matrix = checked_matrix(weight, architecture)
@@ -40,9 +40,9 @@ def project(
 
 def as_projection(
     weight: Tensor,  # shape: (out_features, in_features)
-    matrix: Tensor,  # the same in float64
+    matrix: Tensor,  # the same in float64 or complex128
     architecture: Architecture,
-    found: Sequence[Tensor],  # factors, float64
+    found: Sequence[Tensor],  # factors, in the dtype of ``matrix``
     started: float,
 ) -> Projection:
     """Round the factors to what ``weight`` is stored in, and measure them."""
@@ -67,15 +67,16 @@ def _nearest(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:
 
 
 def checked_matrix(weight: Tensor, architecture: Architecture) -> Tensor:
-    """``weight`` in float64 on the CPU, if it can be projected; raises what ``project`` raises."""
+    """``weight`` in float64 or complex128 on the CPU, if it can be projected; raises what ``project`` raises."""
     if weight.dim() != 2:
         raise PatternError(f"expected a matrix of shape {architecture.shape}, got a tensor of shape {tuple(weight.shape)}")
     check_fits(architecture, *weight.shape)
-    if not weight.is_floating_point():
-        raise ProjectionError(f"expected a weight of real floating-point numbers, got {weight.dtype}; convert it first")
+    if not (weight.is_floating_point() or weight.is_complex()):
+        raise ProjectionError(f"expected a weight of floating-point or complex numbers, got {weight.dtype}; convert it first")
     if weight.is_meta:
         raise ProjectionError("the weight is on the meta device and has no values; load the model's weights first")
-    matrix = weight.detach().cpu().to(torch.float64).contiguous()  # the order of sums, and so the last bit, follows the strides
+    wide = torch.complex128 if weight.is_complex() else torch.float64
+    matrix = weight.detach().cpu().to(wide).contiguous()  # the order of sums, and so the last bit, follows the strides
     bad = (~matrix.isfinite()).nonzero()
     if len(bad):
         row, column = bad[0].tolist()

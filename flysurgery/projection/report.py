@@ -36,7 +36,7 @@ class Projection:
 
 
 def relative_and_block_errors(
-    matrix: Tensor,  # shape: (out_features, in_features), float64
+    matrix: Tensor,  # shape: (out_features, in_features), float64 or complex128
     factors: tuple[Tensor, ...],
 ) -> tuple[float, Tensor]:  # block errors of shape (a1*d1, aL*dL)
     """Measure how far the product of ``factors`` is from ``matrix``: relative as a whole, absolute block by block."""

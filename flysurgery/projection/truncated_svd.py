@@ -13,17 +13,17 @@ SMALLEST_TRUSTED_RATIO = 1e-3
 
 
 def truncated_svd(
-    blocks: Tensor,  # shape: (count, b, c), float64
+    blocks: Tensor,  # shape: (count, b, c), float64 or complex128
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # shapes: (count, b, rank), (count, rank), (count, rank, c)
-    """Compute the ``rank`` leading singular triples (U, S, Vᵀ) of every block; ``U S Vᵀ`` is its best approximation of that rank.
+    """Compute the ``rank`` leading singular triples (U, S, Vᴴ) of every block; ``U S Vᴴ`` is its best approximation of that rank.
 
     A rank above ``min(b, c)`` is filled up with zeros. Costs one symmetric eigenproblem of size ``min(b, c)`` a block
     where the singular values allow it, else one SVD.
     """
     if blocks.shape[1] < blocks.shape[2]:
-        right, values, left = _of_tall_blocks(blocks.mT, min(rank, blocks.shape[1]))
-        left, right = left.mT, right.mT
+        right, values, left = _of_tall_blocks(blocks.mH, min(rank, blocks.shape[1]))
+        left, right = left.mH, right.mH
     else:
         left, values, right = _of_tall_blocks(blocks, min(rank, blocks.shape[2]))
     missing = rank - values.shape[1]
@@ -62,10 +62,10 @@ def _of_tall_blocks(blocks: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_gram_matrix(blocks: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    """With V the leading eigenvectors of BᵀB, ``B V = U S``. Two to five times as fast as an SVD of tall blocks."""
+    """With V the leading eigenvectors of BᴴB, ``B V = U S``. Two to five times as fast as an SVD of tall blocks."""
     largest = blocks.abs().amax(dim=(1, 2), keepdim=True)
     scaled = blocks / largest.where(largest > 0, 1.0)  # so that no square overflows or vanishes
-    V = leading_eigenvectors(scaled.mT @ scaled, kept)
+    V = leading_eigenvectors(scaled.mH @ scaled, kept)
     left = scaled @ V
     values = torch.linalg.vector_norm(left, dim=1)
-    return left / values[:, None, :], values * largest[:, 0], V.mT.contiguous()
+    return left / values[:, None, :], values * largest[:, 0], V.mH.contiguous()

@@ -11,7 +11,7 @@ from flysurgery.projection.truncated_svd import truncated_svd
 
 
 def two_factor(
-    matrix: Tensor,  # shape: (out_features, in_features), float64
+    matrix: Tensor,  # shape: (out_features, in_features), float64 or complex128
     architecture: Architecture,
 ) -> tuple[Tensor, Tensor]:  # shapes: (a1, b1, c1, d1), (a2, b2, c2, d2)
     """Find the product ``K_1 K_2`` nearest to ``matrix`` in the Frobenius norm, by one truncated SVD a block.
@@ -28,7 +28,7 @@ def two_factor(
 
 
 def block_svd(
-    matrix: Tensor,  # shape: (a1*b1*d1, a2*c2*d2), float64
+    matrix: Tensor,  # shape: (a1*b1*d1, a2*c2*d2), float64 or complex128
     left: Pattern,
     right: Pattern,
 ) -> tuple[Tensor, Tensor, Tensor]:  # shapes: (inner, b1), (inner,), (inner, c2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from time import perf_counter
+from typing import Literal
 
 from torch import nn
 
@@ -24,6 +25,7 @@ def apply(
     plan: Plan,
     model: nn.Module,
     *,
+    init: Literal["projection", "random"] = "projection",
     calibrate: Data | None = None,
     samples: int | None = None,
     sequential: bool = False,
@@ -35,6 +37,9 @@ def apply(
 ) -> Report:
     """Replace the planned layers of ``model``, in place, by their projections.
 
+    ``init="random"`` draws the factors instead, for training from them; biases and dense layers stay. Architectures that have no
+    projection, such as the kaleidoscope, need it. ``calibrate`` then gives data to measure the fidelity with and to ``reconstruct`` on.
+
     ``calibrate`` fits the factors to the inputs that the layers receive on these data, and corrects the mean of the outputs by the
     biases; see ``projection.project_calibrated``. It is a tensor of model inputs, an iterable of batches (alone or first in a tuple), or
     ``Samples``. ``samples`` of them are used and kept in memory, by default 512 or as many as there are; every fifth one only measures
@@ -45,8 +50,8 @@ def apply(
 
     With ``calibrate`` the report also has the fidelity: both models run on the held-out samples, and their outputs, tokens and
     blocks are compared. ``reconstruct`` then fits all parameters of the converted model, so that its blocks give the outputs of the
-    dense model's blocks. It is a number of minutes, or True for one minute on CUDA and 20 on a CPU. ``seed`` is that of its views. On the
-    held-out samples the model is never worse afterwards. See ``fidelity.reconstruct``.
+    dense model's blocks. It is a number of minutes, or True for one minute on CUDA and 20 on a CPU. ``seed`` is that of its views and of
+    random factors. On the held-out samples the model is never worse afterwards. See ``fidelity.reconstruct``.
 
     All checks come before the first change. The new modules are made separately, with the dtype, device, mode, biases
     and ``requires_grad`` of the old ones. Then all of them replace the old ones, and the plan's switches are set. With ``verify`` one
@@ -60,20 +65,26 @@ def apply(
         PlanError: the plan does not fit the model.
         ProjectionError: a weight or bias has NaN or infinite entries; the message names the layer.
         DataError: calibration samples that the model does not take, or fewer than ``samples``.
-        OptionError: options of calibration without data.
+        OptionError: options of calibration without data, options of the projection beside random factors, or an unknown ``init``.
     """
+    if init not in ("projection", "random"):
+        raise OptionError(f"init must be projection or random, got {init!r}")
+    if init == "random" and (sequential or permute):
+        raise OptionError("sequential and permute are options of the projection, and init 'random' takes none; leave them out")
     started = perf_counter()
     dense = check_plan(plan, model)
     check_weights(dense)
     params_before = _count(model)
-    calibration, permutations, reference = None, (), None
+    calibration, permutations, taken, reference = None, (), None, None
     if calibrate is None:
         if samples is not None or sequential or permute or reconstruct:
             raise OptionError("samples, sequential, permute and reconstruct are options of calibration; give data to calibrate with")
-        modules, rows = project_layers(plan.replaced, dense, progress)
     else:
         taken = samples_of(calibrate, count=samples, shape=sample_shape(plan))
         reference = _DenseReference(plan, model, taken, _reconstruction(reconstruct, seed, model))
+    if init == "random" or taken is None:
+        modules, rows = project_layers(plan.replaced, dense, progress, seed=seed if init == "random" else None)
+    else:
         modules, rows, calibration, permutations = project_calibrated_layers(
             plan, model, dense, taken, sequential=sequential, permute=permute, progress=progress
         )

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError
-from flysurgery.patterns import ARCHITECTURES, Architecture, named
+from flysurgery.patterns import ARCHITECTURES, OF_BLOCKS, Architecture, named
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
@@ -29,7 +29,7 @@ MAX_VALUES = 4096
 class Rule:
     """How architectures are chosen: a family and its options, or the architectures themselves.
 
-    The family's own options decide: ``nblocks`` for "monarch", ``rank`` for "lowrank". A matrix with explicit
+    The family's own options decide: ``nblocks`` for "monarch", "block" and "deformable", ``rank`` for "lowrank". A matrix with explicit
     ``architectures`` gets the first of its size.
 
     Raises:
@@ -51,8 +51,8 @@ class Rule:
         if self.architectures and given:
             raise OptionError(f"patterns name the architecture, so {' and '.join(given)} cannot be given with them")
         for name in given:
-            if self.arch != {"nblocks": "monarch", "rank": "lowrank"}[name]:
-                raise OptionError(f"arch {self.arch!r} takes no {name}; nblocks is for monarch, rank for lowrank")
+            if self.arch not in {"nblocks": OF_BLOCKS, "rank": ("lowrank",)}[name]:
+                raise OptionError(f"arch {self.arch!r} takes no {name}; nblocks is for {', '.join(OF_BLOCKS)}, rank for lowrank")
 
     def choose(self, out_features: int, in_features: int) -> Architecture | Reason:
         """The architecture for an ``out x in`` matrix, or why it stays dense."""
@@ -97,7 +97,8 @@ def plan(
 
     Args:
         roles: "ffn" (both of its linears), "qkv", "attn_out", ...; each must occur. By default ffn and qkv, as far as they do.
-        arch: family of architectures: "monarch" (with ``nblocks``), "gonon" or "lowrank" (with ``rank``).
+        arch: family of architectures: "monarch" (with ``nblocks``), "gonon", "lowrank" (with ``rank``), "dyadic", "kaleidoscope", or
+            "block" or "deformable" (with ``nblocks``). The kaleidoscope has no projection; see ``init`` of ``apply``.
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
             gets the first that has its size. With ``include``, every included layer must have one.
         base, base_args: how to build the dense model again when a checkpoint is loaded; timm models have this information.
@@ -178,7 +179,9 @@ def _parts(target: Target, rule: Rule) -> tuple[Part, ...] | Reason:
             for each, choice in zip(slices, choices, strict=True)
         )
     whole = rule.choose(target.out_features, target.in_features)
-    return (Part(None, 0, target.out_features, whole),) if isinstance(whole, Architecture) else whole
+    if isinstance(whole, Architecture):
+        return (Part(None, 0, target.out_features, whole),)
+    return next((choice for choice in choices if isinstance(choice, Reason)), whole)
 
 
 def _check_patterns_fit(layers: Sequence[LayerPlan]) -> None:

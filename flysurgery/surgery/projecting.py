@@ -29,6 +29,7 @@ from flysurgery.projection import (
     metric_of,
     output_error,
     project,
+    random_start,
     workers,
 )
 from flysurgery.surgery.build import Dense, build, matrix_of
@@ -68,11 +69,12 @@ def project_layers(
     dense: Mapping[str, Dense],
     progress: Progress | None,
     inputs: Mapping[str, Inputs] | None = None,
+    seed: int | None = None,
 ) -> tuple[dict[str, nn.Module], dict[str, Row]]:
     """Make the new modules and the report's rows of ``layers``, by name. The model is only read.
 
-    Without ``inputs`` the factors are those nearest to the weights. With ``inputs`` they are fitted to these, and the biases correct the
-    mean of the output. Layers are projected side by side.
+    Without ``inputs`` the factors are those nearest to the weights, or random ones where there is a ``seed``. With ``inputs`` they are
+    fitted to these, and the biases correct the mean of the output. Layers are projected side by side.
 
     Raises:
         ProjectionError: a weight that cannot be projected; the message names the layer.
@@ -82,7 +84,7 @@ def project_layers(
     found: dict[str, dict[str | None, PartFit]] = {layer.fqn: {} for layer in layers}
     modules: dict[str, nn.Module] = {}
     rows: dict[str, Row] = {}
-    for number, fit in _projected(parts, dense) if inputs is None else _fitted(parts, dense, inputs, metrics):
+    for number, fit in _projected(parts, dense, seed) if inputs is None else _fitted(parts, dense, inputs, metrics):
         layer, part = parts[number]
         fits = found[layer.fqn]
         fits[part.name] = fit
@@ -184,17 +186,19 @@ def product_of(projection: Projection) -> Tensor:
     return factors_to_dense([factor.detach().to("cpu", torch.float64) for factor in projection.factors])
 
 
-def _projected(parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense]) -> Iterator[tuple[int, PartFit]]:
-    def nearest(job: tuple[LayerPlan, Part]) -> PartFit:
+def _projected(parts: Sequence[tuple[LayerPlan, Part]], dense: Mapping[str, Dense], seed: int | None) -> Iterator[tuple[int, PartFit]]:
+    def found(job: tuple[LayerPlan, Part], own_seed: int) -> PartFit:
         layer, part = job
         if part.architecture is None:
             return PartFit()
+        weight = matrix_of(dense[layer.fqn], part)
         with naming(layer.fqn):
-            projection = project(matrix_of(dense[layer.fqn], part), part.architecture)
+            projection = project(weight, part.architecture) if seed is None else random_start(weight, part.architecture, own_seed)
         return PartFit(projection, projection.seconds)
 
+    seeds = torch.randint(1 << 62, (len(parts),), generator=torch.Generator().manual_seed(seed or 0)).tolist()
     with workers() as pool:
-        yield from enumerate(pool.map(nearest, parts))
+        yield from enumerate(pool.map(found, parts, seeds))
 
 
 def _fitted(

@@ -196,7 +196,7 @@ class Report:
         """Sentences on the fidelity: the errors in sequence, the reconstruction, and what the model needs."""
         errors = None if self.fidelity is None else block_errors(self.fidelity)
         done = None if self.reconstruction is None else reconstruction_sentence(self.reconstruction)
-        needs = verdict(self.fidelity, calibrated=self.calibration is not None, reconstructed=self.reconstruction is not None)
+        needs = verdict(self.fidelity, reconstructed=self.reconstruction is not None)
         return tuple(each for each in (errors, done, needs) if each is not None)
 
     def to_json(self) -> dict[str, Any]:
@@ -315,19 +315,18 @@ def reconstruction_sentence(done: Reconstruction) -> str:
     )
 
 
-def verdict(found: Fidelity | None, *, calibrated: bool, reconstructed: bool) -> str | None:
+def verdict(found: Fidelity | None, *, reconstructed: bool) -> str | None:
     """Says that the fidelity is unknown, or too low and what raises it; None where it is high enough."""
     if found is None:
-        return None if calibrated else UNKNOWN
+        return UNKNOWN
     cosines = {"output": found.output_cosine} | ({} if found.token_cosine is None else {"token": found.token_cosine})
     if not all(map(math.isfinite, (*cosines.values(), found.relative_error))):
         return "its fidelity is no number: one of the two models gives outputs that are not finite"
     if found.is_enough:
         return None
     name, lowest = min(cosines.items(), key=lambda each: each[1])
-    unused = [] if calibrated else ["--calibrate"]
-    unused.append("--reconstruct with more --minutes" if reconstructed else "--reconstruct")
-    return f"its {name} cosine of {lowest:.3f} is below {ENOUGH:g}, so the model needs {', '.join(unused)} or finetune"
+    more = "--reconstruct with more --minutes" if reconstructed else "--reconstruct"
+    return f"its {name} cosine of {lowest:.3f} is below {ENOUGH:g}, so the model needs {more} or finetune"
 
 
 def _values(found: Fidelity) -> dict[str, tuple[float, float | None]]:

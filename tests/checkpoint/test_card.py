@@ -47,7 +47,7 @@ def calibrated() -> Converted:
 
 def test_without_data_it_has_the_errors_of_the_weights_and_no_fidelity(converted: Converted, tmp_path: Path) -> None:
     card = card_of(tmp_path / "m", *converted)
-    assert "- Relative error of the projected weights, `norm(W - W') / norm(W)`: mean " in card
+    assert "- Relative error of the replaced weights, `norm(W - W') / norm(W)`: mean " in card
     assert UNKNOWN in card and "Fidelity to the dense model" not in card
 
 

@@ -90,9 +90,10 @@ def test_the_table_of_latencies_is_read_by_convert(run: Run) -> None:
 
 
 def test_projection_tells_seconds_and_errors(document: Document) -> None:
-    command = ("bench", "projection", "--arch", "monarch", "--arch", "gonon", "--width", 16, "--quick")
+    command = ("bench", "projection", "--arch", "monarch", "--arch", "gonon", "--arch", "kaleidoscope", "--width", 16, "--quick")
     rows = document(*command)["rows"]
     square = {(row["arch"], row["matrix"]): row for row in rows if row["layer"] == "square"}
     gaussian, falling = square["monarch", "gaussian"], square["monarch", "falling spectrum"]
     assert 0 < falling["relative_error"] < gaussian["relative_error"] < 1
     assert any(row["status"].startswith("no: ") and row["seconds"] is None for row in rows if row["arch"] == "gonon")
+    assert all(row["status"].startswith("no: ") for row in rows if row["arch"] == "kaleidoscope")

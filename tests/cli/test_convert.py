@@ -54,6 +54,22 @@ def test_json_has_every_layer_with_its_errors(document: Document, tmp_path: Path
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"model.safetensors", "config.json", "report.json", "README.md"}
 
 
+@pytest.mark.parametrize("arch", ["dyadic", "kaleidoscope", "block", "deformable"])
+def test_products_of_many_factors_are_those_of_the_library(arch: str, document: Document, refused: Refused) -> None:
+    options = {"nblocks": 8} if arch in ("block", "deformable") else {}
+    start: Any = {"init": "random"} if arch == "kaleidoscope" else {}
+    given = [text for name, value in {**options, **start}.items() for text in (f"--{name}", value)]
+    found = document("convert", *RANDOM, "--arch", arch, *given, "--out", "o")
+    assert [row["family"] for row in found["rows"] if row["role"] == "ffn_in"] == 2 * [arch if arch == "deformable" else None]
+    expected = tiny_model()
+    convert(expected, arch, **options, **start)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(load("o")(images), expected(images))
+    if start:
+        refused("convert", *RANDOM, "--arch", arch, "--out", "p", words=("layer blocks.0.attn.qkv", "--init random"))
+
+
 def test_include_exclude_and_patterns_choose_the_layers(document: Document) -> None:
     chosen = ("--include", r"mlp\.fc", "--exclude", r"blocks\.0", "--exclude", "fc2", "--patterns", "(1,64,16,4),(4,16,16,1)")
     plan = Plan.from_json(document("convert", *TINY, "--dry-run", *chosen)["plan"])

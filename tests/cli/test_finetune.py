@@ -39,6 +39,15 @@ def test_a_converted_folder_is_trained_and_saved_with_its_plan(run: Run, documen
     assert done[0].split() == ["fine-tuning", "before", "after", "change"] and done[-1].startswith("saved in o, log in o.training")
 
 
+def test_random_factors_of_a_deep_product_are_trained(run: Run) -> None:
+    assert run("convert", *RANDOM, "--arch", "kaleidoscope", "--init", "random", "--out", "k").code == 0
+    assert run("finetune", "k", *QUICK, "--out", "o").code == 0
+    before, after = load("k"), load("o")
+    assert plan_of(after) == plan_of(before)
+    moved = [not torch.equal(one, two) for one, two in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(moved) and len([name for name, _ in after.named_parameters() if "attn.qkv.q.factors" in name]) == 2 * 12
+
+
 NO_REPORTS: list[Any] = ["{", "[]", "null", '{"rows": 3}', '{"fidelity": {"samples": 1}}', 2000 * "[", Path.mkdir]
 if os.name != "nt":
     NO_REPORTS += [os.mkfifo, lambda file: file.symlink_to("/dev/zero")]

@@ -75,7 +75,7 @@ def test_every_reason_is_given_where_none_can(registry: dict[str, Backend]) -> N
 
 @given(
     rows=st.none() | st.integers(0, 10**6),
-    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]),
     device_type=st.sampled_from(["cpu", "meta", "mps", "xpu"]),
     bias=st.booleans(),
     requires_grad=st.booleans(),

@@ -49,7 +49,8 @@ def test_sizes_that_do_not_fit(x: Tensor, factors: list[Tensor], bias: Tensor | 
         (X, [FACTORS[0], FACTORS[1].double()], None, r"x and factor 1 .* got torch\.float32 on cpu and torch\.float64"),
         (X, FACTORS, BIAS.double(), r"x and the bias .* got torch\.float32 on cpu and torch\.float64"),
         (X.to("meta"), FACTORS, None, r"x and factor 0 .* got torch\.float32 on meta and torch\.float32 on cpu"),
-        (X.long(), FACTORS, None, r"expected x of a floating dtype, got torch\.int64"),
+        (X.long(), FACTORS, None, r"expected x of a floating dtype, complex64 or complex128, got torch\.int64"),
+        (X.to(torch.complex64), FACTORS, None, r"got torch\.complex64 on cpu and torch\.float32 on cpu"),
     ],
 )
 def test_operands_that_differ(x: Tensor, factors: list[Tensor], bias: Tensor | None, message: str) -> None:

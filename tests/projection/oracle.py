@@ -54,6 +54,6 @@ def error_of(matrix: Tensor, product: np.ndarray, gram: Tensor) -> float:
 
 def best_error(matrix: Tensor, architecture: Architecture) -> float:
     """The smallest Frobenius error that two factors can reach: the tails of the singular values of all blocks."""
-    dense = matrix.to(torch.float64).numpy()
+    dense = matrix.to(torch.promote_types(matrix.dtype, torch.float64)).numpy()
     tails = [np.linalg.svd(dense[np.ix_(rows, columns)], compute_uv=False)[rank:] for rows, columns, rank in blocks(architecture)]
     return float(np.linalg.norm(np.concatenate(tails)))

@@ -95,7 +95,7 @@ def test_the_error_is_that_of_the_stored_factors(dtype: torch.dtype) -> None:
     assert optimum * (1 - EXACT) <= measured <= optimum + rounding
 
 
-@pytest.mark.parametrize("architecture", [monarch(16, 16, 4), block_butterfly(48, 3)], ids=str)
+@pytest.mark.parametrize("architecture", [monarch(16, 16, 4), block_butterfly(48, 8)], ids=str)
 @pytest.mark.parametrize("magnitude", [1e-200, 1e200])
 def test_extreme_weights_neither_overflow_nor_vanish(architecture: Architecture, magnitude: float) -> None:
     weight = random_matrix(architecture)
@@ -141,11 +141,10 @@ def spoilt(bad: float) -> Tensor:
     ("weight", "architecture", "error", "words"),
     [
         (torch.ones(8, 8, dtype=torch.int64), monarch(8, 8, 4), ProjectionError, "got torch.int64; convert it first"),
-        (torch.ones(8, 8, dtype=torch.complex64), monarch(8, 8, 4), ProjectionError, "got torch.complex64"),
         (torch.ones(8, 8, device="meta"), monarch(8, 8, 4), ProjectionError, "meta device"),
         (torch.ones(8, 12), monarch(8, 8, 4), PatternError, "8x8"),
         (torch.ones(2, 8, 8), monarch(8, 8, 4), PatternError, r"shape \(8, 8\), got a tensor of shape \(2, 8, 8\)"),
-        (torch.zeros(8, 8), kaleidoscope(8), ProjectionError, r"needs a chainable architecture, and \(4,2,2,1\),\(2,2,2,2\) in"),
+        (torch.zeros(8, 8), kaleidoscope(8), ProjectionError, r"\(4,2,2,1\),\(2,2,2,2\) are not chainable; .*--init random"),
         *((spoilt(bad), monarch(8, 12, 4), ProjectionError, NOT_FINITE.format(bad)) for bad in (float("nan"), float("inf"), float("-inf"))),
     ],
 )

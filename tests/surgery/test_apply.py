@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import flysurgery
-from flysurgery.errors import OptionError, PlanError, SurgeryError
+from flysurgery.errors import OptionError, PlanError, ProjectionError, SurgeryError
 from flysurgery.factors import factors_to_dense
 from flysurgery.fidelity import Fidelity, Reconstruction
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
@@ -51,6 +51,25 @@ def test_factors_are_the_projections_and_the_rest_stays(vit: nn.Module, vit_plan
         *(f"blocks.0.attn.qkv.{part}.{tensor}" for part in "qkv" for tensor in ("bias", "factors.0", "factors.1")),
         *(f"blocks.0.mlp.fc1.{tensor}" for tensor in ("bias", "factors.0", "factors.1")),
     ]
+
+
+def test_random_factors_need_no_projection_and_follow_the_seed(vit: nn.Module) -> None:
+    made = plan(vit, patterns="(4,2,2,8),(2,2,2,16),(1,2,2,32)")  # not chainable
+    dense, other = copy.deepcopy(vit), copy.deepcopy(vit)
+    with unchanged(vit), pytest.raises(ProjectionError, match=r"blocks.0.attn.qkv: .* not chainable; .* init='random'"):
+        apply(made, vit)
+    random = torch.get_rng_state()
+    report, again = apply(made, vit, init="random", seed=4), apply(made, copy.deepcopy(dense), init="random", seed=4)
+    assert torch.equal(torch.get_rng_state(), random) and report.rows[0].parts == again.rows[0].parts
+    apply(made, other, init="random", seed=5)
+    qkv, row = vit.get_submodule("blocks.0.attn.qkv").requires_grad_(False), report.rows[0]
+    drawn = [part.factors[0] for model in (vit, other) for part in parts_of(model.get_submodule(row.fqn))]
+    assert not any(torch.equal(one, two) for index, one in enumerate(drawn) for two in drawn[:index])
+    old = dense.requires_grad_(False).get_submodule(row.fqn)
+    product = torch.cat([factors_to_dense([factor.double() for factor in part.factors]) for part in parts_of(qkv)])
+    assert row.relative_error == pytest.approx(float((old.weight - product).norm() / old.weight.norm()), rel=1e-5)
+    assert torch.equal(torch.cat([part.bias for part in parts_of(qkv)]), old.bias)
+    assert torch.equal(vit.blocks[0].attn.proj.weight, dense.blocks[0].attn.proj.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -228,7 +247,7 @@ BLOCKS = "error after each block: 0.110 0.222"
     ("report", "remarks"),
     [
         (PLAIN, [UNKNOWN]),
-        (replace(PLAIN, fidelity=POOR), [f"{LOW}--calibrate, --reconstruct or finetune"]),
+        (replace(PLAIN, fidelity=POOR), [f"{LOW}--reconstruct or finetune"]),
         (
             replace(CALIBRATED, fidelity=POOR, reconstruction=replace(LATER, after=POOR, kept=0)),
             [

@@ -102,6 +102,8 @@ def test_what_cannot_be_calibrated_leaves_the_model_as_it_was(vit: nn.Module, vi
         (OptionError, "options of calibration", {"sequential": True}),
         (OptionError, "reconstruct are options of calibration", {"reconstruct": True}),
         (OptionError, "minutes must be a positive number", {"calibrate": many, "reconstruct": 0.0}),
+        (OptionError, "init must be projection or random, got 'zeros'", {"init": "zeros"}),
+        (OptionError, "sequential and permute are options of the projection", {"calibrate": many, "init": "random", "permute": True}),
     ):
         with unchanged(vit), pytest.raises(kind, match=message):
             apply(vit_plan, vit, **options)
@@ -122,6 +124,14 @@ def test_reconstruction_fits_to_the_dense_model_from_before(vit: nn.Module, many
     with torch.no_grad():
         tokens, wanted = (model.eval().forward_features(many[4:40:5]) for model in (vit, dense))
     assert found.after.relative_error == pytest.approx(float((tokens - wanted).norm() / wanted.norm()), rel=1e-3)
+
+
+def test_random_factors_are_measured_and_reconstructed_without_a_calibration(vit: nn.Module, many: Tensor) -> None:
+    report = convert(vit, init="random", calibrate=many[:40], reconstruct=60.0)
+    found = report.reconstruction
+    assert report.calibration is None and found is not None and found.after == report.fidelity
+    assert found.after.relative_error < found.before.relative_error
+    assert "--calibrate" not in str(report), "the data are given already"
 
 
 ALL = ("qkv", "attn_out", "ffn_in", "ffn_out")

@@ -15,7 +15,7 @@ from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
 from flysurgery.errors import OptionError, PatternError, PlanError, SelectionError, SurgeryError
-from flysurgery.patterns import Architecture, low_rank, monarch
+from flysurgery.patterns import Architecture, low_rank, monarch, named
 from flysurgery.surgery import ExampleInput, LayerPlan, Part, Plan, Reason, apply, densify, plan
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.planning import Rule, read_architectures
@@ -219,6 +219,20 @@ def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
     sizes = "describe a 100x64 matrix, and the selected layers and their parts are 64x64, 64x256, 192x64, 256x64"
     with pytest.raises(SelectionError, match=sizes):
         plan(vit, patterns=[monarch(256, 64), monarch(100, 64)])
+
+
+def test_square_architectures_leave_other_layers_dense_and_the_deformable_one_takes_them(vit: nn.Module) -> None:
+    for arch in ("dyadic", "kaleidoscope", "block"):
+        made = layers(plan(vit, arch))
+        assert [part.architecture for part in made["blocks.0.attn.qkv"].parts] == 3 * [named(arch, 64, 64)]
+        up = made["blocks.0.mlp.fc1"].reason
+        assert up is not None and f"{arch} is for square matrices, got 256x64" in up.text
+    deep = plan(vit, "deformable", nblocks=8)
+    assert names(deep) == blocks("attn.qkv", "mlp.fc1", "mlp.fc2")
+    assert {len(part.architecture or ()) for layer in deep.replaced for part in layer.parts} == {4}
+    narrow = timm.create_model("vit_tiny_patch16_224", **TINY | {"embed_dim": 96})
+    with pytest.raises(PlanError, match=r"needs n = 2\^L with L >= 1, got a 96x96 matrix"):  # of the parts, not of the fused matrix
+        plan(narrow, "dyadic", roles="qkv")
 
 
 def test_what_cannot_be_planned_says_why(vit: nn.Module) -> None:

@@ -55,7 +55,7 @@ class ChunkedBackend(Backend):
     def advise_against(self, problem: Problem) -> str | None:
         architecture = problem.architecture
         widens = problem.dtype == torch.bfloat16 and architecture.out_features > architecture.in_features
-        if problem.dtype not in (torch.float32, torch.float64) and not widens:
+        if problem.dtype.itemsize < 4 and not widens:
             return "oneDNN's products in 16 bits want rows first, and bmm has them so"
         few = _few_rows(problem.dtype)
         return f"below {few} rows bmm is faster" if problem.rows is not None and problem.rows < few else None
@@ -74,7 +74,7 @@ class ChunkedBackend(Backend):
 
 
 def _few_rows(dtype: torch.dtype) -> int:
-    return FEW_ROWS if dtype in (torch.float32, torch.float64) else FEW_ROWS_OF_HALVES
+    return FEW_ROWS_OF_HALVES if dtype.itemsize < 4 else FEW_ROWS
 
 
 def _compiled(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:

@@ -16,6 +16,8 @@ def sparse_obstacle(problem: Problem) -> str | None:
         return "sparse layouts cannot be traced into a graph"
     if problem.device_type not in ("cpu", "cuda"):
         return f"PyTorch has sparse products on cpu and cuda, x is on {problem.device_type}"
+    if problem.dtype.is_complex:
+        return f"its sparse products of complex numbers are not tested, x is {problem.dtype}"
     if problem.device_type == "cpu":
         if not torch.backends.mkl.is_available():
             return "PyTorch multiplies sparse matrices on the CPU through MKL, which this build lacks"

@@ -1,0 +1,272 @@
+"""Recover fast transforms as products of butterfly factors, by projection and by learning, and time a Fourier transform made of them.
+
+    python recipes/transforms.py recovered --out build/recovered.csv
+
+The tables:
+
+    recovered  DFT, DCT, DST, Hadamard, Hartley and a circular convolution, as Figure 5 of Dao et al. 2019 has them, by hierarchical
+               factorisation after the transform's own permutation, beside sparse, low rank, and sparse plus low rank of as many numbers
+    learned    the same by Adam from random factors and relaxed permutations, as they learn them: the best of --starts, before and
+               after the permutations are rounded
+    times      the Fourier transform by factors of several radices, bit reversal included, beside torch.fft and the dense product
+
+Every transform has a Frobenius norm of sqrt(n), so that zeros have an rmse of n**-0.5. A real transform but Hadamard's is the real part of
+a complex product. ``butterfly, real`` has real factors twice as wide instead. ``numbers`` counts real numbers, two for a complex one, and
+no indices of sparse entries. DCT and DST take one permutation more than a butterfly has, and the convolution a second butterfly, so that
+two products are learned for each. Transforms are complex64 or float32; rivals are computed in float64.
+
+Needs any device; learned a CPU and ten minutes.
+Rows: recipes/results/transforms.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import recipe
+import torch
+from learned_transforms import learn
+from torch import Tensor
+
+from flysurgery.bench import Case, Record, rows_of_case
+from flysurgery.bench.measuring import MEASURED
+from flysurgery.cli.bench_run import TIMES
+from flysurgery.factors import bit_reversal
+from flysurgery.ops import ks_linear
+from flysurgery.patterns import Architecture, square_dyadic
+from flysurgery.projection import project
+
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+RADICES = (2, 8, 64)
+ROUNDS = 10
+"""Alternations of sparse plus low rank."""
+
+RECOVERED = ("transform", "n", "candidate", "numbers", "share", "rmse", "seconds")
+"""``share`` is the numbers over those of the dense matrix."""
+
+LEARNED = ("transform", "n", "products", "starts", "steps", "seed", "found", "rmse_relaxed", "rmse", "choices", "seconds")
+"""``found`` counts the starts below an rmse of 1e-4, ``choices`` are a, b and c of each level of the best one's permutations."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A matrix, and complex or real ones whose product it is, or is the real part of; each is a butterfly with its columns in ``order``."""
+
+    target: Tensor
+    parts: tuple[Tensor, ...]
+    order: Tensor
+    products: int = 1
+
+
+def dft(n: int) -> Tensor:
+    """The Fourier transform."""
+    return torch.fft.fft(torch.eye(n, dtype=torch.complex128), norm="ortho")
+
+
+def cosine(n: int, phase: complex, shift: int) -> Transform:
+    """The real part of ``phase * exp(-i pi (2q+1)(p+shift) / 2n)``: DCT and DST of the second kind, by a Fourier transform of n points.
+
+    Source: Makhoul 1980, "A fast cosine transform in one and two dimensions".
+    """
+    p, q = torch.arange(n, dtype=torch.float64)[:, None] + shift, torch.arange(n)
+    waves = phase * torch.exp(-1j * math.pi / (2 * n) * p * (2 * q + 1))
+    waves = waves / torch.linalg.vector_norm(waves.real, dim=1, keepdim=True)
+    order = torch.cat((q[::2], q[1::2].flip(0)))[bit_reversal(n)]
+    return Transform(waves.real, (torch.where(q % 2 == 0, waves, waves.conj()),), order, products=2)
+
+
+def convolution(n: int) -> Transform:
+    """The circular convolution with a random filter: two Fourier transforms, and the filter's own between them."""
+    taps = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    taps /= taps.norm()
+    place = torch.arange(n)
+    inverse = dft(n).conj() * torch.fft.fft(taps.to(torch.complex128))
+    return Transform(taps[(place[:, None] - place) % n], (inverse, dft(n)), bit_reversal(n), products=2)
+
+
+def hadamard(n: int) -> Transform:
+    """Walsh and Hadamard's transform, in the order of Hadamard."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < n:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5, matrix)
+    return Transform(matrix, (matrix,), torch.arange(n))
+
+
+TRANSFORMS: Mapping[str, Callable[[int], Transform]] = {
+    "dft": lambda n: Transform(dft(n), (dft(n),), bit_reversal(n)),
+    "dct": partial(cosine, phase=1, shift=0),
+    "dst": partial(cosine, phase=1j, shift=1),
+    "hadamard": hadamard,
+    "hartley": lambda n: Transform(((1 + 1j) * dft(n)).real, ((1 + 1j) * dft(n),), bit_reversal(n)),
+    "convolution": convolution,
+}
+
+
+def real_butterfly(n: int) -> Architecture:
+    """Real factors that hold the real part of a complex square dyadic butterfly of n >= 4: each inner number is a pair."""
+    middle = [(1 << level, 4, 4, n >> level + 1) for level in range(1, n.bit_length() - 2)]
+    return Architecture.of((1, 2, 4, n // 2), *middle, (n // 2, 4, 2, 1))
+
+
+def radix(n: int, size: int) -> Architecture:
+    """Factors of ``size`` x ``size`` blocks, the last one of what is left; ``radix(n, 2)`` is the square dyadic butterfly."""
+    patterns, left = [], 1
+    while left < n:
+        block = min(size, n // left)
+        patterns.append((left, block, block, n // (left * block)))
+        left *= block
+    return Architecture.of(*patterns)
+
+
+def low_rank(matrix: Tensor, rank: int) -> Tensor:
+    """The nearest matrix of that rank. LAPACK's SVD fails on some of these matrices, whose singular values repeat."""
+    _, vectors = torch.linalg.eigh(matrix.mH @ matrix)  # ascending
+    kept = vectors[:, max(0, len(matrix) - rank) :]
+    return matrix @ kept @ kept.mH
+
+
+def sparse(matrix: Tensor, entries: int) -> Tensor:
+    """The entries of largest magnitude."""
+    kept = matrix.abs().flatten().topk(min(entries, matrix.numel())).indices
+    return torch.zeros_like(matrix).flatten().scatter(0, kept, matrix.flatten()[kept]).view_as(matrix)
+
+
+def sparse_and_low_rank(matrix: Tensor, entries: int) -> Tensor:
+    """About half of the entries for each, fitted by turns to what the other leaves."""
+    n = len(matrix)
+    rank = entries // (4 * n)
+    own = other = torch.zeros_like(matrix)
+    for _ in range(ROUNDS):
+        own = sparse(matrix - other, entries - 2 * n * rank)
+        other = low_rank(matrix - own, rank)
+    return own + other
+
+
+def rmse(matrix: Tensor, target: Tensor) -> float:
+    """The root mean squared error of the entries, of the real part where the target is real."""
+    difference = matrix - target
+    return float((difference if target.is_complex() else difference.real).abs().square().mean().sqrt())
+
+
+def recovered(name: str, n: int) -> Iterator[Record]:
+    """A transform by butterflies, and by rivals of as many numbers."""
+    transform = TRANSFORMS[name](n)
+    target, order, each = transform.target, transform.order, 2 if transform.target.is_complex() else 1
+
+    def row(candidate: str, numbers: int, make: Callable[[], Tensor]) -> Record:
+        begun = time.perf_counter()
+        error = rmse(make(), target)
+        found = {"numbers": numbers, "share": numbers / (each * n * n), "rmse": error, "seconds": time.perf_counter() - begun}
+        return {"transform": name, "n": n, "candidate": candidate} | found
+
+    def product(parts: tuple[Tensor, ...], architecture: Architecture) -> Tensor:
+        narrow = torch.complex64 if parts[0].is_complex() else torch.float32
+        y = torch.eye(n, dtype=narrow)
+        for part in reversed(parts):
+            y = ks_linear(y[:, order], project(part[:, order].to(narrow), architecture).factors)
+        return y.mT
+
+    numbers = sum(square_dyadic(n).num_parameters * (2 if part.is_complex() else 1) for part in transform.parts)
+    yield row("butterfly", numbers, lambda: product(transform.parts, square_dyadic(n)))
+    if each == 1 and len(transform.parts) == 1 and transform.parts[0].is_complex():
+        yield row("butterfly, real", real_butterfly(n).num_parameters, lambda: product((target,), real_butterfly(n)))
+    yield row("sparse", numbers, lambda: sparse(target, numbers // each))
+    yield row("low rank", numbers, lambda: low_rank(target, numbers // each // (2 * n)))
+    yield row("sparse plus low rank", numbers, lambda: sparse_and_low_rank(target, numbers // each))
+
+
+def learned(name: str, n: int, starts: int, steps: int, seed: int) -> Iterator[Record]:
+    """The best of several starts, and how many found the transform."""
+    transform, begun = TRANSFORMS[name](n), time.perf_counter()
+    relaxed, errors, choices = learn(transform.target, transform.products, starts=starts, steps=steps, seed=seed)
+    best = int(errors.argmin())
+    found = {"found": int((errors < 1e-4).sum()), "rmse_relaxed": float(relaxed.min()), "rmse": float(errors[best])}
+    text = " | ".join(" ".join("".join(map(str, level)) for level in product) for product in choices[best].tolist())
+    head = {"transform": name, "n": n, "products": transform.products, "starts": starts, "steps": steps, "seed": seed}
+    yield head | found | {"choices": text, "seconds": time.perf_counter() - begun}
+
+
+@cache
+def fourier_factors(n: int, size: int) -> tuple[Tensor, ...]:
+    """Complex64 factors of the Fourier transform whose columns are in bit-reversed order."""
+    return tuple(factor.to(torch.complex64) for factor in project(dft(n)[:, bit_reversal(n)], radix(n, size)).factors)
+
+
+def times_case(n: int, rows: int, device: torch.device) -> Case:
+    """A Fourier transform of complex rows by factors of each radix, dense, and by torch.fft."""
+    x, order = torch.randn(rows, n, dtype=torch.complex64, device=device), bit_reversal(n).to(device)
+
+    def by_factors(size: int) -> recipe.Run:
+        factors = [factor.to(device) for factor in fourier_factors(n, size)]
+        return lambda x: torch.view_as_real(ks_linear(x[:, order], factors))
+
+    matrix = dft(n).to(device, torch.complex64)
+    runs: dict[str, recipe.Run | str] = {
+        "fft": lambda x: torch.view_as_real(torch.fft.fft(x, norm="ortho")),
+        "dense": lambda x: torch.view_as_real(x @ matrix),
+        **{f"radix {size}": by_factors(size) for size in RADICES if size == 2 or size < n},
+    }
+    return Case(runs, x, torch.view_as_real(torch.fft.fft(x.to(torch.complex128), norm="ortho")), baseline="fft")
+
+
+def measure_recovered(options: argparse.Namespace) -> None:
+    device, _ = recipe.device_and_modes(options)
+    cases = [(name, n) for n in options.sizes or ((8, 64) if options.quick else SIZES) for name in options.transforms]
+    jobs: list[recipe.Job] = [({"transform": name, "n": n}, partial(recovered, name, n)) for name, n in cases]
+    recipe.make(options, device, RECOVERED, jobs, shown=RECOVERED)
+
+
+def measure_learned(options: argparse.Namespace) -> None:
+    device, _ = recipe.device_and_modes(options)
+    steps = options.steps or (1000 if options.quick else 3000)
+    cases = [(name, n) for n in options.sizes or ((8,) if options.quick else SIZES[:3]) for name in options.transforms]
+    how = {"starts": options.starts, "steps": steps, "seed": options.seed}
+    jobs: list[recipe.Job] = [({"transform": name, "n": n} | how, partial(learned, name, n, **how)) for name, n in cases]
+    recipe.make(options, device, LEARNED, jobs, shown=LEARNED, minutes=options.minutes)
+
+
+def measure_times(options: argparse.Namespace) -> None:
+    device, _ = recipe.device_and_modes(options)
+    sizes = options.sizes or ((2, 64) if options.quick else [1 << bits for bits in range(1, 13)])
+    heads = [{"n": n, "rows": rows, "device_type": device.type} for n in sizes for rows in options.batches]
+    how = recipe.protocol(options, 15)
+    jobs: list[recipe.Job] = [
+        (head, partial(rows_of_case, head, partial(times_case, head["n"], head["rows"], device), "fp32", how)) for head in heads
+    ]
+    columns = ("n", "rows", "device_type", "candidate", *MEASURED)
+    recipe.make(options, device, columns, jobs, shown=("n", "rows", "candidate", *TIMES), minutes=options.minutes)
+
+
+def power_of_two(text: str) -> int:
+    """A size that a butterfly has, as an option takes it."""
+    number = recipe.count(text)
+    if number < 2 or number & (number - 1):
+        raise argparse.ArgumentTypeError(f"expected a power of two, got '{text}'")
+    return number
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = recipe.parser_of(__doc__)
+    add = recipe.tables_of(parser)
+    tables = add("recovered", measure_recovered), add("learned", measure_learned), add("times", measure_times, seconds=0.2)
+    for table in tables:
+        table.add_argument("--sizes", nargs="+", type=power_of_two, metavar="N", help="powers of two")
+    for table in tables[:2]:
+        table.add_argument("--transforms", nargs="+", choices=TRANSFORMS, default=[*TRANSFORMS])
+    for table in tables[1:]:
+        table.add_argument("--minutes", type=recipe.duration, default=9.0, help="begin nothing after this time")
+    tables[1].add_argument("--starts", type=recipe.count, default=16, help="random starts, fitted side by side")
+    tables[1].add_argument("--steps", type=recipe.count, help="of Adam, 3000 by default, 1000 with --quick")
+    tables[2].add_argument("--batches", type=recipe.counts, default=(1, 64, 1024), help="rows of x")
+    options = parser.parse_args()
+    options.work(options)
+
+
+if __name__ == "__main__":
+    recipe.main(main)
