@@ -16,23 +16,22 @@ INTRODUCTION = """# Recipes
 `python recipes/index.py` writes this page from the recipes' docstrings.
 
 A recipe is one program for a task or for a family of tables. Its committed rows are in `recipes/results`, where
-`python recipes/publish.py` puts them, without columns that no page reads; the column `table` names the table of a row.
-[Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them as tables, and say which
-command makes which table or figure of Gonon et al. 2024. `python recipes/NAME.py --help` says how a recipe measures and what its columns
-mean.
+`python recipes/publish.py` puts them; the column `table` names the table of a row. [Performance](../docs/performance.md),
+[fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them. `python recipes/NAME.py --help` says how a recipe measures
+and what its columns mean.
 
 What they share:
 
-- `--quick` takes fewer cases and samples and answers within two minutes, on a CPU too. There kernels have a row with the status
-  `needs CUDA`, and `factors.py energy` has times without joules. `sanitize_kernels.py` always needs a CUDA device.
+- `--quick` takes fewer cases and answers within two minutes, on a CPU too, where kernels have the status `needs CUDA`.
+  `sanitize_kernels.py` always needs a CUDA device.
 - `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
-  device, versions and commit stay, whatever options they were measured with.
+  device, versions and commit stay, whatever their options.
 - `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the measurement; `--plot FILE` draws.
 - Each candidate is compared with float64 before it is timed. A wrong one has a row that says so.
 - Dense, or else the candidate that ratios refer to, is timed twice in the same shuffled run. If the two differ by more than 3 % (10 % on
   a CPU), all rows of that run say noisy.
 - The column `launch` says whether a time is that of a CUDA graph over inputs larger than the L2 cache, or of calls from Python.
-- `share_of_bound` is the part of a time that the run's own copy and matrix product allow for what the computation must spend.
+- `share_of_bound` is the part of a time that the run's own copy and matrix product allow for.
 
 | recipe | what it does | needs | rows |
 |---|---|---|---|

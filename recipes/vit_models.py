@@ -35,8 +35,8 @@ HEAD = ("model", "arch", "mode", "batch")
 OPTIMIZED_COLUMNS = (*HEAD, "candidate", "fused", "joules", "joules_to_dense", *MEASURED)
 """``fused`` counts the groups of layers that became fused modules. Joules are those of the whole batch."""
 
-TRAINING_COLUMNS = (*HEAD, "what", "candidate", "peak_gib", *MEASURED)
-"""``what`` a candidate does once or several times in a row; ``error`` is that of a gradient; ``peak_gib`` as in ``_peak_gib``."""
+TRAINING_COLUMNS = (*HEAD, "what", "candidate", *MEASURED)
+"""``what`` a candidate does once or several times in a row; ``error`` is that of a gradient."""
 
 METERED = (DENSE, "dense optimized", "optimized")
 """The candidates whose joules are measured."""
@@ -128,8 +128,6 @@ def training_case(model: str, arch: str, batch: int, what: str, device: torch.de
     steps = STEPS[what]
     training = device.type == "cuda" and ("captured" if what == GRAPH else steps == 1)
     ready = step_case(model, arch, batch, device, TIMED_MODES["bf16"], compile_too=is_compiled, training=training)
-    x = ready.input(DENSE)
-    memory = {name: _peak_gib(cast(recipe.Run, run), x) for name, run in ready.runs.items()} if x.is_cuda else {}
     runs: dict[str, Any] = {name: partial(_several, cast(recipe.Run, run), steps) for name, run in ready.runs.items()}
     if what == GRAPH and device.type != "cuda":
         runs = dict.fromkeys(ready.runs, recipe.NEEDS_CUDA)
@@ -138,17 +136,7 @@ def training_case(model: str, arch: str, batch: int, what: str, device: torch.de
     one = {name: work_of_step(each, ready.input(DENSE).cpu(), labels) for name, each in plain.items()}
     works = {name: one[name.removesuffix(" compiled").removesuffix(" optimized")] for name in runs}
     works = {name: Work(steps * work.bytes_moved, steps * work.flops) for name, work in works.items()}
-    return replace(ready, runs=runs, works=works, notes={"peak_gib": memory})
-
-
-def _peak_gib(run: recipe.Run, x: Tensor) -> float:
-    """GiB that the second step needs at most beside what is there before it: activations, gradients and what lies between."""
-    run(x)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run(x)
-    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+    return replace(ready, runs=runs, works=works)
 
 
 def _several(run: recipe.Run, times: int, x: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ class Measured:
     ``status`` is "ok", "noisy: ...", "wrong: ..." or the reason why it did not run. ``launch`` is how it was launched.
     ``error`` is the rms error against float64, over the rms of the result. ``noise`` is by how much two identical baselines of
     this run differ. ``bytes_moved`` and ``flops`` are what the computation must spend, ``bound_ms`` is the time that the ceilings of
-    this run allow for it, and ``share_of_bound`` is the bound over the measured time.
+    this run allow for it, and ``share_of_bound`` is the bound over the measured time. ``peak_gib`` is what a call from Python needs at most
+    beside the input and the weights, on CUDA: activations, gradients, the result and what lies between, in GiB.
     """
 
     launch: str
@@ -92,6 +93,7 @@ class Measured:
     flops: int | None = None
     bound_ms: float | None = None
     share_of_bound: float | None = None
+    peak_gib: float | None = None
 
 
 MEASURED = tuple(field.name for field in fields(Measured))
@@ -151,6 +153,7 @@ def measure(case: Case, protocol: Protocol, mode: str | None = None) -> dict[str
     errors, statuses = check(case)
     right = {name: run for name, run in case.runs.items() if not isinstance(run, str) and statuses[name] == "ok"}
     inputs = {name: case.input(name) for name in right}
+    peaks = {name: _peak_gib(run, inputs[name]) for name, run in right.items()}
     if case.baseline in right:
         right[case.baseline + AGAIN], inputs[case.baseline + AGAIN] = right[case.baseline], inputs[case.baseline]
     timings = time_interleaved(right, inputs, rounds=protocol.rounds, seconds=protocol.seconds, launch=protocol.launch, seed=protocol.seed)
@@ -167,7 +170,8 @@ def measure(case: Case, protocol: Protocol, mode: str | None = None) -> dict[str
                 ratio = timing.median_ms / timings[case.baseline].median_ms if case.baseline in timings else None
                 share = None if bound is None else bound / timing.median_ms
                 times = timing.median_ms, timing.iqr_ms, ratio
-                found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **spent, share_of_bound=share)
+                more = {"share_of_bound": share, "peak_gib": peaks[plain]}
+                found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **spent, **more)
             elif name == plain:
                 found[name] = Measured(protocol.launch, statuses[name], errors.get(name), noise, **spent)
     return found
@@ -191,6 +195,17 @@ def check(case: Case) -> tuple[dict[str, float], dict[str, str]]:
         if not error <= most:
             statuses[name] = f"wrong: relative error {error:.2g}"
     return errors, statuses
+
+
+def _peak_gib(run: Run, x: Tensor) -> float | None:
+    """GiB that a call, not the first, takes at most beside what was there before it; None without CUDA, where nothing counts them."""
+    if not x.is_cuda:
+        return None
+    torch.cuda.synchronize(x.device)
+    torch.cuda.reset_peak_memory_stats(x.device)
+    before = torch.cuda.memory_allocated(x.device)
+    run(x)
+    return (torch.cuda.max_memory_allocated(x.device) - before) / 2**30
 
 
 def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:

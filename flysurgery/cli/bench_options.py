@@ -35,5 +35,5 @@ Out = Annotated[Path | None, option(OUTPUT, "--out", OUT_HELP, "FILE")]
 Fresh = Annotated[bool, option(OUTPUT, "--fresh", "Measure all again, and replace the rows that the file holds.")]
 Plot = Annotated[Path | None, option(OUTPUT, "--plot", "Draw the rows into this file; needs matplotlib.", "FILE")]
 
-TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "error", "status")
+TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", "error", "status")
 """The columns that every measurement ends with."""

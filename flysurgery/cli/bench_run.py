@@ -17,8 +17,23 @@ from flysurgery.cli import options
 from flysurgery.cli.bench_options import TIMES as TIMES
 from flysurgery.cli.tables import print_json, print_table, progress
 
-TITLES = {"median_ms": "median ms", "iqr_ms": "iqr ms", "ratio_to_dense": "/ dense", "paper_ratio": "paper", "share_of_bound": "of bound"}
-FORMATS = {"median_ms": ".3f", "iqr_ms": ".3f", "bound_ms": ".3f", "ratio_to_dense": ".2f", "share_of_bound": ".0%", "error": ".1e"}
+TITLES = {
+    "peak_gib": "peak GiB",
+    "median_ms": "median ms",
+    "iqr_ms": "iqr ms",
+    "ratio_to_dense": "/ dense",
+    "paper_ratio": "paper",
+    "share_of_bound": "of bound",
+}
+FORMATS = {
+    "peak_gib": ".3f",
+    "median_ms": ".3f",
+    "iqr_ms": ".3f",
+    "bound_ms": ".3f",
+    "ratio_to_dense": ".2f",
+    "share_of_bound": ".0%",
+    "error": ".1e",
+}
 
 
 def prepare(device: str | None, threads: int | None) -> torch.device:
@@ -104,10 +119,11 @@ class BenchRun:
 def print_records(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print some columns of the records; numbers short, and to the right.
 
-    The share of the bound is left out for a CPU: inputs that lie in its caches are not bounded by the rate of its memory.
+    Left out for a CPU: the share of the bound, since inputs that lie in its caches are not bounded by the rate of its memory, and the
+    memory, which nothing counts there.
     """
     if all(record.get("device_type") == "cpu" for record in records):
-        columns = [name for name in columns if name != "share_of_bound"]
+        columns = [name for name in columns if name not in ("share_of_bound", "peak_gib")]
     titles = [TITLES.get(name, name.replace("_", " ")) for name in columns]
     numbers = {
         title for name, title in zip(columns, titles, strict=True) if name in FORMATS or all(_is_number(each[name]) for each in records)

@@ -124,10 +124,19 @@ def test_ratios_bounds_and_twins() -> None:
     rows = found({"dense": right, "fast": right, "absent": "no: not here"}, works=Work(100, 30))
     assert list(rows) == ["dense", "dense again", "fast", "absent"]
     fast = rows["fast"]
+    assert fast.peak_gib is None, "nothing counts a CPU's memory"
     assert (fast.ratio_to_dense, fast.bound_ms, fast.share_of_bound) == (0.25, 0.3, 0.6), "30 operations take longer than 100 bytes"
     assert fast.noise == pytest.approx(0.01) and (fast.status, fast.launch) == ("ok", "eager"), "the CPU knows no graphs"
     noisy = found({"noisy": right, "fast": right}, baseline="noisy")
     assert {row.status for row in noisy.values()} == {"noisy: noisy timed twice differs by 50%"} and noisy["fast"].median_ms == 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("known_times")
+def test_peaks_count_what_a_call_needs_beside_its_input() -> None:
+    x = torch.randn(1 << 20, 4, device="cuda")  # 16 MiB
+    rows = found({"dense": lambda x: 3 * x, "twice": lambda x: torch.cat((x, x))[: len(x)] * 3}, x)
+    assert [rows[name].peak_gib for name in ("dense", "dense again", "twice")] == [1 / 64, 1 / 64, 3 / 64]
 
 
 @pytest.mark.usefixtures("known_times")
