@@ -17,9 +17,9 @@ INTRODUCTION = """# Recipes
 
 A recipe is one program for a task or for a family of tables. Its committed rows are in `recipes/results`, where
 `python recipes/publish.py` puts them, without columns that no page reads; the column `table` names the table of a row.
-[Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them as tables, and say which
-command makes which table or figure of Gonon et al. 2024. `python recipes/NAME.py --help` says how a recipe measures and what its columns
-mean.
+[Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them as tables.
+[The papers](../docs/papers.md) says which command answers which table or figure of a paper. `python recipes/NAME.py --help` says how a
+recipe measures and what its columns mean.
 
 What they share:
 
