@@ -17,8 +17,8 @@ INTRODUCTION = """# Recipes
 
 A recipe is one program for a task or for a family of tables. Its committed rows are in `recipes/results`, where
 `python recipes/publish.py` puts them; the column `table` names the table of a row. [Performance](../docs/performance.md),
-[fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them. `python recipes/NAME.py --help` says how a recipe measures
-and what its columns mean.
+[fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them, and [the papers](../docs/papers.md) which command answers
+which table or figure. `python recipes/NAME.py --help` says how a recipe measures and what its columns mean.
 
 What they share:
 
