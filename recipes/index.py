@@ -31,7 +31,6 @@ What they share:
 - Dense, or else the candidate that ratios refer to, is timed twice in the same shuffled run. If the two differ by more than 3 % (10 % on
   a CPU), all rows of that run say noisy.
 - The column `launch` says whether a time is that of a CUDA graph over inputs larger than the L2 cache, or of calls from Python.
-- `share_of_bound` is the part of a time that the run's own copy and matrix product allow for.
 
 | recipe | what it does | needs | rows |
 |---|---|---|---|
