@@ -16,9 +16,9 @@ from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners
-from flysurgery.walker.roles import Judgement, judge
+from flysurgery.walker.roles import verdicts
 from flysurgery.walker.switches import set_switches
-from flysurgery.walker.target import Role, Switch
+from flysurgery.walker.target import ROLES, Role, Switch
 from flysurgery.walker.trace import Trace, device_of, first_tensor, shadow, shadow_on_cpu, trace
 
 
@@ -27,7 +27,7 @@ class Survey:
     """A traced model: its graph, who owns what in it, its multiplications by a weight, and the role of each.
 
     ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on the
-    model's device. ``switches`` has the linears' names as keys, ``judgements`` the nodes of ``calls``.
+    model's device. ``switches`` has the linears' names as keys, ``verdicts`` the nodes of ``calls``: a role, or an obstacle's code.
     """
 
     double: nn.Module
@@ -35,14 +35,14 @@ class Survey:
     trace: Trace
     owners: Owners
     calls: list[Call]
-    judgements: dict[Node, Judgement]
+    verdicts: dict[Node, str]
     dataflow: Dataflow
     switches: dict[str, Switch]
 
     @property
     def roles(self) -> dict[Node, Role]:
         """The role of each of ``calls``, by its node."""
-        return {node: judgement.role for node, judgement in self.judgements.items()}
+        return {node: verdict if verdict in ROLES else "other" for node, verdict in self.verdicts.items()}
 
 
 def survey(model: nn.Module, example: Example | None = None, *, prepare: Callable[[nn.Module], None] | None = None) -> Survey:
@@ -70,14 +70,14 @@ def survey(model: nn.Module, example: Example | None = None, *, prepare: Callabl
 def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Module], None] | None) -> Survey:
     if prepare is not None:
         prepare(double)
-    switches = set_switches(double, inputs)
+    switches = set_switches(double)
     traced, owners = trace(double, inputs), Owners(double)
     calls = find_calls(traced, owners)
     first = first_tensor(inputs)
     if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= len(first) for call in calls):
         traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
     dataflow = Dataflow(traced, calls)
-    return Survey(double, inputs, traced, owners, calls, judge(traced, calls, dataflow), dataflow, switches)
+    return Survey(double, inputs, traced, owners, calls, verdicts(traced, calls, dataflow), dataflow, switches)
 
 
 def _on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
