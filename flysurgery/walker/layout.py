@@ -47,18 +47,10 @@ def split_of(call: Call, dataflow: Dataflow, feed_forward: Iterable[Node] = ()) 
 
 def _path(start: Node, sinks: set[Node], dataflow: Dataflow) -> list[Node] | None:
     """The nodes between the linear and the sinks, in the order of execution; None where tensors are written in place on the way."""
-    reached, pending = {start}, [start]
-    while pending:
-        users = [user for user in pending.pop().users if user not in reached and start in dataflow.flows.get(user, {})]
-        reached.update(users)
-        pending += users
-    if not sinks <= reached or any(_writes_elsewhere(node, reached) for node in reached):
+    after = ops.reached([start], lambda node: [user for user in node.users if start in dataflow.flows.get(user, {})])
+    if not sinks <= after or any(_writes_elsewhere(node, after) for node in after):
         return None
-    needed, pending = set(sinks), list(sinks)
-    while pending:
-        sources = [arg for arg in pending.pop().all_input_nodes if arg in reached and arg not in needed]
-        needed.update(sources)
-        pending += sources
+    needed = ops.reached(sinks, lambda node: [arg for arg in node.all_input_nodes if arg in after])
     return [node for node in start.graph.nodes if node in needed and node is not start]
 
 

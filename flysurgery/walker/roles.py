@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from flysurgery.walker.dataflow import Attention, Dataflow, Flow
 from flysurgery.walker.linears import Call
+from flysurgery.walker.operations import reached
 from flysurgery.walker.target import CODES
 from flysurgery.walker.trace import Trace
 
@@ -82,56 +83,39 @@ class _Judge:
 
     def _head_mlps(self) -> set[Node]:
         """The linears of MLPs that give the model's result for each token, as detectors' classes and boxes: no residual sum follows."""
-        found: set[Node] = set()
-        pending = [node for node in self.ffn_out if node in self.at_output]
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                source = self.flows[self.calls[node].source]
-                pending += [origin for origin, via in source.items() if via.nonlinear and origin in self.ffn_in]
-        return found
+
+        def before(node: Node) -> list[Node]:
+            source = self.flows[self.calls[node].source]
+            return [origin for origin, via in source.items() if via.nonlinear and origin in self.ffn_in]
+
+        return reached(self.ffn_out & self.at_output, before)
 
     def _at_output(self) -> set[Node]:
         """The linears that give the model's result, with nothing but elementwise steps and pooling after them."""
         output = next(node for node in self.trace.graph.nodes if node.op == "output")
-        found: set[Node] = set()
-        pending: list[Flow] = [self.flows[node] for node in output.all_input_nodes]
-        while pending:
-            for origin in pending.pop():
-                if origin in self.calls:
-                    found.add(origin)
-                elif origin in self.sums and self._adds_heads(self.sums[origin]):
-                    pending += self.sums[origin]
-        return found
+        given = (origin for node in output.all_input_nodes for origin in self.flows[node])
+        summed = reached(given, lambda origin: self._added(origin) if origin in self.sums and self._adds_heads(self.sums[origin]) else ())
+        return {origin for origin in summed if origin in self.calls}
+
+    def _added(self, origin: Node) -> list[Node]:
+        """The origins of what a sum adds up; none for anything else."""
+        return [each for addend in self.sums.get(origin, ()) for each in addend]
 
     def _adds_heads(self, addends: tuple[Flow, Flow]) -> bool:
         """Whether a sum joins results (two heads averaged, a box and a correction) and is no residual connection, nor of one input."""
-        (one, one_stream), (other, other_stream) = ((self._behind(flow), self._stream(flow)) for flow in addends)
+        (one, one_stream), (other, other_stream) = ((self._behind(flow), reached(flow, self._added)) for flow in addends)
         if one & other_stream or other & one_stream:
             return False
         return one.isdisjoint(other) or all(head in self.calls and self._one_row(self.calls[head]) for flow in addends for head in flow)
 
     def _behind(self, branch: Flow) -> set[Node]:
         """What the branch is computed from, back to the sums that it starts from."""
-        reached, pending = set[Node](), [*branch]
-        while pending:
-            origin = pending.pop()
-            if origin not in reached:
-                reached.add(origin)
-                sources = [self.calls[origin].source] if origin in self.calls else [] if origin in self.sums else origin.all_input_nodes
-                pending += [each for source in sources for each in self.flows.get(source, ())]
-        return reached
 
-    def _stream(self, flow: Flow) -> set[Node]:
-        """The origins, with those of all that sums among them add up."""
-        reached, pending = set[Node](), [*flow]
-        while pending:
-            origin = pending.pop()
-            if origin not in reached:
-                reached.add(origin)
-                pending += [each for addend in self.sums.get(origin, ()) for each in addend]
-        return reached
+        def before(origin: Node) -> list[Node]:
+            sources = [self.calls[origin].source] if origin in self.calls else [] if origin in self.sums else origin.all_input_nodes
+            return [each for source in sources for each in self.flows.get(source, ())]
+
+        return reached(branch, before)
 
 
 def _pools(attentions: Iterable[Attention]) -> bool:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.dataflow import Dataflow
@@ -19,7 +17,7 @@ from flysurgery.walker.owners import Owners
 from flysurgery.walker.roles import verdicts
 from flysurgery.walker.switches import set_switches
 from flysurgery.walker.target import ROLES, Role, Switch
-from flysurgery.walker.trace import Trace, device_of, first_tensor, shadow, shadow_on_cpu, trace
+from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, on_shadow, trace
 
 
 @dataclass(frozen=True)
@@ -48,23 +46,14 @@ class Survey:
 def survey(model: nn.Module, example: Example | None = None, *, prepare: Callable[[nn.Module], None] | None = None) -> Survey:
     """Trace ``model`` in eval mode on fake tensors, and find its linear maps and their roles. The model stays as it is.
 
-    ``prepare`` may change modules of the stand-in before it is traced.
-
-    Raises:
-        WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
+    ``prepare`` may change modules of the stand-in before it is traced. Raises WalkError as ``walk``.
     """
     if not isinstance(model, nn.Module):
         raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
-    inputs = _on_device(positional(model, example_input(model) if example is None else example), device_of(model))
+    inputs = on_device(positional(model, example_input(model) if example is None else example), device_of(model))
     if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
         raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
-    try:
-        return _survey(shadow(model), inputs, prepare)
-    except WalkError:
-        if device_of(model).type != "meta":
-            raise
-    # Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta.
-    return _survey(shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")), prepare)
+    return on_shadow(model, inputs, lambda double, inputs: _survey(double, inputs, prepare))
 
 
 def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Module], None] | None) -> Survey:
@@ -78,7 +67,3 @@ def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Mo
         traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
     dataflow = Dataflow(traced, calls)
     return Survey(double, inputs, traced, owners, calls, verdicts(traced, calls, dataflow), dataflow, switches)
-
-
-def _on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    return pytree.tree_map_only(Tensor, lambda t: t if t.device == device else torch.empty_like(t, device=device), example)
