@@ -1,5 +1,8 @@
 """Every error that flysurgery raises on purpose: one clear sentence, and the exit code of the command line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FlysurgeryError(Exception):
     """Base of all errors raised on purpose. The message says what was expected, what came, and what to do."""
@@ -66,3 +69,14 @@ class TrainingError(FlysurgeryError, RuntimeError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's name where it has none, without a full stop: to end a sentence with."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+@contextmanager
+def raised_as(kind: type[FlysurgeryError], what: str) -> Iterator[None]:
+    """Inside, an exception of any other kind, as libraries raise them, becomes one of ``kind`` that says ``what`` and why."""
+    try:
+        yield
+    except kind:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {first_line(error)}") from error

@@ -12,6 +12,7 @@ from torch import nn
 from flysurgery.errors import SurgeryError
 from flysurgery.layers import ButterflyConv, ButterflyLinear, SplitLinear
 from flysurgery.surgery import is_optimized
+from flysurgery.surgery.build import dense_layer
 
 
 class LoraButterfly(Linear):
@@ -29,7 +30,7 @@ class LoraButterfly(Linear):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         converted = self.base_layer
         if not isinstance(converted, nn.Linear):
-            self.base_layer = _dense(converted)
+            self.base_layer = dense_layer(converted).requires_grad_(False)  # pyright: ignore[reportArgumentType]
         try:
             super().merge(safe_merge, adapter_names)
         finally:
@@ -77,15 +78,3 @@ def _no_convolution(base_layer: nn.Module, adapter_name: str, **settings: Any) -
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | ButterflyLinear) and not isinstance(module, ButterflyConv)
-
-
-def _dense(layer: nn.Module) -> nn.Linear:
-    """A dense layer with the product of the factors."""
-    assert isinstance(layer, ButterflyLinear | SplitLinear)
-    weight, bias = layer.weight.detach(), layer.bias
-    dense = nn.Linear(layer.in_features, layer.out_features, bias is not None, device=weight.device, dtype=weight.dtype)
-    dense.requires_grad_(False)
-    dense.weight.copy_(weight)
-    if bias is not None:
-        dense.bias.copy_(bias.detach())
-    return dense.train(layer.training)

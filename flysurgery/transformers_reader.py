@@ -67,14 +67,9 @@ def _renamed(plan: Plan, model: Any) -> Plan:
     Layers that the trunk does not have, such as the head, are left out.
     """
     prefix, modules = f"{model.base_model_prefix}.", modules_with_separated(model).keys()
-    planned = [layer.fqn for layer in plan.replaced]
-    if all(name in modules for name in planned):
-        return plan
-    if all(name.removeprefix(prefix) in modules for name in planned):
-        rename = lambda name: name.removeprefix(prefix)  # noqa: E731
-    elif all(prefix + name in modules for name in planned):
-        rename = lambda name: prefix + name  # noqa: E731
-    else:
+    ways = (str, lambda name: name.removeprefix(prefix), lambda name: prefix + name)
+    rename = next((way for way in ways if all(way(layer.fqn) in modules for layer in plan.replaced)), str)
+    if rename is str:
         return plan
     layers = [replace(layer, fqn=rename(layer.fqn), aliases=tuple(map(rename, layer.aliases))) for layer in plan.layers]
     switches = [replace(switch, module_fqn=rename(switch.module_fqn)) for switch in plan.switches]

@@ -14,8 +14,8 @@ from flysurgery.checkpoint.files import read_json as read_json
 from flysurgery.checkpoint.folder import check_space as check_space
 from flysurgery.checkpoint.load import is_converted as is_converted
 from flysurgery.checkpoint.load import load as load
-from flysurgery.checkpoint.push import push_to_hub as push_to_hub
 from flysurgery.checkpoint.save import check_folder as check_folder
+from flysurgery.checkpoint.save import push_to_hub as push_to_hub
 from flysurgery.checkpoint.save import read_report as read_report
 from flysurgery.checkpoint.save import save as save
 from flysurgery.checkpoint.shell import build_random as build_random

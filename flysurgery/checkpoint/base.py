@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import timm
 import torch
 from torch import nn
 
-from flysurgery.errors import ModelError, first_line
+from flysurgery.errors import ModelError, first_line, raised_as
 from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import ENTRY_POINT as ENTRY_POINT
 
@@ -50,13 +51,9 @@ def build_base(base: str, base_args: Mapping[str, Any] | None = None, *, device:
     factory = _factory(base)
     arguments = plain_arguments(base_args or {})
     on_meta = device is not None and torch.device(device).type == "meta"
-    try:
-        with torch.device("meta") if on_meta else nullcontext():
-            model = factory(**arguments)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a constructor makes of arguments that it does not like
-        raise ModelError(f"{base} cannot be built with {_shown(arguments)}: {first_line(error)}") from error
+    # whatever a constructor makes of arguments that it does not like
+    with raised_as(ModelError, f"{base} cannot be built with {_shown(arguments)}"), torch.device("meta") if on_meta else nullcontext():
+        model = factory(**arguments)
     return model if device is None or on_meta else model.to(device)
 
 
@@ -66,11 +63,7 @@ def check_base(base: str) -> None:
 
 
 def plain_arguments(base_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with lists as tuples, as constructors take them.
-
-    Raises:
-        ModelError: not a mapping of names, a refused name, or a value that is no JSON or beyond all sizes.
-    """
+    """The arguments with lists as tuples, as constructors take them; refuses what is no JSON, too large or a refused name (ModelError)."""
     if not isinstance(base_args, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in base_args):
         raise ModelError(f"base_args must map argument names to values, got {_shown(base_args)}")
     refused = sorted(REFUSED_ARGUMENTS & set(base_args))
@@ -118,10 +111,7 @@ def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
         known = "vit_pytorch:CLASS, vit_pytorch.MODULE:CLASS, torchvision:NAME or transformers:CLASS"
         raise ModelError(f"a base outside timm is {known}, got '{base}'")
     module_name, class_name = parts.groups()
-    try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
-    except ImportError as error:
-        raise ModelError(f"{module_name} cannot be imported: {first_line(error)}") from error
+    found = getattr(_imported(module_name), class_name, None)
     # The class must be vit-pytorch's own: what its modules import from elsewhere is not to be called by name.
     if not (isinstance(found, type) and issubclass(found, nn.Module) and found.__module__.partition(".")[0] == "vit_pytorch"):
         raise ModelError(f"{module_name} has no model class '{class_name}'")
@@ -129,10 +119,7 @@ def _vit_pytorch_factory(base: str) -> Callable[..., nn.Module]:
 
 
 def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
-    try:
-        models: Any = importlib.import_module("torchvision.models")
-    except ImportError as error:
-        raise ModelError(f"torchvision cannot be imported: {first_line(error)}") from error
+    models = _imported("torchvision.models")
     found: Any = getattr(models, name, None)
     if not (name in models.list_models(module=models) or (isinstance(found, type) and issubclass(found, nn.Module))):
         raise ModelError(f"torchvision has no classifier '{name:.60}'")
@@ -150,25 +137,25 @@ def _transformers_factory(base: str) -> Callable[..., nn.Module]:
 
     def build(**arguments: Any) -> nn.Module:
         _refuse_sources(arguments)
-        return found(found.config_class.from_dict(_with_lists(arguments)))
+        return found(found.config_class.from_dict(json.loads(json.dumps(arguments))))  # with lists, and no tuples
 
     return build
 
 
 def transformers_class(name: str) -> Any:
-    """A model class of transformers by its name.
-
-    Raises:
-        ModelError: transformers is not installed, or has no such model class.
-    """
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ModelError("transformers is not installed: pip install 'flysurgery[huggingface]'") from error
+    """A model class of transformers by its name. Raises ModelError where there is no such class, or no transformers."""
+    transformers = _imported("transformers", "; pip install 'flysurgery[huggingface]'")
     found = getattr(transformers, name, None) if re.fullmatch(r"[A-Za-z]\w*", name) else None
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.config_class is not None):
         raise ModelError(f"transformers {transformers.__version__} has no model class '{name}'")
     return found
+
+
+def _imported(module: str, advice: str = "") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModelError(f"{module} cannot be imported: {first_line(error)}{advice}") from error
 
 
 def _refuse_sources(value: Any) -> None:
@@ -181,13 +168,6 @@ def _refuse_sources(value: Any) -> None:
         _refuse_sources(each)
     if isinstance(value, str) and value.startswith(SOURCES):
         raise ModelError(f"base_args may not name models from elsewhere, got '{value:.60}'")
-
-
-def _with_lists(value: Any) -> Any:
-    """The value as configurations of transformers hold it."""
-    if isinstance(value, dict):
-        return {key: _with_lists(each) for key, each in value.items()}
-    return [_with_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _shown(value: object) -> str:

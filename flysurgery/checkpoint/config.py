@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,10 @@ from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS
 from flysurgery.checkpoint.files import read_json
-from flysurgery.checkpoint.transformers_folder import (
-    check_config_of_transformers,
-    config_of_transformers,
-    describe_labels,
-    is_of_transformers,
-)
+from flysurgery.checkpoint.transformers_folder import PROCESSOR, base_of, describe_images, describe_labels, is_of_transformers
 from flysurgery.errors import CheckpointError
 from flysurgery.patterns import MAX_FEATURES
-from flysurgery.surgery import Plan
+from flysurgery.surgery import Plan, quantization_entry, transformers_arguments
 
 WEIGHT_SOURCES = frozenset({"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"})
 """Entries of a ``pretrained_cfg`` that say where weights come from; a folder's own weights are the only ones."""
@@ -84,8 +80,11 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
     A model of transformers has its own configuration. For others the architecture is the registered entry point, never the dense name:
     under that one timm would fill a model of another number of classes with random dense layers, and only warn.
     """
+    own: Any = model
     if (plan.base or "").startswith(TRANSFORMERS):
-        return config_of_transformers(model, plan, optimize=optimize)
+        entries = {"architectures": [type(model).__name__], "dtype": str(own.dtype).removeprefix("torch.")}
+        config = own.config.to_dict() | entries | {"quantization_config": quantization_entry(plan, optimize=optimize)}
+        return json.loads(json.dumps(config))
     data = data_config(model, plan.base_args)
     config = {
         "architecture": ENTRY_POINT,
@@ -99,11 +98,7 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Parse ``config.json``.
-
-    Raises:
-        CheckpointError: it is missing, no JSON, or not an object as timm or transformers write it.
-    """
+    """Parse ``config.json``, which must be an object as timm or transformers write it (CheckpointError)."""
     file = folder / "config.json"
     try:
         config = read_json(file)
@@ -120,24 +115,29 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
-    """Refuse a ``config.json`` that differs from the header's plan: timm builds from the one, the weights were saved with the other."""
+    """Refuse a ``config.json`` that differs from the header's plan: timm and transformers build from the one, ``load`` from the other."""
+    file = folder / "config.json"
     if is_of_transformers(config):
-        check_config_of_transformers(config, plan, folder / "config.json")
-        return
-    if config["architecture"] != ENTRY_POINT:
-        raise CheckpointError(f"{folder / 'config.json'} names architecture '{config['architecture']}', expected '{ENTRY_POINT}'")
-    expected = {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()}
-    differing = [name for name, value in expected.items() if config["model_args"].get(name) != json.loads(json.dumps(value))]
+        where, entry = "", config["quantization_config"]
+        found = transformers_arguments(config) | {"plan": entry.get("plan")}
+        expected = {**plan.base_args, "plan": quantization_entry(plan)["plan"]}
+        if base_of(config, file) != plan.base:
+            raise CheckpointError(f"{file} names the class {config['architectures'][0]!s:.60}, and model.safetensors has {plan.base}")
+    else:
+        where, entry, found = " in model_args", config, config["model_args"]
+        expected = {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()}
+        if config["architecture"] != ENTRY_POINT:
+            raise CheckpointError(f"{file} names architecture '{config['architecture']}', expected '{ENTRY_POINT}'")
+    differing = [name for name, value in json.loads(json.dumps(expected)).items() if found.get(name) != value]
     if differing:
-        raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: {', '.join(differing)} differ; one was changed")
-    added = sorted(set(config["model_args"]) - set(expected))
+        raise CheckpointError(f"{file} does not match model.safetensors: {', '.join(differing[:3])} differ; one was changed")
+    added = ", ".join(sorted(found.keys() - expected.keys())[:3])
     if added:
         raise CheckpointError(
-            f"{folder / 'config.json'} sets {', '.join(added[:3])} in model_args, which would change the model; remove them, "
-            "and give such arguments to timm.create_model"
+            f"{file} sets {added}{where}, which would change the model; remove them, and give such arguments on opening it"
         )
-    if not isinstance(config.get("optimize", False), bool):
-        raise CheckpointError(f"{folder / 'config.json'}: 'optimize' must be true or false")
+    if not isinstance(entry.get("optimize", False), bool):
+        raise CheckpointError(f"{file}: 'optimize' must be true or false")
 
 
 def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, folder: Path) -> None:
@@ -175,10 +175,12 @@ def wants_optimize(config: Mapping[str, Any]) -> bool:
     return (config["quantization_config"] if is_of_transformers(config) else config).get("optimize") is True
 
 
-def describe(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Tell a loaded model what its ``config.json`` says of images and classes."""
+def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
+    """Tell a loaded model what its folder says of images and classes."""
     if is_of_transformers(config):
         describe_labels(model, config)
+        with suppress(FileNotFoundError):
+            describe_images(model, read_json(folder / PROCESSOR))
     else:
         describe_data(model, config["pretrained_cfg"])
 
@@ -186,7 +188,7 @@ def describe(model: nn.Module, config: Mapping[str, Any]) -> None:
 def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
     """Tell a timm model what its weights were trained on, as ``timm.data`` reads it: mean, std, crop, labels, ...
 
-    What the model's architecture says of the weights that timm publishes for it (source, tag, licence) is taken away.
+    What the architecture says of published weights (source, tag, licence) is taken away.
     """
     if not hasattr(model, "pretrained_cfg"):
         return

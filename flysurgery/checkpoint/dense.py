@@ -19,7 +19,7 @@ from flysurgery.checkpoint.config import data_config, describe_data, read_config
 from flysurgery.checkpoint.files import open_regular, open_tensors
 from flysurgery.checkpoint.folder import check_target, new_folder, write_json
 from flysurgery.checkpoint.header import SCHEMA_KEY
-from flysurgery.checkpoint.tensors import difference, shapes_of
+from flysurgery.checkpoint.tensors import difference
 from flysurgery.checkpoint.transformers_folder import write_by_transformers
 from flysurgery.errors import CheckpointError, ModelError, first_line
 
@@ -45,7 +45,7 @@ def load_weights(model: nn.Module, file: str | Path) -> None:
     """
     path = Path(file)
     found = clean_state_dict(_read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path))
-    wrong = difference(shapes_of(found), shapes_of(model.state_dict()))
+    wrong = difference(found, model.state_dict())
     if wrong:
         raise ModelError(f"{path} does not hold the weights of this {type(model).__name__}: {wrong}; nothing was loaded")
     model.load_state_dict(found, strict=True)
@@ -79,18 +79,12 @@ def load_dense(folder: str | Path) -> tuple[nn.Module, str, dict[str, Any]]:
 
 
 def check_dense_folder(folder: str | Path, *, force: bool) -> Path:
-    """The folder with symbolic links followed, once it is sure that ``save_dense`` may write there.
-
-    Raises:
-        CheckpointError: it exists and may not be replaced, or cannot be written to; the message says why and what to do.
-    """
+    """The folder with symbolic links followed, once it is sure that ``save_dense`` may write there (CheckpointError)."""
     return check_target(folder, lambda target: all((target / name).is_file() for name in FILES), force=force)
 
 
 def save_dense(model: nn.Module, folder: str | Path, base: str, base_args: Mapping[str, Any], *, force: bool) -> None:
-    """Write ``model.safetensors`` and ``config.json``; timm opens the folder as ``local-dir:DIR``, flysurgery as a MODEL.
-
-    A model of transformers is written as ``save_pretrained`` does.
+    """Write a folder that timm opens as ``local-dir:DIR`` and flysurgery as a MODEL; models of transformers as ``save_pretrained`` does.
 
     The folder appears complete or not at all. Tensors that the model uses twice are written twice, as timm reads them.
 

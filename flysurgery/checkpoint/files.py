@@ -34,9 +34,7 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 def open_regular(file: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read bytes; symbolic links are followed. Never waits, and opens no device.
 
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is a folder, a pipe, a device or the like, or the system refuses to open it; one sentence.
+    Raises FileNotFoundError, or a CheckpointError where it is a folder, a pipe or the like, or the system refuses.
     """
     try:
         _check_regular(file, file.stat().st_mode)
@@ -59,9 +57,7 @@ def _check_regular(file: Path, mode: int) -> None:
 def read_json(file: Path) -> Any:
     """Parse a regular file of at most ``MAX_JSON_BYTES`` as JSON.
 
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is no regular file, is larger, cannot be read, or holds no JSON; one sentence.
+    Raises FileNotFoundError, or a CheckpointError where it cannot be read, is larger or holds no JSON.
     """
     with open_regular(file) as handle:
         size = os.fstat(handle.fileno()).st_size
@@ -96,11 +92,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class TensorFile:
-    """The names, shapes and dtypes of a safetensors file, and its tensors one by one.
-
-    Raises:
-        CheckpointError: a dtype that checkpoints do not hold.
-    """
+    """The names, shapes and dtypes of a safetensors file, and its tensors one by one; refuses other dtypes (CheckpointError)."""
 
     def __init__(self, file: Path, handle: Any) -> None:
         self.path = file
@@ -129,8 +121,7 @@ class TensorFile:
 def open_tensors(file: Path) -> Iterator[TensorFile]:
     """Open a safetensors file. Its header is checked against the file's length; nothing else is read.
 
-    Raises:
-        CheckpointError: it is missing, no regular file, truncated, a pickle, or no safetensors file for another reason.
+    Raises a CheckpointError where it is missing, no regular file, truncated, a pickle, or no safetensors file for another reason.
     """
     try:
         with open_regular(file) as start:

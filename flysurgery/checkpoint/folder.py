@@ -30,13 +30,10 @@ FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".onnx"})
 
 
 def check_target(folder: str | Path, is_replaceable: Callable[[Path], bool], *, force: bool) -> Path:
-    """The folder with symbolic links followed, once it is sure that it may be written; an empty folder counts as none.
+    """The folder with symbolic links followed, once it is sure that it may be written (CheckpointError); an empty one counts as none.
 
     ``is_replaceable`` says whether a folder holds a model of this project, the only thing that ``force`` replaces. To see whether the
     system lets files be made there, one is made beside it and closed.
-
-    Raises:
-        CheckpointError: the folder exists and may not be replaced, or the system refuses; the message says why and what to do.
     """
     try:
         target = Path(folder).expanduser().resolve()
@@ -99,11 +96,8 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
 
     With ``force`` an old folder is set aside by a rename, and removed once the new one stands; without it only an empty one gives way. If
     anything fails or is interrupted, the old one is where it was, and nothing else is left: no file, and no parent folder that was
-    made for it. What a killed process left beside ``target`` is removed at the end.
-
-    Raises:
-        CheckpointError: the system refused, for want of space or permission, say, or another process has written ``target`` meanwhile;
-            one sentence.
+    made for it. What a killed process left beside ``target`` is removed at the end. Raises a CheckpointError where the system refuses, or
+    another process has written ``target`` meanwhile.
     """
     made: list[Path] = []
     token = secrets.token_hex(4)
@@ -111,8 +105,8 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     old = target.with_name(f".{target.name}.{token}.old")
     with ExitStack() as locks:
         try:
-            made = _make_parents(target.parent)
-            fresh.mkdir()
+            made += [folder for folder in target.parents if not folder.exists()]
+            fresh.mkdir(parents=True)
             locks.enter_context(_held(fresh))
             yield fresh
             for file in fresh.iterdir():
@@ -130,8 +124,8 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             if old.exists() and not target.exists():
                 old.rename(target)
             shutil.rmtree(fresh, ignore_errors=True)
-            for folder in reversed(made):
-                if folder.is_dir() and not any(folder.iterdir()):
+            for folder in made:
+                with suppress(OSError):  # what another process has written into stays
                     folder.rmdir()
             if isinstance(error, OSError | SafetensorError):
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
@@ -150,15 +144,6 @@ def _remove_abandoned(target: Path) -> None:
     for path in target.parent.iterdir():
         if left.fullmatch(path.name) and path.is_dir() and not _is_held(path):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    made = []
-    for each in reversed([folder, *folder.parents]):
-        if not each.exists():
-            each.mkdir()
-            made.append(each)
-    return made
 
 
 def _flush_entries(folder: Path) -> None:

@@ -33,9 +33,8 @@ class Header:
     def to_metadata(self, version: str) -> dict[str, str]:
         """The header's entries, texts only.
 
-        ``base_sha256`` is the SHA-256 of the base's description, the canonical JSON of ``{"base", "base_args"}``;
-        ``plan_sha256`` is that of the entry ``plan``, ``tensors_sha256`` that of the entries ``tensors`` and ``aliases``, one after
-        the other.
+        Hashes are those of canonical JSON: ``base_sha256`` that of ``{"base", "base_args"}``, ``tensors_sha256`` that of
+        the entries ``tensors`` and ``aliases``, one after the other.
         """
         plan = canonical(self.plan.to_json())
         metadata = {
@@ -56,11 +55,7 @@ class Header:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Header:
-        """Read what ``to_metadata`` wrote. It may come from anywhere: all of it is checked.
-
-        Raises:
-            CheckpointError: no checkpoint of this project, another schema, a hash that does not match, a damaged plan.
-        """
+        """Read what ``to_metadata`` wrote. It may come from anywhere: all of it is checked (CheckpointError)."""
         if SCHEMA_KEY not in metadata:
             raise CheckpointError(f"{where} is no flysurgery checkpoint: its header has no {SCHEMA_KEY}; dense models are loaded with timm")
         if metadata[SCHEMA_KEY] != SCHEMA:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
 from flysurgery.checkpoint.config import check_config, check_description, describe, is_converted_config, read_config, wants_optimize
-from flysurgery.checkpoint.files import TensorFile, open_tensors, read_json
+from flysurgery.checkpoint.files import TensorFile, open_tensors
+from flysurgery.checkpoint.folder import FILES
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header
-from flysurgery.checkpoint.hub import HUB, downloaded
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import (
@@ -24,16 +24,18 @@ from flysurgery.checkpoint.tensors import (
     read_device,
     read_dtype,
     sha256_of_each,
-    shapes_of,
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.checkpoint.transformers_folder import PROCESSOR, base_of, describe_images, is_of_transformers
-from flysurgery.errors import CheckpointError, ModelError, PlanError, first_line
+from flysurgery.checkpoint.transformers_folder import base_of, is_of_transformers
+from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.inference import optimize as make_faster
 from flysurgery.surgery import Plan, transformers_arguments
 
 WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
+
+HUB = "hf-hub:"
+"""What names of repositories of the Hugging Face hub begin with, as for timm."""
 
 MAX_LENGTH = 400
 """Most characters of a message. Names, values and paths come from files and may have any length."""
@@ -77,6 +79,15 @@ def load(
     return model
 
 
+def downloaded(name: str, cache_dir: str | Path | None = None) -> Path:
+    """The local copy of the hub's repository ``user/name`` or ``user/name@revision`` (CheckpointError), with or without ``hf-hub:``."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    with raised_as(CheckpointError, f"{repository} cannot be had from the Hugging Face hub"):
+        return Path(snapshot_download(repository, revision=revision or None, cache_dir=cache_dir, allow_patterns=list(FILES)))
+
+
 def is_converted(folder: str | Path) -> bool:
     """Whether ``folder`` holds a checkpoint of a converted model, a damaged one included. Reads no weights, and never raises."""
     path = Path(folder)
@@ -115,11 +126,7 @@ def read_model(
     dtype: torch.dtype | str | None = None,
     verify: bool = True,
 ) -> nn.Module:
-    """``load`` with arguments that go over those of the base and may not change any tensor's shape. The mode is as constructed.
-
-    Raises:
-        CheckpointError, OptionError: as ``load``; also where ``overrides`` change the base so that the tensors do not fit.
-    """
+    """``load`` with arguments that go over those of the base and may not change any tensor's shape. The mode is as constructed."""
     place, wanted = read_device("cpu" if device is None else device), read_dtype(dtype)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
@@ -131,41 +138,49 @@ def read_model(
     with open_tensors(folder / WEIGHTS) as file:
         if is_of_transformers(config) and SCHEMA_KEY not in file.metadata:
             model = _read_by_transformers(config, file, place, wanted)
-            _describe_images(model, folder)
-            return model
-        # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
-        by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
-        header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
-        plan = header.plan
-        if not by_timm:
-            check_config(config, plan, folder)
-        limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(header.aliases))
-        try:
-            adapted = replace(plan, base_args={**plan.base_args, **overrides})
-            skeleton = build_skeleton(adapted, limits)
-            _check_tensors(file, header, skeleton)
-            check_description(config, skeleton, plan, folder)
-            if verify:
-                _check_hashes(file, header)
-            model = build_shell(adapted, limits)
-        except (CheckpointError, ModelError, PlanError) as error:
-            if isinstance(error, CheckpointError) and not overrides:
-                raise
-            changed = f" with {dict(overrides)}" if overrides else ""
-            raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
-        _fill(model, file, header.aliases, place, wanted)
-    describe(model, config)
-    if is_of_transformers(config):
-        _describe_images(model, folder)
+        else:
+            model = _read(config, file, overrides, place, wanted, verify=verify)
+    describe(model, config, folder)
+    return model
+
+
+def _read(
+    config: Mapping[str, Any],
+    file: TensorFile,
+    overrides: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    verify: bool,
+) -> nn.Module:
+    """The model in a folder that ``save`` or timm's ``save_for_hf`` wrote."""
+    folder = file.path.parent
+    # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
+    by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
+    header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
+    plan = header.plan
+    if not by_timm:
+        check_config(config, plan, folder)
+    limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(header.aliases))
+    try:
+        adapted = replace(plan, base_args={**plan.base_args, **overrides})
+        skeleton = build_skeleton(adapted, limits)
+        _check_tensors(file, header, skeleton)
+        check_description(config, skeleton, plan, folder)
+        if verify:
+            _check_hashes(file, header)
+        model = build_shell(adapted, limits)
+    except (CheckpointError, ModelError, PlanError) as error:
+        if isinstance(error, CheckpointError) and not overrides:
+            raise
+        changed = f" with {dict(overrides)}" if overrides else ""
+        raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
+    _fill(model, file, header.aliases, device, dtype)
     return model
 
 
 def _header_by_timm(config: Mapping[str, Any], folder: Path) -> Header:
-    """The header of a folder that ``save_for_hf`` of timm wrote: its plan is in ``config.json``, with what has changed since.
-
-    Raises:
-        CheckpointError: a plan that cannot be used.
-    """
+    """The header of a folder that ``save_for_hf`` of timm wrote: its plan is in ``config.json``, with what has changed since."""
     changed = {name: value for name, value in config["model_args"].items() if name not in ("base", "base_args", "plan")}
     try:
         plan = Plan.from_json(config["model_args"].get("plan"))
@@ -174,20 +189,10 @@ def _header_by_timm(config: Mapping[str, Any], folder: Path) -> Header:
     return Header(replace(plan, base_args={**plan.base_args, **changed}))
 
 
-def _describe_images(model: nn.Module, folder: Path) -> None:
-    """Note how the model's images are normalized, where the folder says so."""
-    with suppress(FileNotFoundError):
-        describe_images(model, read_json(folder / PROCESSOR))
-
-
 def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model in a folder that ``save_pretrained`` wrote, under transformers' own names for tensors and without hashes.
-
-    Raises:
-        CheckpointError: it takes more to build than the stored tensors justify, or not every parameter is stored.
-    """
+    """The model in a folder that ``save_pretrained`` wrote, under transformers' own names for tensors and without hashes."""
     folder = file.path.parent
-    try:
+    with raised_as(CheckpointError, f"{folder} cannot be loaded"):
         plan = Plan.from_json(config["quantization_config"].get("plan"))
         plan = replace(plan, base=base_of(config, folder / "config.json"), base_args=transformers_arguments(config))
         build_skeleton(plan, Limits.of_stored(file.shapes.values(), len(file.shapes)))
@@ -196,10 +201,6 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
         state = {name: file.tensor(name) for name in file.shapes}
         settings = found.config_class.from_dict(dict(config))
         model, problems = found.from_pretrained(None, config=settings, state_dict=state, dtype=dtype or "auto", output_loading_info=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # transformers' own errors have no common kind
-        raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
     missing = sorted(map(str, problems["missing_keys"]))
     if missing:
         raise CheckpointError(f"{file.path} does not fit its plan: it lacks {', '.join(missing[:3])}")
@@ -219,7 +220,7 @@ def _check_tensors(file: TensorFile, header: Header, skeleton: nn.Module) -> Non
     found = file.shapes | {alias: file.shapes[name] for alias, name in aliases.items()}
     buffers = {name: buffer for name, buffer in unstored_buffers(skeleton).items() if name in found}
     expected = skeleton.state_dict() | buffers
-    wrong = difference(found, shapes_of(expected))
+    wrong = difference(found, expected)
     if wrong:
         raise CheckpointError(f"{where} does not fit its plan: {wrong}")
     for name, tensor in expected.items():

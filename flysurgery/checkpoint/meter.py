@@ -64,53 +64,38 @@ class Limits:
         )
 
     def check_arguments(self, base_args: Mapping[str, Any]) -> None:
-        """Refuse arguments that would make a constructor loop in Python for longer than any stored tensor justifies (LimitError)."""
-        for name, number in _numbers("", base_args):
+        """Refuse arguments by which a constructor would loop in Python, or lengthen a list or text, beyond what is stored (LimitError)."""
+        values = list(_within("", base_args))
+        numbers = [(name, value) for name, value in values if isinstance(value, int | float)]
+        largest = int((self.nbytes / PAIR_BYTES) ** 0.25)
+        for name, number in numbers:
             if any(part in name for part in ("depth", "layer", "block")) and number > MAX_DEPTH:
                 raise LimitError(f"base_args: {name} is {number}, and models have at most {MAX_DEPTH} layers")
-            largest = int((self.nbytes / PAIR_BYTES) ** 0.25)
             if "window" in name and number > largest:
                 raise LimitError(f"base_args: {name} is {number}, and the tensors that are stored allow windows of at most {largest}")
-        self._check_repetition(base_args)
-
-    def _check_repetition(self, base_args: Mapping[str, Any]) -> None:
-        """Refuse a list or a text that a constructor which multiplies it by a number would make larger than ``nbytes``."""
-        number = max((each for _, each in _numbers("", base_args) if isinstance(each, int)), default=0)
-        sizes = [(len(value) if isinstance(value, str) else 8 * len(value), name) for name, value in _sequences("", base_args)]
-        size, name = max(sizes, default=(0, ""))
+        number = max((value for _, value in numbers if isinstance(value, int)), default=0)
+        lists = [(name, value) for name, value in values if isinstance(value, str | list | tuple)]
+        size, name = max(((len(value) * (1 if isinstance(value, str) else 8), name) for name, value in lists), default=(0, ""))
         if size * number > self.nbytes:
             raise LimitError(f"base_args: {number} times what {name} lists is too much for the tensors that are stored")
 
 
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, int | float]]:
-    """All numbers within the arguments, each with the name of the argument or the innermost entry that holds it."""
+def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """All values within the arguments, each with the name of the argument or the innermost entry that holds it."""
+    yield name, value
     if isinstance(value, Mapping):
         for inner, each in value.items():
-            yield from _numbers(inner, each)
+            yield from _within(inner, each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _numbers(name, each)
-    elif isinstance(value, int | float):
-        yield name, value
-
-
-def _sequences(name: str, value: Any) -> Iterator[tuple[str, Sequence[Any]]]:
-    """All lists and texts within the arguments, each with the name of the argument or the innermost entry that holds it."""
-    if isinstance(value, Mapping):
-        for inner, each in value.items():
-            yield from _sequences(inner, each)
-    elif isinstance(value, list | tuple | str):
-        yield name, value
+            yield from _within(name, each)
 
 
 @contextmanager
 def metered(limits: Limits, *, parameters_on_meta: bool) -> Iterator[None]:
-    """Inside, what this thread builds is counted, and what exceeds a limit is not done.
+    """Inside, what this thread builds is counted, and what exceeds a limit is not done (LimitError).
 
     With ``parameters_on_meta`` each parameter that is given to a module goes to meta; tied ones stay tied.
-
-    Raises:
-        LimitError: from within, the first limit that was reached.
     """
     meter, thread = _Meter(limits), threading.get_ident()
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
+import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,22 @@ from flysurgery.checkpoint.config import config_of
 from flysurgery.checkpoint.files import read_json
 from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
 from flysurgery.checkpoint.header import Header
-from flysurgery.checkpoint.load import is_converted
+from flysurgery.checkpoint.load import HUB, is_converted
 from flysurgery.checkpoint.meter import Limits
 from flysurgery.checkpoint.shell import build_shell, build_skeleton
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
+    bytes_of,
     collect,
     difference,
     read_dtype,
     sha256_of_each,
-    shapes_of,
     single_float_dtype,
     unstored_buffers,
 )
 from flysurgery.checkpoint.transformers_folder import PROCESSOR, processor_of
-from flysurgery.errors import CheckpointError, ModelError, PlanError
-from flysurgery.surgery import LayerPlan, Plan, is_of_transformers, plan_of, transformers_arguments
+from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
+from flysurgery.surgery import Plan, Row, as_json, is_of_transformers, plan_of, transformers_arguments
 
 if TYPE_CHECKING:
     from flysurgery.surgery import Report
@@ -44,9 +44,6 @@ SLACK_BYTES = 1 << 20
 """Room for the folder's small files, when the free space is looked at before writing."""
 
 ADVICE = "give plan or convert the base= and base_args= that the model was built with"
-
-ROW = ("fqn", "role", "status", "size", "architecture", "params_before", "params_after", "flops_before", "flops_after")
-"""What ``report.json`` holds of each layer of a plan, besides the reason."""
 
 
 def save(
@@ -86,30 +83,45 @@ def save(
     facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan, optimize=optimize)
+    hashes, names = sha256_of_each(tensors, tensors.__getitem__), {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    header = Header(plan, aliases, {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()})
     with new_folder(target, force=force) as fresh:
         write_json(fresh / "config.json", config)
         write_json(fresh / "report.json", facts)
         if processor_of(model):
             write_json(fresh / PROCESSOR, processor_of(model))
         (fresh / "README.md").write_text(model_card(target.name, plan, facts, ", ".join(floats), config), encoding="utf-8")
-        _write_weights(fresh / "model.safetensors", tensors, aliases, plan)
+        save_file(tensors, fresh / "model.safetensors", metadata=header.to_metadata(_version()))
+
+
+def push_to_hub(model: nn.Module, repository: str, *, private: bool = False, token: str | None = None, **options: Any) -> str:
+    """Save a converted model into the repository ``user/name`` of the Hugging Face hub, which is made where there is none.
+
+    ``flysurgery.load("hf-hub:user/name")`` opens it, and ``timm.create_model("hf-hub:user/name", pretrained=True)`` for models of timm.
+    ``options`` are those of ``save``. ``token`` is the hub's, by default that of ``hf auth login``. Gives the address of the commit.
+
+    Raises:
+        CheckpointError: as ``save``, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    name = repository.removeprefix(HUB)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / name.rpartition("/")[2]
+        save(model, folder, **options)
+        with raised_as(CheckpointError, f"the model cannot be pushed to {name}"):
+            api = HfApi(token=token)
+            made = api.create_repo(name, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Add a model converted by flysurgery"))
 
 
 def check_folder(folder: str | Path, *, force: bool = False) -> Path:
-    """The folder with symbolic links followed, once it is sure that ``save`` may write there.
-
-    Raises:
-        CheckpointError: it exists and may not be replaced, or cannot be written to; the message says why and what to do.
-    """
+    """The folder with symbolic links followed, once it is sure that ``save`` may write there (CheckpointError)."""
     return check_target(folder, is_converted, force=force)
 
 
 def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
-    """What a folder's ``report.json`` holds, for ``save`` to go on from; nothing where there is none.
-
-    Raises:
-        CheckpointError: it is damaged, so that ``save`` could not write it; one sentence.
-    """
+    """What a folder's ``report.json`` holds, for ``save`` to go on from; nothing where there is none. A damaged one is refused."""
     file, advice = folder / "report.json", "its content is to go on with the model; mend it, or move it away"
     try:
         found = read_json(file)
@@ -119,33 +131,19 @@ def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
         raise CheckpointError(f"{error}, and {advice}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} must hold a JSON object, and {advice}")
-    try:
-        model_card("model", plan, json.loads(json.dumps(_report_json(plan, found, None))), "float32", {})
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{file} is damaged, and {advice}") from error
+    with raised_as(CheckpointError, f"{file} is damaged, and {advice}"):
+        model_card("model", plan, _report_json(plan, found, None), "float32", {})
     return found
 
 
 def _report_json(plan: Plan, report: Report | Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
     """What ``report.json`` holds: a row for each linear layer, what is known of totals and accuracy, the seed, and the versions."""
     given = {} if report is None else report if isinstance(report, Mapping) else report.to_json()
-    facts: dict[str, Any] = {"rows": [_row(layer) for layer in plan.layers]} | dict(given)
+    facts: dict[str, Any] = {"rows": as_json([Row.of(layer) for layer in plan.layers])} | dict(given)
     if accuracy is not None:
         facts["accuracy"] = dict(accuracy)
     versions = {name: metadata.version(name) for name in ("torch", "timm", "vit-pytorch", "safetensors")}
     return facts | {"seed": torch.initial_seed(), "versions": {"flysurgery": _version(), "python": platform.python_version()} | versions}
-
-
-def _row(layer: LayerPlan) -> dict[str, Any]:
-    reason = None if layer.reason is None else asdict(layer.reason)
-    return {name: getattr(layer, name) for name in ROW} | {"reason": reason}
-
-
-def _write_weights(file: Path, tensors: dict[str, Tensor], aliases: dict[str, str], plan: Plan) -> None:
-    dtypes = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    hashes = sha256_of_each(tensors, tensors.__getitem__)
-    listed = {name: (dtypes[tensor.dtype], hashes[name]) for name, tensor in tensors.items()}
-    save_file(tensors, file, metadata=Header(plan, aliases, listed).to_metadata(_version()))
 
 
 def _version() -> str:
@@ -177,7 +175,7 @@ def _current_plan(model: nn.Module) -> Plan:
             skeleton = build_skeleton(plan, limits)
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error
-    wrong = difference(shapes_of(model.state_dict()), shapes_of(skeleton.state_dict()))
+    wrong = difference(model.state_dict(), skeleton.state_dict())
     if wrong:
         raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model ({wrong}); {ADVICE}")
     return plan
@@ -189,7 +187,7 @@ def _changed_buffers(model: nn.Module, plan: Plan, dtype: torch.dtype | None) ->
     A table of positions computed on a GPU may differ in its last bit from one computed on a CPU, for example.
     """
     mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan, _limits(model)))
-    wrong = difference(shapes_of(mine), shapes_of(rebuilt))
+    wrong = difference(mine, rebuilt)
     if wrong:
         raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model's buffers ({wrong})")
     uniform = dtype or single_float_dtype(tensor.dtype for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
@@ -227,6 +225,4 @@ def _cast(buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype:
-        return False
-    return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
+    return one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))

@@ -58,11 +58,7 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
 
 
 def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
-    """The converted model with random weights, with ``overrides`` going over the arguments of its base.
-
-    Raises:
-        ModelError, PlanError: as ``build_skeleton``.
-    """
+    """The converted model with random weights, with ``overrides`` going over the arguments of its base."""
     plan = replace(plan, base_args={**plan.base_args, **overrides})
     model = build_base(_base(plan), plan.base_args)
     install(plan, model)

@@ -37,11 +37,7 @@ SHOWN = 3
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a name such as "bfloat16" means.
-
-    Raises:
-        OptionError: neither a floating-point dtype that checkpoints may hold nor the name of one.
-    """
+    """The floating-point dtype that a name such as "bfloat16" means (OptionError)."""
     if dtype is None or dtype in FLOAT_DTYPES.values():
         return dtype  # pyright: ignore[reportReturnType]
     if str(dtype) in FLOAT_DTYPES:
@@ -50,11 +46,7 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def read_device(device: torch.device | str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        OptionError: torch does not know the name, or this machine has no such device.
-    """
+    """The device of that name, which torch must know and this machine have (OptionError)."""
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
@@ -119,22 +111,21 @@ def unstored_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def shapes_of(tensors: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """The shape of each entry; that of an entry which is no tensor is empty."""
-    return {name: tuple(getattr(tensor, "shape", ())) for name, tensor in tensors.items()}
+def difference(found: Mapping[str, object], expected: Mapping[str, object]) -> str | None:
+    """What is missing, unknown or of another shape in ``found``, as the end of a sentence; None where nothing is.
 
-
-def difference(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str | None:
-    """What is missing, unknown or of another shape in ``found``, as the end of a sentence; None where nothing is."""
-    missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected]
-    reshaped = [
-        f"{name} is {list(found[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != tuple(shape)
-    ]
+    Entries are tensors or their shapes; the shape of anything else is empty.
+    """
+    has, wants = ({name: _shape(each) for name, each in entries.items()} for entries in (found, expected))
+    missing = [name for name in wants if name not in has]
+    unknown = [name for name in has if name not in wants]
+    reshaped = [f"{name} is {has[name]} instead of {shape}" for name, shape in wants.items() if has.get(name, shape) != shape]
     parts = ((missing, "missing"), (unknown, "unknown"), (reshaped, "of another shape"))
     return "; ".join(f"{len(names)} {what}: {_listed(names)}" for names, what in parts if names) or None
+
+
+def _shape(entry: object) -> list[int]:
+    return list(entry if isinstance(entry, tuple) else getattr(entry, "shape", ()))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -153,4 +144,9 @@ def sha256_of_each(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> 
 
 def _sha256(tensor: Tensor) -> str:
     # hashlib takes what offers its memory, which NumPy does for bytes, and PyTorch for no dtype.
-    return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(bytes_of(tensor).numpy().data).hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:  # shape: (bytes,)
+    """The bytes of a tensor, one after the other; a view where it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

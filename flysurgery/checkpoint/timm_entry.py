@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
 from flysurgery.checkpoint.config import check_data, describe_data
-from flysurgery.checkpoint.hub import downloaded
-from flysurgery.checkpoint.load import in_one_sentence, read_model
+from flysurgery.checkpoint.load import downloaded, in_one_sentence, read_model
 from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
-from flysurgery.errors import CheckpointError, ModelError, PlanError, first_line
+from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.patterns import MAX_FEATURES
 from flysurgery.surgery import Plan, plan_of
 
@@ -57,12 +55,12 @@ def build_for_timm(
         overrides = plain_arguments(arguments)
         check_data(config, "pretrained_cfg")
         model = read_model(_folder(config, cache_dir), overrides) if pretrained else build_random(Plan.from_json(plan), overrides)
-        with _in_a_sentence(f"img_size={img_size!r:.60}"):
+        with raised_as(CheckpointError, f"img_size={img_size!r:.60} cannot be given"):
             _resize(model, img_size)
-        with _in_a_sentence(f"num_classes={num_classes!r:.60}"):
+        with raised_as(CheckpointError, f"num_classes={num_classes!r:.60} cannot be given"):
             _change_head(model, num_classes)
         describe_data(model, config)
-        with _in_a_sentence("features_only"):
+        with raised_as(CheckpointError, "features_only cannot be given"):
             return _wrap(model, features) if wants_features else model
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the converted {base!s:.60} cannot be built: {error}") from error
@@ -76,17 +74,6 @@ def _folder(config: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
             f"{ENTRY_POINT} has no weights of its own; name a folder, as in timm.create_model('local-dir:DIR', pretrained=True)"
         )
     return Path(config["file"])
-
-
-@contextmanager
-def _in_a_sentence(what: str) -> Iterator[None]:
-    """Say what a model's own method says against what it was given."""
-    try:
-        yield
-    except (CheckpointError, ModelError, PlanError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what} cannot be given: {first_line(error)}") from error
 
 
 def _resize(model: nn.Module, img_size: int | Sequence[int] | None) -> None:

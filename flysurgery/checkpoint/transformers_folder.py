@@ -1,8 +1,7 @@
-"""What ``config.json`` holds for models of transformers: their own configuration, with the plan where quantized models have theirs."""
+"""What folders of models of transformers say of the base, the classes and the images, and how a dense one is written."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from flysurgery.checkpoint.base import TRANSFORMERS
 from flysurgery.checkpoint.folder import write_json
 from flysurgery.errors import CheckpointError
-from flysurgery.surgery import QUANT_METHOD, Plan, quantization_entry, transformers_arguments
+from flysurgery.surgery import QUANT_METHOD
 
 PROCESSOR = "preprocessor_config.json"
 """The file with the settings of an image processor of transformers."""
@@ -25,44 +24,8 @@ def is_of_transformers(config: Mapping[str, Any]) -> bool:
     return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
 
 
-def config_of_transformers(model: Any, plan: Plan, *, optimize: bool) -> dict[str, Any]:
-    """The whole configuration, in values of JSON."""
-    config = {
-        **model.config.to_dict(),
-        "architectures": [type(model).__name__],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization_config": quantization_entry(plan, optimize=optimize),
-    }
-    return json.loads(json.dumps(config))
-
-
-def check_config_of_transformers(config: Mapping[str, Any], plan: Plan, file: Path) -> None:
-    """Hold a ``config.json`` against the header's plan: transformers builds from the one, the weights were saved with the other.
-
-    Raises:
-        CheckpointError: they disagree, or ``config.json`` asks for more; the message names what differs.
-    """
-    entry = config["quantization_config"]
-    if base_of(config, file) != plan.base:
-        raise CheckpointError(
-            f"{file} names the model class {config['architectures'][0]!s:.60}, and model.safetensors was saved with {plan.base}"
-        )
-    if entry.get("plan") != json.loads(json.dumps(quantization_entry(plan)["plan"])):
-        raise CheckpointError(f"{file} does not match model.safetensors: their plans differ; one was changed")
-    found = transformers_arguments(config)
-    differing = sorted(name for name in found.keys() | plan.base_args.keys() if found.get(name) != plan.base_args.get(name))
-    if differing:
-        raise CheckpointError(f"{file} does not match model.safetensors: {', '.join(differing[:3])} differ; one was changed")
-    if not isinstance(entry.get("optimize", False), bool):
-        raise CheckpointError(f"{file}: 'optimize' must be true or false")
-
-
 def base_of(config: Mapping[str, Any], file: Path) -> str:
-    """The base that ``architectures`` names.
-
-    Raises:
-        CheckpointError: it does not name one class.
-    """
+    """The base that ``architectures`` names, which must be one class (CheckpointError)."""
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)):
         raise CheckpointError(f"{file}: 'architectures' must be a list of one class of transformers, got {architectures!r:.60}")
@@ -79,12 +42,10 @@ def describe_labels(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def describe_images(model: nn.Module, processor: Mapping[str, Any]) -> None:
-    """Note on a model how its images are scaled and normalized, by the settings of an image processor; without settings nothing changes.
+    """Note on a model how its images are scaled and normalized, by the settings of an image processor, if it has such settings.
 
     The mean and the standard deviation that are noted are those of pixels from 0 to 1, also where the processor scales otherwise.
-
-    Raises:
-        CheckpointError: a mean or standard deviation that is no list of numbers, or a scale that is no positive number.
+    Settings that are no numbers are refused (CheckpointError).
     """
     if not isinstance(processor, Mapping):
         raise CheckpointError(f"{PROCESSOR} must hold a JSON object, got {processor!r:.60}; correct it, or remove the file")

@@ -21,7 +21,6 @@ from flysurgery.walker.select import block_names as block_names
 from flysurgery.walker.select import select as select
 from flysurgery.walker.survey import Survey as Survey
 from flysurgery.walker.survey import survey as survey
-from flysurgery.walker.target import CODES as CODES
 from flysurgery.walker.target import ROLES as ROLES
 from flysurgery.walker.target import Obstacle as Obstacle
 from flysurgery.walker.target import Role as Role

@@ -56,7 +56,7 @@ def find_cuts(seen: Survey) -> tuple[Cut, ...]:
     order = list(found)
     after = order[order.index([*kinds][-1]) + 1 :] if kinds else []
     tokens = [node for node in after if len(found[node].shape) > 2]
-    streams = [node for node in tokens[:-1] if not _is_norm(node)]
+    streams = [node for node in tokens[:-1] if "norm" not in name_of(node)]
     if streams:
         kinds[streams[-1]] = "block"
     if tokens:
@@ -95,7 +95,3 @@ def _cut(node: Node, user: Node) -> Cut | None:
     if not shape or not (left or entered):
         return None
     return Cut(left[-1], "output", tuple(shape)) if left else Cut(entered[0], "input", tuple(shape))
-
-
-def _is_norm(node: Node) -> bool:
-    return "norm" in name_of(node)

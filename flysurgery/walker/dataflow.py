@@ -263,23 +263,16 @@ class Dataflow:
 
     def _reads_states(self, query: Node, states: Node) -> bool:
         """Whether linears made the states from what the latest attention summed up, and the query comes from what entered it too."""
-        latest = self.attentions[-1:]
-        pending, reached = [states], set[Node]()
-        while pending and latest:
-            for origin in self.flows[pending.pop()]:
-                reached.add(origin)
-                pending += [self._calls[origin].source] if origin in self._calls else []
-        return any(each.output in reached and self.flows[query] and self._feeds(self.flows[query], each) for each in latest)
+        before = ops.reached(self.flows[states], lambda origin: self.flows[self._calls[origin].source] if origin in self._calls else ())
+        latest = [each for each in self.attentions[-1:] if each.output in before]
+        return any(self.flows[query] and self._feeds(self.flows[query], each) for each in latest)
 
     def _is_one_row(self, query: Node) -> bool:
         """Whether a query that does not depend on the input is one row of parameters, however often it is repeated."""
-        pending, rows = [query], [1]
-        while pending and query not in self.depends:
-            node = pending.pop()
-            if node in self._trace.parameters:
-                rows.append((1, *(ops.shape_of(node) or ()))[:-1][-1])
-            pending += [self._calls[node].source] if node in self._calls else node.all_input_nodes
-        return query not in self.depends and max(rows) == 1
+        if query in self.depends:
+            return False
+        before = ops.reached([query], lambda node: [self._calls[node].source] if node in self._calls else node.all_input_nodes)
+        return all((1, *(ops.shape_of(node) or ()))[:-1][-1] <= 1 for node in before if node in self._trace.parameters)
 
     def _holds_attention(self, node: Node) -> bool:
         return any(origin in self._outputs for origin in self.flows[node])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
-from flysurgery.walker.trace import device_of, isolated, one_line, run_fake, shadow, shadow_on_cpu
+from flysurgery.walker.trace import device_of, isolated, on_shadow, one_line, run_fake, shadow_on_cpu
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a tuple by position, or a mapping by name (a dict, or what processors of transformers give)."""
@@ -34,13 +34,12 @@ def example_input(
 ) -> Tensor | tuple[Any, ...]:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
     """Zeros that ``model`` accepts as its only input, in its dtype and on its device.
 
-    For a model that takes no tensor, but a list of images of any sizes (NaViT), a tuple with such a list. For one of transformers that
-    takes token ids and images, a tuple of both.
+    For a model that takes a list of images of any sizes (NaViT), a tuple with such a list. For one of transformers that takes token ids
+    and images, a tuple of both.
 
-    For a timm model: the size of its patch embedding, or else of its ``pretrained_cfg``. For one of transformers: the image size, channels
-    and frames of its configuration. For others: the sizes that fit a patch embedding
-    of einops' ``Rearrange`` and a linear (vit-pytorch) and the position embedding; else the usual image sizes, of which the first is
-    taken that passes a forward on fake tensors.
+    Sizes are those of a timm model's patch embedding or ``pretrained_cfg``, of the configuration of a model of transformers, or those
+    that fit einops' ``Rearrange`` before a linear (vit-pytorch) and the position embedding; else usual ones. The first is taken
+    that passes a forward on fake tensors.
 
     Raises:
         WalkError: none passes; an example must then be given.
@@ -53,7 +52,7 @@ def example_input(
     examples = itertools.chain((_zeros(model, size) for size in sizes), _with_tokens(model))
     for example in examples:
         try:
-            _run_once(model, positional(model, example))
+            on_shadow(model, positional(model, example), run_fake)
         except Exception as error:  # whatever the forward raises, it means that this example is not it
             shapes = " and ".join(str(tuple(each.shape)) for each in pytree.tree_leaves(example))
             reason = reason or f", and zeros of shape {shapes} fail ({one_line(error)})"
@@ -73,21 +72,10 @@ def example_input(
     raise WalkError(f"no example input is known for {name}{reason}; give an example: a tensor, a tuple or a dict of what its forward takes")
 
 
-def _run_once(model: nn.Module, arguments: tuple[Any, ...]) -> None:
-    """Run a forward on fake tensors. Numbers that it computes from shapes, and then reads, are known on the CPU and not on meta."""
-    try:
-        run_fake(shadow(model), arguments)
-    except Exception:
-        if device_of(model).type != "meta":
-            raise
-        run_fake(shadow_on_cpu(model), pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device="cpu"), arguments))
-
-
 def positional(model: nn.Module, example: Example) -> tuple[Any, ...]:
     """The arguments of one forward by position, with None for those before the last given one that were left out.
 
-    Raises:
-        WalkError: the forward has no argument of a name in the mapping, or takes it by name only.
+    A name that the forward does not take by position is refused (WalkError).
     """
     if not isinstance(example, Mapping):
         return example if isinstance(example, tuple) else (example,)
@@ -112,23 +100,19 @@ def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
 
     Channels are those of the first convolution, or those of the configuration: pixels may become channels before that.
     """
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    size = config.get("input_size") if isinstance(config, dict) else getattr(config, "input_size", None)
-    if size is None:
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    config = config if isinstance(config, dict) else vars(config)
+    if config.get("input_size") is None:
         return []
-    assert config is not None  # it gave the size
-    channels, *configured = size
-    built = configured
+    channels, *configured = config["input_size"]
     sizes = (getattr(m, "img_size", None) for m in model.modules() if hasattr(m, "patch_size"))
-    built_for = next((size for size in sizes if size is not None), None)
-    if built_for is not None:
-        built = list(built_for) if isinstance(built_for, (tuple, list)) else [built_for, built_for]
-    first = config.get("first_conv") if isinstance(config, dict) else getattr(config, "first_conv", None)
+    built = next((size for size in sizes if size is not None), configured)
+    built = tuple(built) if isinstance(built, (tuple, list)) else (built, built)
+    first = config.get("first_conv")
     name = next(iter(first), None) if isinstance(first, (tuple, list)) else first
     conv = dict(model.named_modules()).get(name) if name else None
-    all_sides = [built] if built == configured else [built, configured]
     counts = dict.fromkeys((getattr(conv, "in_channels", channels), channels))
-    return [(count, *sides) for count in counts for sides in all_sides]
+    return [(count, *sides) for count in counts for sides in dict.fromkeys((built, tuple(configured)))]
 
 
 def _configured_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
@@ -157,28 +141,22 @@ def _with_tokens(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def _patch_grid_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
     """Sizes from a patch embedding: the first module with einops' pattern, the linear after it, and the position embedding."""
-    modules = list(model.modules())
-    position = next((i for i, m in enumerate(modules) if hasattr(m, "pattern") and hasattr(m, "axes_lengths")), None)
-    if position is None:
-        return
-    rearrange: Any = modules[position]
-    linear = next((m for m in modules[position:] if isinstance(m, nn.Linear)), None)
+    after = itertools.dropwhile(lambda m: not (hasattr(m, "pattern") and hasattr(m, "axes_lengths")), model.modules())
+    rearrange: Any = next(after, None)
+    linear = next((m for m in after if isinstance(m, nn.Linear)), None)
     if linear is None:
         return
     known = dict(rearrange.axes_lengths)
-    axes = [group.split() for group in _axes(rearrange.pattern.split("->")[0])[1:]]  # without the batch axis
+    groups = re.findall(r"\([^)]*\)|\S+", rearrange.pattern.split("->")[0])
+    axes = [group.strip("()").split() for group in groups[1:]]  # without the batch axis
     free = [axis for axis in itertools.chain(*axes) if axis not in known]
     channels = linear.in_features // max(math.prod(known.values()), 1)
     grid = [axis for axis in free if axis != "c"]
-    side = max((known[axis] for axis in known), default=16)
+    side = max(known.values(), default=16)
     ways = [way for patches in _patch_counts(model, side) for way in _factorizations(patches, len(grid))]
-    for lengths in sorted(ways, key=_unevenness):
+    for lengths in sorted(ways, key=lambda lengths: max(lengths) / min(lengths)):
         of = {**known, **dict(zip(grid, lengths, strict=True)), "c": channels}
         yield tuple(math.prod(of[axis] for axis in group) for group in axes)
-
-
-def _axes(pattern: str) -> list[str]:
-    return [match.strip("()") for match in re.findall(r"\([^)]*\)|\S+", pattern)]
 
 
 def _patch_counts(model: nn.Module, side: int) -> list[int]:
@@ -195,10 +173,6 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
         return [(number,)] if count else []
     firsts = [first for first in range(1, number + 1) if number % first == 0]
     return [(first, *rest) for first in firsts for rest in _factorizations(number // first, count - 1)]
-
-
-def _unevenness(lengths: tuple[int, ...]) -> float:
-    return max(lengths) / min(lengths)
 
 
 def _image_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:

@@ -33,67 +33,31 @@ class _Rows(NamedTuple):
     highest: Any
 
 
-class Prover:
-    """Proves layouts; equal pieces of graph (one a block) are followed once."""
+def split_of(call: Call, dataflow: Dataflow, feed_forward: Iterable[Node] = ()) -> tuple[Slice, ...] | None:
+    """Row ranges of ``call`` in ascending order, or None where they are not proven or all rows serve alike.
 
-    def __init__(self, dataflow: Dataflow):
-        self.dataflow = dataflow
-        self._proven: dict[Any, tuple[Slice, ...] | None] = {}
+    ``feed_forward``: inputs of linears that make ``call`` the first linear of a feed-forward block as well (``"ffn"``).
+    """
+    sinks = [(name, node) for attention in dataflow.attentions for name, node in attention.operands]
+    sinks += [("ffn", node) for node in feed_forward]
+    sinks = [(name, node) for name, node in sinks if call.node in dataflow.flows[node]]
+    path = _path(call.node, {node for _, node in sinks}, dataflow)
+    return None if path is None or len({name for name, _ in sinks}) < 2 else _prove(call, path, sinks)
 
-    def split(self, call: Call, feed_forward: Iterable[Node] = ()) -> tuple[Slice, ...] | None:
-        """Row ranges of ``call`` in ascending order, or None where they are not proven or all rows serve alike.
 
-        ``feed_forward``: inputs of linears that make ``call`` the first linear of a feed-forward block as well (``"ffn"``).
-        """
-        sinks = [(name, node) for attention in self.dataflow.attentions for name, node in attention.operands]
-        sinks += [("ffn", node) for node in feed_forward]
-        sinks = [(name, node) for name, node in sinks if call.node in self.dataflow.flows[node]]
-        path = self._path(call.node, {node for _, node in sinks})
-        if path is None or len({name for name, _ in sinks}) < 2:
-            return None
-        key = _signature(call.node, path, sinks)
-        if key not in self._proven:
-            self._proven[key] = _prove(call, path, sinks)
-        return self._proven[key]
-
-    def _path(self, start: Node, sinks: set[Node]) -> list[Node] | None:
-        """The nodes between the linear and the sinks, in the order of execution; None where tensors are written in place on the way."""
-        reached, pending = {start}, [start]
-        while pending:
-            users = [user for user in pending.pop().users if user not in reached and start in self.dataflow.flows.get(user, {})]
-            reached.update(users)
-            pending += users
-        if not sinks <= reached or any(_writes_elsewhere(node, reached) for node in reached):
-            return None
-        needed, pending = set(sinks), list(sinks)
-        while pending:
-            sources = [arg for arg in pending.pop().all_input_nodes if arg in reached and arg not in needed]
-            needed.update(sources)
-            pending += sources
-        return [node for node in _from(start) if node in needed and node is not start]
+def _path(start: Node, sinks: set[Node], dataflow: Dataflow) -> list[Node] | None:
+    """The nodes between the linear and the sinks, in the order of execution; None where tensors are written in place on the way."""
+    after = ops.reached([start], lambda node: [user for user in node.users if start in dataflow.flows.get(user, {})])
+    if not sinks <= after or any(_writes_elsewhere(node, after) for node in after):
+        return None
+    needed = ops.reached(sinks, lambda node: [arg for arg in node.all_input_nodes if arg in after])
+    return [node for node in start.graph.nodes if node in needed and node is not start]
 
 
 def _writes_elsewhere(node: Node, reached: set[Node]) -> bool:
     """Whether a node changes a tensor in place otherwise than entry by entry (adding a bias, scaling)."""
     sources = [arg for arg in node.all_input_nodes if arg in reached]
     return ops.is_in_place(node) and (ops.name_of(node) not in ops.POINTWISE | ops.IDENTITY or len(sources) > 1)
-
-
-def _from(start: Node) -> Iterable[Node]:
-    node = start
-    while node.op != "output":
-        yield node
-        node = node.next
-
-
-def _signature(start: Node, path: list[Node], sinks: list[tuple[str, Node]]) -> Any:
-    """Equal for pieces of graph that do the same to the same shapes."""
-    number = {node: index for index, node in enumerate([start, *path])}
-    steps = []
-    for node in path:
-        args = pytree.tree_map_only(Node, lambda n: number.get(n, ops.shape_of(n)), (node.args, node.kwargs))
-        steps.append((str(node.target), repr(args)))
-    return ops.shape_of(start), tuple(steps), tuple((name, number[node]) for name, node in sinks)
 
 
 def _prove(call: Call, path: list[Node], sinks: list[tuple[str, Node]]) -> tuple[Slice, ...] | None:

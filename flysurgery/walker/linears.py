@@ -12,10 +12,8 @@ from torch.fx import Node
 from flysurgery.walker.attention import SeparateAttention
 from flysurgery.walker.operations import (
     ACTIVATION,
-    ADDMM,
     CONVOLUTION,
     IDENTITY,
-    LINEAR,
     POINTWISE,
     PRODUCT_OF_MATRICES,
     SHAPE,
@@ -51,25 +49,18 @@ class Call:
 
 def find_calls(trace: Trace, owners: Owners) -> list[Call]:
     """Every multiplication by a parameter, in the order of execution."""
-    calls = []
-    for node in trace.graph.nodes:
-        operands = _operands(node)
-        if operands is None:
-            continue
-        source, weight, bias = operands
-        call = _call(trace, owners, node, source, weight, bias)
-        if call is not None:
-            calls.append(call)
-    return calls
+    found = [(node, _operands(node)) for node in trace.graph.nodes]
+    calls = (_call(trace, owners, node, *operands) for node, operands in found if operands is not None)
+    return [call for call in calls if call is not None]
 
 
 def _operands(node: Node) -> tuple[Node, Node, bool] | None:
     """Input, weight and whether a bias is added, if the node may be a multiplication of rows by a matrix."""
     name = name_of(node)
     first, second, third = (*node.args, None, None, None)[:3]
-    if name in LINEAR or (name in CONVOLUTION and _is_pointwise_convolution(node)):
+    if name == "linear" or (name in CONVOLUTION and _is_pointwise_convolution(node)):
         source, weight, bias = first, second, third is not None
-    elif name in ADDMM:
+    elif name == "addmm":
         source, weight, bias = second, third, True
     elif name in PRODUCT_OF_MATRICES and third is None:  # einsum and baddbmm have three operands or a string first
         source, weight, bias = first, second, False
@@ -96,7 +87,7 @@ def _call(trace: Trace, owners: Owners, node: Node, source: Node, weight: Node, 
     if owner is None or matrix is None or not (is_conv or len(matrix) == 2):
         return None
     kind, fqn, inside = owner
-    out_features, in_features = matrix[:2] if is_conv or name_of(node) in LINEAR else (matrix[1], matrix[0])
+    out_features, in_features = matrix[:2] if is_conv or name_of(node) == "linear" else (matrix[1], matrix[0])
     if kind == "linear":
         stored = owners.modules[fqn]._parameters.get("weight")  # of which a parent may use a part, or its transpose
         out_features, in_features = stored.shape if stored is not None else (out_features, in_features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -65,10 +66,17 @@ CHANNELWISE = _names(
 CONVOLUTION = _names("conv1d conv2d conv3d convolution")
 PRODUCT_OF_MATRICES = _names("baddbmm bmm einsum matmul mm")
 SOFTMAX = _names("softmax _softmax _safe_softmax")
-LINEAR = _names("linear")
-ADDMM = _names("addmm")
 
-_FUSED_ATTENTION = "scaled_dot_product"
+
+def reached(start: Iterable[Node], after: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes of ``start``, and all that ``after`` leads to from them, step by step."""
+    found, pending = set[Node](), [*start]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += after(node)
+    return found
 
 
 def name_of(node: Node) -> str:
@@ -93,7 +101,7 @@ def is_in_place(node: Node) -> bool:
 
 def is_fused_attention(name: str) -> bool:
     """Whether an operator of that name is attention from query, key and value to the output."""
-    return _FUSED_ATTENTION in name or name == "flex_attention"
+    return "scaled_dot_product" in name or name == "flex_attention"
 
 
 def value_of(node: Node) -> Any:

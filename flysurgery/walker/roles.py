@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from torch.fx import Node
 
 from flysurgery.walker.dataflow import Attention, Dataflow, Flow
 from flysurgery.walker.linears import Call
-from flysurgery.walker.target import Role
+from flysurgery.walker.operations import reached
+from flysurgery.walker.target import CODES
 from flysurgery.walker.trace import Trace
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The role of one call, and the reason code where that role is no target."""
-
-    role: Role
-    code: str | None = None
 
 
 class _Judge:
@@ -39,37 +32,34 @@ class _Judge:
         self.ffn_in, self.ffn_out = self._feed_forward_pairs()
         self.head_mlps = self._head_mlps() if dataflow.attentions else set()
 
-    def judge(self, call: Call) -> Judgement:
-        judgement = self._role(call)
-        return Judgement("other", "rank-one") if judgement.code is None and min(call.in_features, call.out_features) == 1 else judgement
+    def verdict(self, call: Call) -> str:
+        """The role, or the code of the obstacle where that role is no target."""
+        found = self._verdict(call)
+        return found if found in CODES or min(call.in_features, call.out_features) > 1 else "rank-one"
 
-    def _role(self, call: Call) -> Judgement:
+    def _verdict(self, call: Call) -> str:
         node, source = call.node, self.flows[call.source]
         entered = self.entered.get(node, [])
         if any(origin in self.scores for origin in source):
-            return Judgement("other", "talking-heads")
+            return "talking-heads"
         if call.source not in self.depends:
-            return Judgement("other", "pool" if entered and all(attention.single_query for attention in entered) else "constant")
+            return "pool" if entered and _pools(entered) else "constant"
         if entered:
-            return _unless(all(attention.single_query for attention in entered), "qkv")
-        attentions = [self.by_output[origin] for origin in source if origin in self.by_output]
-        if attentions and self._one_row(call) and node in self.at_output:
-            return Judgement("head", "head")
-        if attentions:
-            return _unless(self._one_row(call) or all(attention.single_query for attention in attentions), "attn_out")
+            return "pool" if _pools(entered) else "qkv"
         if self._one_row(call):
-            return Judgement("head", "head") if node in self.at_output else Judgement("other", "pool")
+            return "head" if node in self.at_output else "pool"
+        attentions = [self.by_output[origin] for origin in source if origin in self.by_output]
+        if attentions:
+            return "pool" if _pools(attentions) else "attn_out"
         if node in self.head_mlps:
-            return Judgement("head", "head")
+            return "head"
         if node in self.ffn_in:
-            return Judgement("ffn_in")
+            return "ffn_in"
         if node in self.ffn_out:
-            return Judgement("ffn_out")
+            return "ffn_out"
         if node in self.at_output:
-            return Judgement("head", "head")
-        if source and all(origin in self.trace.inputs for origin in source):
-            return Judgement("other", "patch-embedding")
-        return Judgement("other", "no-role")
+            return "head"
+        return "patch-embedding" if source and all(origin in self.trace.inputs for origin in source) else "no-role"
 
     def _one_row(self, call: Call) -> bool:
         return self.trace.batch is not None and 0 < call.rows <= self.trace.batch
@@ -93,63 +83,46 @@ class _Judge:
 
     def _head_mlps(self) -> set[Node]:
         """The linears of MLPs that give the model's result for each token, as detectors' classes and boxes: no residual sum follows."""
-        found: set[Node] = set()
-        pending = [node for node in self.ffn_out if node in self.at_output]
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                source = self.flows[self.calls[node].source]
-                pending += [origin for origin, via in source.items() if via.nonlinear and origin in self.ffn_in]
-        return found
+
+        def before(node: Node) -> list[Node]:
+            source = self.flows[self.calls[node].source]
+            return [origin for origin, via in source.items() if via.nonlinear and origin in self.ffn_in]
+
+        return reached(self.ffn_out & self.at_output, before)
 
     def _at_output(self) -> set[Node]:
         """The linears that give the model's result, with nothing but elementwise steps and pooling after them."""
         output = next(node for node in self.trace.graph.nodes if node.op == "output")
-        found: set[Node] = set()
-        pending: list[Flow] = [self.flows[node] for node in output.all_input_nodes]
-        while pending:
-            for origin in pending.pop():
-                if origin in self.calls:
-                    found.add(origin)
-                elif origin in self.sums and self._adds_heads(self.sums[origin]):
-                    pending += self.sums[origin]
-        return found
+        given = (origin for node in output.all_input_nodes for origin in self.flows[node])
+        summed = reached(given, lambda origin: self._added(origin) if origin in self.sums and self._adds_heads(self.sums[origin]) else ())
+        return {origin for origin in summed if origin in self.calls}
+
+    def _added(self, origin: Node) -> list[Node]:
+        """The origins of what a sum adds up; none for anything else."""
+        return [each for addend in self.sums.get(origin, ()) for each in addend]
 
     def _adds_heads(self, addends: tuple[Flow, Flow]) -> bool:
         """Whether a sum joins results (two heads averaged, a box and a correction) and is no residual connection, nor of one input."""
-        (one, one_stream), (other, other_stream) = ((self._behind(flow), self._stream(flow)) for flow in addends)
+        (one, one_stream), (other, other_stream) = ((self._behind(flow), reached(flow, self._added)) for flow in addends)
         if one & other_stream or other & one_stream:
             return False
         return one.isdisjoint(other) or all(head in self.calls and self._one_row(self.calls[head]) for flow in addends for head in flow)
 
     def _behind(self, branch: Flow) -> set[Node]:
         """What the branch is computed from, back to the sums that it starts from."""
-        reached, pending = set[Node](), [*branch]
-        while pending:
-            origin = pending.pop()
-            if origin not in reached:
-                reached.add(origin)
-                sources = [self.calls[origin].source] if origin in self.calls else [] if origin in self.sums else origin.all_input_nodes
-                pending += [each for source in sources for each in self.flows.get(source, ())]
-        return reached
 
-    def _stream(self, flow: Flow) -> set[Node]:
-        """The origins, with those of all that sums among them add up."""
-        reached, pending = set[Node](), [*flow]
-        while pending:
-            origin = pending.pop()
-            if origin not in reached:
-                reached.add(origin)
-                pending += [each for addend in self.sums.get(origin, ()) for each in addend]
-        return reached
+        def before(origin: Node) -> list[Node]:
+            sources = [self.calls[origin].source] if origin in self.calls else [] if origin in self.sums else origin.all_input_nodes
+            return [each for source in sources for each in self.flows.get(source, ())]
+
+        return reached(branch, before)
 
 
-def _unless(pooled: bool, role: Role) -> Judgement:
-    return Judgement("other", "pool") if pooled else Judgement(role)
+def _pools(attentions: Iterable[Attention]) -> bool:
+    return all(attention.single_query for attention in attentions)
 
 
-def judge(trace: Trace, calls: list[Call], dataflow: Dataflow) -> dict[Node, Judgement]:
-    """A judgement for each call, by its node."""
+def verdicts(trace: Trace, calls: list[Call], dataflow: Dataflow) -> dict[Node, str]:
+    """For each call, by its node: its role, or the code of the obstacle where that role is no target."""
     judge = _Judge(trace, calls, dataflow)
-    return {call.node: judge.judge(call) for call in calls}
+    return {call.node: judge.verdict(call) for call in calls}

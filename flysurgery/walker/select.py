@@ -30,12 +30,7 @@ def block_names(targets: Iterable[Target]) -> tuple[str, ...]:
 
 
 def in_blocks(targets: Sequence[Target], numbers: str) -> set[str]:
-    """Names of the targets within the blocks that a text such as ``0-5,8`` lists.
-
-    Raises:
-        OptionError: the text is no list of numbers and ranges.
-        SelectionError: a number or range that no block has.
-    """
+    """Names of the targets within the blocks that a text such as ``0-5,8`` lists (OptionError, SelectionError)."""
     names = block_names(targets)
     chosen: set[str] = set()
     for part in numbers.split(","):

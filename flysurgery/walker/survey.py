@@ -6,20 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.linears import Call, find_calls
 from flysurgery.walker.owners import Owners
-from flysurgery.walker.roles import Judgement, judge
+from flysurgery.walker.roles import verdicts
 from flysurgery.walker.switches import set_switches
-from flysurgery.walker.target import Role, Switch
-from flysurgery.walker.trace import Trace, device_of, first_tensor, shadow, shadow_on_cpu, trace
+from flysurgery.walker.target import ROLES, Role, Switch
+from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, on_shadow, trace
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Survey:
     """A traced model: its graph, who owns what in it, its multiplications by a weight, and the role of each.
 
     ``double`` is the stand-in that was traced, with the model's tensors and ``switches`` set; ``example`` are the inputs, on the
-    model's device. ``switches`` has the linears' names as keys, ``judgements`` the nodes of ``calls``.
+    model's device. ``switches`` has the linears' names as keys, ``verdicts`` the nodes of ``calls``: a role, or an obstacle's code.
     """
 
     double: nn.Module
@@ -35,50 +33,37 @@ class Survey:
     trace: Trace
     owners: Owners
     calls: list[Call]
-    judgements: dict[Node, Judgement]
+    verdicts: dict[Node, str]
     dataflow: Dataflow
     switches: dict[str, Switch]
 
     @property
     def roles(self) -> dict[Node, Role]:
         """The role of each of ``calls``, by its node."""
-        return {node: judgement.role for node, judgement in self.judgements.items()}
+        return {node: verdict if verdict in ROLES else "other" for node, verdict in self.verdicts.items()}
 
 
 def survey(model: nn.Module, example: Example | None = None, *, prepare: Callable[[nn.Module], None] | None = None) -> Survey:
     """Trace ``model`` in eval mode on fake tensors, and find its linear maps and their roles. The model stays as it is.
 
-    ``prepare`` may change modules of the stand-in before it is traced.
-
-    Raises:
-        WalkError: no example is known for the model, or its forward pass cannot be traced; the message holds the exporter's reason.
+    ``prepare`` may change modules of the stand-in before it is traced. Raises WalkError as ``walk``.
     """
     if not isinstance(model, nn.Module):
         raise WalkError(f"expected a torch.nn.Module to walk, got {type(model).__name__}")
-    inputs = _on_device(positional(model, example_input(model) if example is None else example), device_of(model))
+    inputs = on_device(positional(model, example_input(model) if example is None else example), device_of(model))
     if any(isinstance(each, Tensor) and each.numel() == 0 for each in inputs):
         raise WalkError(f"the example of {type(model).__name__} is empty; give one with at least one sample")
-    try:
-        return _survey(shadow(model), inputs, prepare)
-    except WalkError:
-        if device_of(model).type != "meta":
-            raise
-    # Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta.
-    return _survey(shadow_on_cpu(model), _on_device(inputs, torch.device("cpu")), prepare)
+    return on_shadow(model, inputs, lambda double, inputs: _survey(double, inputs, prepare))
 
 
 def _survey(double: nn.Module, inputs: tuple[Any, ...], prepare: Callable[[nn.Module], None] | None) -> Survey:
     if prepare is not None:
         prepare(double)
-    switches = set_switches(double, inputs)
+    switches = set_switches(double)
     traced, owners = trace(double, inputs), Owners(double)
     calls = find_calls(traced, owners)
     first = first_tensor(inputs)
     if first is not None and first.ndim == 2 and first.is_floating_point() and all(call.rows <= len(first) for call in calls):
         traced = replace(traced, batch=None)  # rows are tokens of one sample, for all that shows
     dataflow = Dataflow(traced, calls)
-    return Survey(double, inputs, traced, owners, calls, judge(traced, calls, dataflow), dataflow, switches)
-
-
-def _on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    return pytree.tree_map_only(Tensor, lambda t: t if t.device == device else torch.empty_like(t, device=device), example)
+    return Survey(double, inputs, traced, owners, calls, verdicts(traced, calls, dataflow), dataflow, switches)

@@ -9,6 +9,7 @@ from torch import nn
 
 Role = Literal["qkv", "attn_out", "ffn_in", "ffn_out", "head", "other"]
 ROLES: tuple[Role, ...] = get_args(Role)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -132,5 +133,4 @@ def module_obstacles(module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> t
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a replacement of the module would lose hooks."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in hooks)
+    return any(getattr(module, name, None) for name in HOOKS)

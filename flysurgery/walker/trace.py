@@ -11,10 +11,10 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,12 @@ from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
 from flysurgery.walker.operations import is_fused_attention, name_of
+from flysurgery.walker.target import HOOKS
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+Result = TypeVar("Result")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -39,9 +40,7 @@ def device_of(model: nn.Module) -> torch.device:
 def shadow(model: nn.Module) -> nn.Module:
     """A copy of the module tree that holds the same parameters and buffers (not copies of them), in eval mode and without hooks.
 
-    Hooks of transformers stay: its models collect hidden states by them.
-
-    Attributes can be set on it, and what a trace of it stores in modules does not reach ``model``.
+    What is set on it, or stored by a trace, does not reach ``model``. Hooks of transformers stay: its models collect hidden states by them.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     for module in model.modules():
@@ -53,7 +52,7 @@ def shadow(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise WalkError(f"{type(model).__name__} cannot be walked, because its modules cannot be copied: {one_line(error)}") from error
     for module in double.modules():
-        for name in _HOOKS:
+        for name in HOOKS:
             hooks = getattr(module, name, {})
             for key in [key for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("transformers.")]:
                 del hooks[key]
@@ -73,6 +72,24 @@ def shadow_on_cpu(model: nn.Module) -> nn.Module:
                         made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
                     store[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
     return double
+
+
+def on_shadow(model: nn.Module, example: tuple[Any, ...], run: Callable[[nn.Module, tuple[Any, ...]], Result]) -> Result:
+    """The result of ``run`` on a ``shadow`` of the model and the example.
+
+    Numbers that a forward computes from shapes, and then reads, are known on the CPU and not on meta: what fails there runs again.
+    """
+    try:
+        return run(shadow(model), example)
+    except Exception:
+        if device_of(model).type != "meta":
+            raise
+    return run(shadow_on_cpu(model), on_device(example, torch.device("cpu")))
+
+
+def on_device(example: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """The example with empty tensors for those that are on another device."""
+    return pytree.tree_map_only(Tensor, lambda t: t if t.device == device else torch.empty_like(t, device=device), example)
 
 
 @contextlib.contextmanager
@@ -105,10 +122,9 @@ def one_line(error: Exception) -> str:
 
 
 def _clear_caches(model: nn.Module) -> None:
-    """Empty the ``functools`` caches of the model's classes, and beside them.
+    """Empty the ``functools`` caches of the model's classes, and beside them: a cached fake tensor would spoil later real forwards.
 
-    A cached fake tensor would spoil later real forwards, and the reverse. transformers wraps such caches, so functions inside of functions
-    are looked at too.
+    transformers wraps such caches, so functions inside of functions are looked at too.
     """
     classes = {found for module in model.modules() for found in type(module).__mro__}
     names = {found.__module__ for found in classes if not found.__module__.startswith("torch.")}
@@ -143,8 +159,8 @@ def inlined(module: GraphModule) -> Graph:
             holes = [inner_node for inner_node in inner.nodes if inner_node.op == "placeholder"]
             values = pytree.tree_map_only(Node, lambda n: copies[n], args)
             copies[node] = flat.graph_copy(inner, dict(zip(holes, values, strict=True)))
-        elif _takes_item(node, copies):
-            copies[node] = copies[node.args[0]][node.args[1]]
+        elif node.args and isinstance(node.args[0], Node) and isinstance(copies.get(node.args[0]), (tuple, list)):
+            copies[node] = copies[node.args[0]][node.args[1]]  # one of the results of a body
         else:
             copies[node] = flat.node_copy(node, lambda n: copies[n])
     return flat
@@ -152,21 +168,13 @@ def inlined(module: GraphModule) -> Graph:
 
 def _call_of_body(module: GraphModule, node: Node) -> tuple[GraphModule, list[Any]] | None:
     """The nested graph that a node runs, and what it is run on."""
-    bodies = [(i, body) for i, body in enumerate(_submodule(module, arg) for arg in node.args) if body is not None]
+    named = [(i, str(arg.target)) for i, arg in enumerate(node.args) if isinstance(arg, Node) and arg.op == "get_attr"]
+    bodies = [(i, body) for i, name in named if isinstance(body := getattr(module, name, None), GraphModule)]
     # a conditional has two bodies, of which one runs: it stays a single opaque node
     if node.op != "call_function" or len(bodies) != 1 or is_fused_attention(name_of(node)):  # whose bodies change scores
         return None
     position, body = bodies[0]
     return body, list(node.args[position + 1 :])
-
-
-def _submodule(module: GraphModule, arg: Any) -> GraphModule | None:
-    child = getattr(module, str(arg.target), None) if isinstance(arg, Node) and arg.op == "get_attr" else None
-    return child if isinstance(child, GraphModule) else None
-
-
-def _takes_item(node: Node, copies: dict[Node, Any]) -> bool:
-    return bool(node.args) and isinstance(node.args[0], Node) and isinstance(copies.get(node.args[0]), (tuple, list))
 
 
 @dataclass(frozen=True)
@@ -197,8 +205,7 @@ def _left_out(model: nn.Module, example: tuple[Any, ...]) -> str:
 def trace(double: nn.Module, example: tuple[Any, ...]) -> Trace:
     """Export the forward pass of a ``shadow`` for the example's shapes; nothing is computed, and no weight is copied.
 
-    Raises:
-        WalkError: the exporter cannot follow the model; the message holds the exporter's own reason.
+    Where the exporter cannot follow the model, a WalkError holds the exporter's own reason.
     """
     # imported here: they take about a second, which the rest of the package need not wait for
     from torch._subclasses.fake_tensor import FakeTensor
@@ -238,8 +245,7 @@ def run_fake(double: nn.Module, example: tuple[Any, ...]) -> Any:
 def _forget_sources(mode: FakeTensorMode) -> None:
     """Empty the maps from real tensors to fake ones, those of the exporter included.
 
-    They refer to parameters weakly, and ``torch.utils.swap_tensors``, by which ``to`` and ``load_state_dict`` may work, refuses such
-    parameters.
+    ``torch.utils.swap_tensors``, by which ``to`` and ``load_state_dict`` may work, refuses parameters that these refer to.
     """
     from torch.fx.experimental import proxy_tensor
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
-from torch.fx import Node
 
 from flysurgery.walker.attention import nested_switches, separating
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example
-from flysurgery.walker.layout import Prover
+from flysurgery.walker.layout import split_of
 from flysurgery.walker.linears import Call, element_wise_pairs, read_elsewhere
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
 from flysurgery.walker.survey import Survey, survey
-from flysurgery.walker.target import ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
+from flysurgery.walker.target import CODES, ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
 
 
 def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]:
@@ -42,9 +41,8 @@ def walk(model: nn.Module, example: Example | None = None) -> tuple[Target, ...]
 
 def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     """The targets of a model that was surveyed already, as ``walk`` gives them."""
-    calls, dataflow, owners = seen.calls, seen.dataflow, seen.owners
+    calls, owners, roles = seen.calls, seen.owners, seen.roles
     read = read_elsewhere(seen.trace, owners, calls)
-    prover = Prover(dataflow)
     pairs = element_wise_pairs(calls)
     modules = owners.modules | dict(model.named_modules())  # the model's own have their hooks
     nested = nested_switches(model)
@@ -54,23 +52,21 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
 
     targets = []
     for fqn, group in grouped.items():
-        call = min(group, key=lambda call: ROLES.index(seen.judgements[call.node].role))
-        judgement = seen.judgements[call.node]
-        found = []
-        if judgement.code is not None:
-            found.append(obstacle(judgement.code))
+        call = min(group, key=lambda call: ROLES.index(roles[call.node]))
+        role, verdict = roles[call.node], seen.verdicts[call.node]
+        found = [obstacle(verdict)] if verdict in CODES else []
         found += _weight_obstacles(modules, owners, call, fqn in read)
         targets.append(
             Target(
                 fqn=fqn,
-                role=judgement.role,
+                role=role,
                 in_features=call.in_features,
                 out_features=call.out_features,
-                bias=_has_bias(modules, call),
+                bias=call.bias if call.kind == "raw" else modules[fqn]._parameters.get("bias") is not None,
                 calls=len(group),
                 rows=sum(member.rows for member in group),
                 obstacles=tuple(found),
-                split=_common_split(prover, calls, dataflow, group) if judgement.role == "qkv" else None,
+                split=_common_split(group, calls, seen.dataflow) if role == "qkv" else None,
                 aliases=() if call.kind == "raw" else owners.further_names(fqn),
                 switches=(
                     *((seen.switches[fqn],) if fqn in seen.switches and fqn not in read else ()),
@@ -79,7 +75,7 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
                 pair=pairs.get(fqn),
             )
         )
-    return (*targets, *_idle(model, owners, set(grouped)))
+    return (*targets, *_idle(model, owners, grouped))
 
 
 def _weight_obstacles(modules: Mapping[str, nn.Module], owners: Owners, call: Call, is_read: bool) -> list[Obstacle]:
@@ -96,24 +92,17 @@ def _weight_obstacles(modules: Mapping[str, nn.Module], owners: Owners, call: Ca
     return found
 
 
-def _has_bias(modules: Mapping[str, nn.Module], call: Call) -> bool:
-    return call.bias if call.kind == "raw" else modules[call.fqn]._parameters.get("bias") is not None
-
-
-def _common_split(prover: Prover, calls: list[Call], dataflow: Dataflow, group: list[Call]) -> tuple[Slice, ...] | None:
+def _common_split(group: list[Call], calls: list[Call], dataflow: Dataflow) -> tuple[Slice, ...] | None:
     """The split on which all calls of a module agree."""
-    splits = {prover.split(call, _feeds_forward(call.node, calls, dataflow)) for call in group}
+    splits = set()
+    for call in group:
+        flows = [(other.source, dataflow.flows[other.source].get(call.node)) for other in calls]
+        splits.add(split_of(call, dataflow, [source for source, via in flows if via is not None and via.nonlinear]))
     return splits.pop() if len(splits) == 1 else None
 
 
-def _feeds_forward(node: Node, calls: list[Call], dataflow: Dataflow) -> list[Node]:
-    flows = [(call.source, dataflow.flows[call.source].get(node)) for call in calls]
-    return [source for source, via in flows if via is not None and via.nonlinear]
-
-
-def _idle(model: nn.Module, owners: Owners, used: set[str]) -> list[Target]:
+def _idle(model: nn.Module, owners: Owners, used: Collection[str]) -> list[Target]:
     """The nn.Linear modules that the forward pass does not use."""
-    idle = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, nn.Linear) and fqn not in used]
     return [
         Target(
             fqn=fqn,
@@ -126,5 +115,6 @@ def _idle(model: nn.Module, owners: Owners, used: set[str]) -> list[Target]:
             obstacles=(obstacle("not-called"), *module_obstacles(module)),
             aliases=owners.further_names(fqn),
         )
-        for fqn, module in idle
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.Linear) and fqn not in used
     ]

@@ -133,11 +133,6 @@ def list_tensors(tensors: Tensors, metadata: Metadata) -> None:
     metadata["tensors_sha256"] = sha256(metadata["tensors"] + metadata.get("aliases", ""))
 
 
-def rewrite_listed(folder: Path, change: Callable[[Tensors, Metadata], object]) -> None:
-    """``rewrite`` with a header whose hashes match."""
-    rewrite(folder, lambda tensors, metadata: (change(tensors, metadata), list_tensors(tensors, metadata)))
-
-
 def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Let ``change`` edit ``config.json``."""
     config = json.loads((folder / "config.json").read_text())

@@ -88,6 +88,7 @@ def test_another_thread_builds_as_it_likes() -> None:
         ({"depths": [2, 4097]}, "depths is 4097, and models have at most 4096 layers"),
         ({"cfg": {"num_layers": 1 << 24}}, "num_layers is 16777216"),
         ({"heads": [2, 2], "dim_head": 1 << 17}, "131072 times what heads lists is too much"),
+        ({"heads": "x" * 100, "dim_head": 10**9}, "1000000000 times what heads lists is too much"),
         ({"window_size": [7, 14]}, "window_size is 14, and the tensors that are stored allow windows of at most 10"),
     ],
 )
@@ -135,6 +136,8 @@ BOMBS: list[tuple[str, dict[str, Any]]] = [
     ("vit_pytorch.simple_vit:SimpleViT", {"image_size": 16384}),
     ("vit_pytorch.simple_vit:SimpleViT", {"image_size": [1 << 24, 8]}),
     ("vit_pytorch.simple_vit:SimpleViT", {"depth": 1 << 24}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"dim_head": 1 << 24, "heads": [57344] * 2}),
+    ("vit_pytorch.simple_vit:SimpleViT", {"dim_head": 10**9, "heads": "x" * 100}),
     ("swin_tiny_patch4_window7_224", {"img_size": [16384, 16384]}),
     ("swin_tiny_patch4_window7_224", {"window_size": 4096}),
     ("swin_tiny_patch4_window7_224", {"depths": [1 << 24]}),

@@ -7,9 +7,7 @@ import errno
 import importlib
 import os
 import shutil
-import signal
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,18 +80,6 @@ def test_force_replaces_nothing_but_checkpoints(names: list[str], fact: str, con
     assert snapshot(home) == before
 
 
-def test_files_and_nameless_folders(converted: Converted, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    for target, fact in (
-        (tmp_path / "file", "is a file"),
-        (tmp_path / "file" / "model", "could not be written"),
-        ("/", "a name of its own"),
-    ):
-        with pytest.raises(CheckpointError, match=fact):
-            save(converted[0], target, force=True)
-    assert (tmp_path / "file").read_text() == "x"
-
-
 def test_a_link_is_followed(converted: Converted, folder: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(folder, target_is_directory=True)
@@ -164,15 +150,26 @@ def test_too_little_space_or_permission_is_seen_before_writing(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", [".", "", ".."])
-def test_the_folder_that_the_caller_is_in_stays(name: str, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        *((name, "the folder that this runs in") for name in (".", "", "..")),
+        ("file", "is a file"),
+        ("file/model", "could not be written"),
+        ("/", "a name of its own"),
+    ],
+)
+def test_files_and_the_folder_that_the_caller_is_in_stay(
+    name: str, fact: str, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "a" / "home"
     home.mkdir(parents=True)
+    (home / "file").write_text("x")
     monkeypatch.chdir(home)
     inside = Path().stat().st_ino
-    with pytest.raises(CheckpointError, match="the folder that this runs in"):
+    with pytest.raises(CheckpointError, match=fact):
         save(converted[0], name, force=True)
-    assert home.stat().st_ino == inside and not any(home.iterdir())
+    assert home.stat().st_ino == inside and [each.read_text() for each in home.iterdir()] == ["x"]
 
 
 def test_of_two_that_write_one_folder_the_later_is_refused(folder: Path) -> None:
@@ -184,24 +181,10 @@ def test_of_two_that_write_one_folder_the_later_is_refused(folder: Path) -> None
     assert snapshot(other) == before and list(folder.parent.iterdir()) == [other]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from flysurgery.checkpoint.folder import new_folder
-with new_folder(Path(sys.argv[1]), force=True) as fresh:
-    (fresh / "file").write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locks on folders")
-def test_what_a_killed_process_left_goes_with_the_next_save_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
-    target = tmp_path / "model[1]"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    assert left.name.endswith(".new")
-    neighbour = tmp_path / ".model[1]x.00000000.new"
+def test_what_nobody_holds_goes_with_the_next_save_and_what_a_living_process_writes_stays(tmp_path: Path) -> None:
+    target, left, neighbour = (tmp_path / name for name in ("model[1]", ".model[1].00000000.new", ".model[1]x.00000000.new"))
+    left.mkdir()
     neighbour.mkdir()
     with new_folder(target, force=False) as living:
         with new_folder(target, force=False) as fresh:

@@ -39,10 +39,14 @@ def vit_pytorch(name: str, **options: Any) -> nn.Module:
     return getattr(importlib.import_module(f"vit_pytorch.{module}"), of)(**sizes, **options)
 
 
-def hub(name: str, **entries: Any) -> nn.Module:
+TRUNK: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "patch_size": 8}
+
+
+def build(name: str, device: str = "cpu", **entries: Any) -> Any:
     found = getattr(transformers, name)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "patch_size": 8}
-    return found(found.config_class(**sizes, **entries))
+    torch.manual_seed(0)
+    with torch.device(device):
+        return found(found.config_class(**entries)).eval()
 
 
 @pytest.mark.parametrize(
@@ -56,8 +60,8 @@ def hub(name: str, **entries: Any) -> nn.Module:
         (lambda: vit_pytorch("vit:ViT", image_size=(32, 48)), (3, 32, 48)),
         (lambda: vit_pytorch("simple_vit:SimpleViT", image_size=40, channels=2), (2, 40, 40)),
         (lambda: vit_pytorch("vit_1d:ViT", seq_len=64), (3, 64)),
-        (lambda: hub("YolosModel", image_size=[32, 64], num_channels=1), (1, 32, 64)),
-        (lambda: hub("VideoMAEModel", image_size=32, num_frames=4), (4, 3, 32, 32)),
+        (lambda: build("YolosModel", **TRUNK, image_size=[32, 64], num_channels=1), (1, 32, 64)),
+        (lambda: build("VideoMAEModel", **TRUNK, image_size=32, num_frames=4), (4, 3, 32, 32)),
         (lambda: Stem().double(), (5, 128, 128)),
     ],
 )
@@ -97,7 +101,6 @@ def test_a_model_of_two_inputs_that_got_one() -> None:
     assert len(walk(Pair(), (torch.zeros(2, 8), torch.zeros(2, 8)))) == 1
 
 
-TRUNK: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "patch_size": 8}
 IMAGES = TRUNK | {"image_size": 32}
 TEXT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 50}
 DETECTOR = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -107,13 +110,6 @@ RESNET |= {"layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]
 REFINING: dict[str, Any] = DETECTOR | {"decoder_layers": 2, "encoder_hidden_dim": 64, "encoder_in_channels": [16, 32, 32]}
 REFINING |= {"decoder_in_channels": [64] * 3, "backbone_config": RESNET}
 PAIR = {"vision_config": IMAGES | {"num_hidden_layers": 1}, "text_config": TEXT | {"max_position_embeddings": 8}, "projection_dim": 64}
-
-
-def build(name: str, device: str = "cpu", **entries: Any) -> Any:
-    found = getattr(transformers, name)
-    torch.manual_seed(0)
-    with torch.device(device):
-        return found(found.config_class(**entries)).eval()
 
 
 def test_a_pair_of_towers_takes_token_ids_and_images() -> None:

@@ -16,7 +16,7 @@ from vit_pytorch.deepvit import DeepViT
 
 from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Slice, find_heads, survey, targets_of, walk
 from tests.walker.toys import HEADS as COUNT
-from tests.walker.toys import TOKENS, WIDTH, FusedAttention, WrittenOutAttention, attend, heads, merged, tokens
+from tests.walker.toys import TOKENS, WIDTH, FusedAttention, WrittenOutAttention, attend, heads, keys_first, merged, tokens
 
 ORDERS = (HEADS, QUERY_KEY, VALUE)
 SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_heads": 3}
@@ -137,10 +137,10 @@ def by_thirds(fused: Tensor) -> tuple[Tensor, ...]:
     return tuple(heads(part) for part in fused.chunk(3, -1))
 
 
-def sharing(self: Any, x: Tensor, fused: Tensor) -> Tensor:
-    """Three query heads share one head of keys and values."""
-    q, k, v = fused.split([24, 8, 8], dim=-1)
-    return attend(heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v)))
+def grouped(y: Tensor) -> tuple[Tensor, ...]:
+    """Three heads of queries, one of keys and one of values."""
+    q, k, v = y.split([24, 8, 8], dim=-1)
+    return heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v))
 
 
 def differential(self: Any, x: Tensor, fused: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class WrittenElsewhere(FusedAttention):
     ("make", "tied"),
     [
         *MODELS.values(),
-        (lambda: FusedAttention(sharing, 40), dict.fromkeys(ORDERS, "share keys and values")),
+        (lambda: FusedAttention(lambda self, x, fused: attend(*grouped(fused)), 40), dict.fromkeys(ORDERS, "share keys and values")),
         (lambda: FusedAttention(differential, 5 * WIDTH), dict.fromkeys(ORDERS, "several attentions")),
         (lambda: FusedAttention(gated, gate=nn.Linear(WIDTH, COUNT)), {HEADS: "gate of their own"}),
         (
@@ -250,12 +250,6 @@ def keys_as_values(y: Tensor) -> tuple[Tensor, ...]:
     return q, both, both
 
 
-def grouped(y: Tensor) -> tuple[Tensor, ...]:
-    """Three heads of queries, one of keys and one of values."""
-    q, k, v = y.split([24, 8, 8], dim=-1)
-    return heads(q), *(heads(part, 1).repeat_interleave(3, dim=1) for part in (k, v))
-
-
 THIRDS = (Slice("q", 0, 24), Slice("k", 24, 48), Slice("v", 48, 72))
 
 
@@ -279,19 +273,15 @@ def test_arrangements(arrange: Callable[[Tensor], tuple[Tensor, ...]], rows: int
     assert target.split == expected
 
 
-def keys_first(q: Tensor, k: Tensor) -> Tensor:
-    return (k @ q.mT).softmax(-2).mT
+def by_einsum(self: Any, k: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhjd,bhid->bhij", k, q).softmax(-1) @ v
 
 
-def keys_first_by_einsum(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bhjd,bhid->bhij", k, q).softmax(-1)
-
-
-@pytest.mark.parametrize("weigh", [keys_first, keys_first_by_einsum])
-def test_which_is_the_query_follows_from_the_softmax(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
-    def weighed(self: FusedAttention, x: Tensor, fused: Tensor) -> Tensor:
-        q, k, v = (heads(part) for part in fused.chunk(3, -1))
-        return merged(weigh(q, k) @ v)
+@pytest.mark.parametrize("weigh", [keys_first, by_einsum])
+def test_which_is_the_query_follows_from_the_softmax(weigh: Callable[..., Tensor]) -> None:
+    def weighed(self: Any, x: Tensor, fused: Tensor) -> Tensor:
+        q, k, v = by_thirds(fused)
+        return merged(weigh(self, k, q, v))
 
     assert walk(FusedAttention(weighed), tokens())[0].split == THIRDS
 
