@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+
+from flysurgery.errors import InferenceError
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -19,8 +21,15 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x, which autocast casts unless it is float64."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """``torch.autocast(device_type, enabled=False)``, at a tenth of its cost where no graph is made."""
+    if device_type == "meta":
+        return nullcontext()
     return torch.autocast(device_type, enabled=False) if torch.compiler.is_compiling() else _Off(device_type)
 
 
@@ -45,6 +54,12 @@ def tf32_allowed() -> bool:
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+
+
+def refuse_second_derivative() -> None:
+    """In a backward pass of fused modules: raise where it is to be differentiated itself, as with ``create_graph=True``."""
+    if torch.is_grad_enabled():
+        raise InferenceError("fused gradients have no second derivatives; call flysurgery.restore(model) before create_graph=True")
 
 
 def is_tracing(*tensors: Tensor) -> bool:

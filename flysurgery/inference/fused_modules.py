@@ -13,7 +13,7 @@ from flysurgery import ops
 from flysurgery.inference.standin import Together, is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Stage, Way
-from flysurgery.torch_state import autocast_dtype
+from flysurgery.torch_state import product_dtype
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
 
@@ -66,7 +66,7 @@ class Step(nn.Module):
 
     def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
         """The group with fused gradients, in the dtype of x or that of autocast, or why it has none."""
-        dtype = autocast_dtype(x.device.type) or x.dtype
+        dtype = product_dtype(x)
         x, *others = (each.to(dtype) for each in (x, *others))  # pyright: ignore[reportAssignmentType]
         operation = self.operation(x, *others)
         if isinstance(operation, str):
@@ -285,7 +285,7 @@ class EmbeddingStep(Step):
         operation = self.operation(x)
         if isinstance(operation, str):
             return operation
-        return operation.wrong_sizes(x) or operation.by_product(x).to(autocast_dtype(x.device.type) or x.dtype)
+        return operation.wrong_sizes(x) or operation.by_product(x).to(product_dtype(x))
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self._together[0](x)

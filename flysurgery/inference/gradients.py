@@ -17,13 +17,14 @@ from flysurgery.inference.fused_modules import AttentionStep, Step
 def with_gradients(call: Callable[..., Any], modules: nn.Module) -> Way:
     """``call``, and the gradients of its inputs and of the modules' parameters that learn, from ones at all of its floating results."""
     held = [getattr(*each) for each in getattr(modules, "held", ()) if each is not None]
-    parameters = [each for each in (*modules.parameters(), *held) if each.requires_grad]
+    parameters = [*modules.parameters(), *held]
 
     def run(*inputs: Tensor) -> object:
         with torch.enable_grad():
-            given = [each.detach().requires_grad_() for each in inputs]
+            given = [each.detach().requires_grad_(each.is_floating_point()) for each in inputs]
             leaves = [each for each in pytree.tree_leaves(call(*given)) if isinstance(each, Tensor) and each.requires_grad]
-        return torch.autograd.grad(leaves, (*given, *parameters), [torch.ones_like(each) for each in leaves], allow_unused=True)
+        wanted = [each for each in (*given, *parameters) if each.requires_grad]
+        return torch.autograd.grad(leaves, wanted, [torch.ones_like(each) for each in leaves], allow_unused=True)
 
     return run
 

@@ -115,8 +115,10 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
     together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
     blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
-    Gradients have the dtypes of their parameters; there are no second derivatives. The whole model is timed as it is called from Python,
-    which takes the host more time than the model's own modules do; with ``training="captured"`` as a CUDA graph of the whole step.
+    Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
+    is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled: a compiler trains the model's own modules. The whole
+    model is timed as it is called from Python, which takes the host more time than the model's own modules do; with
+    ``training="captured"`` as a CUDA graph of the whole step.
 
     ``restore`` puts the model back. Do that before its layers are resized or reconfigured (``set_input_size``, another ``num_heads``,
     ...), before ``torch.compile`` runs with replaced layers, or with other parameters by ``torch.func.functional_call``, and before
@@ -129,7 +131,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
         training: whether to make training faster in place of inference, called from Python or captured.
 
     Raises:
-        InferenceError: the model is optimized already, has parameters of several devices, or is compiled.
+        InferenceError: the model is optimized, compiled, sharded or wrapped already, or has parameters of several devices.
         WalkError: no example is known for the model, or its forward pass cannot be traced.
     """
     started = perf_counter()
@@ -158,6 +160,10 @@ def _refuse(model: nn.Module) -> None:
         raise InferenceError(f"expected a torch.nn.Module to optimize, got {type(model).__name__}")
     if is_optimized(model):
         raise InferenceError("the model is optimized already; flysurgery.restore(model) takes that back")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise InferenceError("DistributedDataParallel cannot be traced; optimize the model in it, its module")
+    if any(hasattr(each, "device_mesh") for each in model.parameters()):
+        raise InferenceError("the model's parameters are sharded already; optimize the model first, and shard it then")
     compiled = (name for name, module in model.named_modules() if "_orig_mod" in module._modules or module._compiled_call_impl is not None)
     name = next(compiled, None)
     if name is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.fx import Node
@@ -185,7 +185,7 @@ class _Builder:
         }
         replaced |= {inside(fqn): module for fqn, module in new.items() if fqn.startswith(f"{part.attention}.")}
         replaced[inside(part.out.linear)] = nn.Identity()
-        attributes = {}
+        attributes: dict[tuple[str, str], Any] = {("", "training"): False}  # of attention that drops nothing, or would not be fused
         if part.projection is not None and own["qkv"].step.enabled:
             replaced[inside(part.projection.linear)] = own["qkv"].step
             switch = self.found.seen.switches.get(part.projection.linear)

@@ -40,16 +40,18 @@ class Condition:
         self._hooked = [module for module in self.covered if module is not itself]
         self._hooks = tuple(getattr(module, name) for module in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
         self._rates = [(module, name) for module in self.covered for name in rates_of(module)] if trains else None
+        self._places = list[tuple[dict[str, Any], str]]()
+        self._forwards, self._settled = list[nn.Module](), list[Any]()
         self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
-        self._settled = list[Any]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_dictionaries": []}  # the ``vars`` of modules, which a copy of a module has anew
 
     def settle(self) -> None:
         """Store the present children and forwards as those from which the fused modules were made."""
-        places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
-        children = (place[name] for place, name in places)
-        forwards = {id(module): (vars(module), "forward") for module in (*self.covered, *children) if module is not None}
-        places += forwards.values()
-        self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
+        self._places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
+        children = (place[name] for place, name in self._places)
+        self._forwards = [*{id(module): module for module in (*self.covered, *children) if module is not None}.values()]
         self._settled = self._present()
 
     def holds(self) -> bool:
@@ -65,6 +67,9 @@ class Condition:
         return any(module.training and getattr(module, name) for module, name in self._rates)
 
     def _present(self) -> list[Any]:
+        if not self._dictionaries:
+            places = [*self._places, *((vars(module), "forward") for module in self._forwards)]
+            self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
         return [*map(dict.get, self._dictionaries, self._names)]
 
     def obstacle(self) -> tuple[str, nn.Module] | None:
@@ -221,13 +226,21 @@ class Together(nn.Module):
 
 
 class StandInMethod:
-    """Replaces a method of ``module``. It calls the method on the view ``inner`` as long as the condition holds."""
+    """Replaces a method of ``module``. It calls the method on the view ``inner`` as long as the condition holds.
+
+    At each call the view gets the attributes that the module has now, such as a switch for checkpoints.
+    """
 
     def __init__(self, module: nn.Module, method: str, inner: nn.Module, condition: Condition) -> None:
         self.module, self.method, self.inner, self.condition = module, method, inner, condition
+        self._own = {name: value for name, value in vars(inner).items() if vars(module).get(name) is not value}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        holder = self.inner if self.condition.holds() else self.module
+        holder = self.module
+        if self.condition.holds():
+            holder = self.inner
+            if not torch.compiler.is_compiling():
+                vars(holder).update(vars(self.module) | self._own)
         return getattr(type(holder), self.method)(holder, *args, **kwargs)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flysurgery.ops.attend import Attention
+from flysurgery.torch_state import is_tracing, refuse_second_derivative
 
 _PREFERRED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -25,12 +25,13 @@ def attended(q: Tensor, given: Attention) -> Tensor:  # shape: (batch, heads, qu
     Where q, k and v are parts of one tensor, as of the outputs of one projection, its gradient is written once. PyTorch would join three
     gradients, and put the result into the order of the tensor's memory.
     """
-    whole, parts = q._base, (q, given.k, given.v)
-    if whole is None or not _fill(whole, parts):
-        return _by_pytorch(*parts, given.scale)
-    places = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
-    result: Any = _Attended.apply(whole, places, given.scale)
-    return result
+    k, v, _ = given
+    whole, parts = q._base, (q, k, v)
+    if whole is not None and not is_tracing(*parts) and _fill(whole, parts):
+        places = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
+        found: Any = _Parts.apply(whole, places)
+        q, k, v = found
+    return _by_pytorch(q, k, v, given.scale)
 
 
 def _fill(whole: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -46,25 +47,17 @@ def _by_pytorch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-class _Attended(torch.autograd.Function):
-    """Attention of three parts of ``whole``, which do not overlap and fill it."""
+class _Parts(torch.autograd.Function):
+    """Three parts of ``whole``, which do not overlap and fill it."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, places: Sequence[_Place], scale: float | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.enable_grad():
-            q, k, v = parts = [_part(whole.detach(), place).requires_grad_() for place in places]
-            found = _by_pytorch(q, k, v, scale)
-        ctx.graph, ctx.places = (found, parts), places
-        ctx.like = whole.shape, whole.dtype, whole.device
-        return found.detach()
+    def forward(ctx: Any, whole: Tensor, places: Sequence[_Place]) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.places, ctx.like = places, (whole.shape, whole.dtype, whole.device)
+        return tuple([_part(whole, place) for place in places])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.graph is None:
-            raise RuntimeError("fused attention keeps nothing for a second backward pass; compute the forward pass again")
-        (found, parts), ctx.graph = ctx.graph, None
-        gradients = torch.autograd.grad(found, parts, dy)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
         shape, dtype, device = ctx.like
         whole = torch.empty(shape, dtype=dtype, device=device)
         for place, gradient in zip(ctx.places, gradients, strict=True):
@@ -74,7 +67,7 @@ class _Attended(torch.autograd.Function):
                 part.copy_(gradient)
             else:
                 wide[0].copy_(wide[1])
-        return whole, None, None
+        return whole, None
 
 
 def _part(whole: Tensor, place: _Place) -> Tensor:

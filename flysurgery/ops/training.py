@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flysurgery.gpu.doubt import doubt_trained
 from flysurgery.gpu.gradients import summed
@@ -24,7 +23,7 @@ from flysurgery.ops.linear_residual import LinearResidual
 from flysurgery.ops.norm_linears import NormLinears
 from flysurgery.ops.parts import Gated, Linear, Norm, present
 from flysurgery.ops.ways import Operation
-from flysurgery.torch_state import is_tracing, without_autocast
+from flysurgery.torch_state import is_tracing, refuse_second_derivative, without_autocast
 
 
 def training_reason(x: Tensor, operation: Operation) -> str | None:
@@ -63,8 +62,8 @@ class _Trained(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view for autograd, so that q, k and v are its views
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
         operation, (_, needs_x, *needs) = ctx.operation, ctx.needs_input_grad
         rows, *saved = ctx.saved_tensors  # which raises if one of the operation's tensors has been written to
         saved = saved[len(needs) :]

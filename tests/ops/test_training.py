@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.errors import InferenceError
 from flysurgery.ops import Attention, FeedForward, Gated, LinearResidual, attended, trained, training_reason
 from tests.ops.operations import OPERATIONS, Made
 
@@ -55,9 +56,8 @@ def test_there_is_no_second_derivative() -> None:
     make = Made()
     x = make.tensor(ROWS, make.width)
     y = trained(x, OPERATIONS["dense q, k, v"](make, ROWS))
-    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y).requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    with pytest.raises(InferenceError, match="no second derivatives"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
 
 
 def test_reasons() -> None:
@@ -77,16 +77,7 @@ def test_attention_writes_its_gradients_where_q_k_and_v_lie(joined: bool) -> Non
         projected = whole * 1.0
         q, k, v = projected.permute(2, 0, 3, 1, 4).unbind(0) if joined else (projected[:, :, n].transpose(1, 2) * 1.0 for n in range(3))
         y = attended(q, Attention(k, v, 0.3)) if ours else functional.scaled_dot_product_attention(q, k, v, scale=0.3)
-        assert ("_AttendedBackward" in type(y.grad_fn).__name__) == (ours and joined)
+        assert y.grad_fn is not None and ("_PartsBackward" in str(y.grad_fn.next_functions[0])) == (ours and joined)
         found.append((y, *torch.autograd.grad(y, whole, torch.ones_like(y))))
     for mine, theirs in zip(*found, strict=True):
         assert_near(mine, theirs)
-
-
-def test_attention_refuses_a_second_backward_pass() -> None:
-    whole = torch.randn(2, 5, 3, 4, 8, requires_grad=True)
-    q, k, v = (whole * 1.0).permute(2, 0, 3, 1, 4).unbind(0)
-    y = attended(q, Attention(k, v)).sum()
-    y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute the forward pass again"):
-        y.backward()
