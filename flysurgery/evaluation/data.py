@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from flysurgery.evaluation.fractals import Fractals
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
+Item = TypeVar("Item")
 Part = Literal["train", "held-out"]
 
 MADE = ("digits", "fractals")
@@ -31,7 +33,7 @@ MADE = ("digits", "fractals")
 SMALL = 512
 """For fewer images than this a reading process costs more than it saves."""
 
-MAX_WORKERS = 8
+MAX_WORKERS, MOST_THREADS = 8, 16
 
 FRACTALS_A_CLASS = 50
 """Held-out fractals of each class."""
@@ -218,6 +220,22 @@ def read_image(path: str | Path, channels: int) -> Image.Image:
             return image.convert("L" if channels == 1 else "RGB")
     except (OSError, Image.DecompressionBombError) as error:  # PIL's errors for what is no image, or is cut short, are of the first kind
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from error
+
+
+def read_many(read: Callable[[Item], Tensor], items: Iterable[Item]) -> Iterator[Tensor | DataError]:
+    """Read items in threads, in their order; of one that cannot be read the error is given."""
+
+    def tried(item: Item) -> Tensor | DataError:
+        try:
+            return read(item)
+        except DataError as error:
+            return error
+
+    with ThreadPoolExecutor(min(MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
+        try:
+            yield from threads.map(tried, items)
+        finally:
+            threads.shutdown(cancel_futures=True)  # nobody asks for the rest
 
 
 def sentence_of(error: DataError) -> DataError:
