@@ -75,7 +75,6 @@ def measure(comparison: Comparison, place: Place, protocol: Protocol, mode: str,
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("table", choices=TABLES, metavar="TABLE", help="one of the tables above")
     recipe.add_options(parser)

@@ -76,12 +76,10 @@ class Preparation:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width."""
         return self.height, self.width
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
         return self.channels, self.height, self.width
 
     def transform(self) -> Callable[[Any], Any]:
@@ -141,11 +139,7 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
 
 
 def made(name: str, part: Part, model: nn.Module, wanted: Preparation) -> TensorDataset | Fractals:
-    """Make a part of the digits, or fractals in as many classes as ``model`` has, where it is; a fixed number of each class.
-
-    Raises:
-        DataError: the model does not say how many classes it has, or scikit-learn is not installed.
-    """
+    """Make a part of the digits, or fractals in as many classes as ``model`` has, where it is; a fixed number of each class."""
     if name == "digits":
         return digits(part, wanted.size, mean=wanted.mean, std=wanted.std)
     classes = classes_of(model)
@@ -196,11 +190,7 @@ def _folder(folder: Path, wanted: Preparation) -> ImageData:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List all image files of a folder, at any depth, by their names.
-
-    Raises:
-        DataError: there are none.
-    """
+    """List all image files of a folder, at any depth, by their names."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
@@ -210,11 +200,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_image(path: str | Path, channels: int) -> Image.Image:
-    """Read the image in a file, grey or in colours.
-
-    Raises:
-        DataError: the file holds no image, one that is cut short, or more pixels than PIL decodes.
-    """
+    """Read the image in a file, grey or in colours."""
     try:
         with Image.open(path) as image:
             return image.convert("L" if channels == 1 else "RGB")

@@ -60,7 +60,6 @@ class Notes:
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Notes:
-        """Read what ``asdict`` gave."""
         looks: dict[str, Any] = {name: Look.of_json(found[name]) for name in ("before", "last")}
         return cls(**found | looks)
 

@@ -46,7 +46,6 @@ class Look:
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Look:
-        """Read what ``asdict`` gave."""
         right, close = found["accuracy"], found["fidelity"]
         blocks = () if close is None else tuple((name, error) for name, error in close["blocks"])
         return cls(None if right is None else Accuracy(**right), None if close is None else Fidelity(**close | {"blocks": blocks}))

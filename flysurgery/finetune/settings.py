@@ -126,7 +126,6 @@ class Settings:
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed, and classes with them."""
         return self.mixup > 0 or self.cutmix > 0
 
     @property

@@ -119,7 +119,6 @@ class States:
             raise TrainingError(f"the state in {self._path(update)} cannot be read: {first_line(error)}") from error
 
     def clear(self) -> None:
-        """Remove every state, complete or not."""
         for pattern in ("state-*", ".new-*"):
             for path in self._folder.glob(pattern):
                 shutil.rmtree(path)

@@ -14,9 +14,7 @@ from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe, picture
 
 ONE_PATTERN = ("--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
 
-
 ONE_LINEAR = ("--batches", "1", "--modes", "fp32", "--protocols", "paper", "--parts", "linear N x N", "--candidates", "dense,bmm")
-
 
 TIMED: dict[str, set[str]] = {
     "attention": {"pytorch", "flash"},
