@@ -6,10 +6,9 @@ import importlib
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, quantiles
-from typing import Any
 
 import torch
 from factor_cases import FIRST, LAST, factor_runs, problem_of_factor
@@ -57,6 +56,7 @@ class Energy:
     window_s: float | None = None
 
 
+Measure = Callable[[Run, Tensor], Energy]
 HEAD = ("what", "rewriting", "rows", "mode", "layout")
 ENERGY_COLUMNS = (*HEAD, "candidate", *(field.name for field in fields(Energy)), "bytes_moved", "flops", "bound_ms", "share_of_bound")
 """``what`` is a pattern "(a,b,c,d)"; ``rewriting`` is d(b+c)/(bc). ``bound_ms`` is the time that the ceilings
@@ -64,11 +64,7 @@ of this run allow for what the computation must spend, and ``share_of_bound`` is
 
 
 class EnergyMeter:
-    """Reads the energy counter of a CUDA device.
-
-    Raises:
-        OptionError: no CUDA device, no ``nvidia-ml-py``, or a device without the counter; one sentence says which.
-    """
+    """Reads the energy counter of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -98,16 +94,13 @@ class EnergyMeter:
         """Measure ``run(x)`` over inputs larger together than the L2 cache, replayed as a graph where it can be captured."""
         inputs = rotating(x)
         work, _ = all_calls(run, inputs, "graph", None)
-        return self._measure(work, len(inputs), windows=windows, seconds=seconds, idle_watts=idle_watts)
-
-    def _measure(self, work: Callable[[], object], calls: int, *, windows: int, seconds: float, idle_watts: float) -> Energy:
         powers, lengths, call_ms = [], [], []
         for _ in range(max(2, windows)):
             busy = Busy(work)
             watts, length = self._watts(busy.go_on, seconds)
             powers.append(watts)
             lengths.append(length)
-            call_ms.append(busy.work_ms() / calls)
+            call_ms.append(busy.work_ms() / len(inputs))
         spent = [watts * ms / 1e3 for watts, ms in zip(powers, call_ms, strict=True)]
         lower, middle, upper = quantiles(spent, n=4, method="inclusive")
         watts = mean(powers)
@@ -133,20 +126,10 @@ class EnergyMeter:
         return (after - before) / (end - begin), end - begin
 
 
-class NoMeter:
-    """Takes the place of a meter where there is no counter: it measures how long calls take, and no joules."""
-
-    def idle_watts(self) -> float:
-        """Zero, as nothing is known."""
-        return 0.0
-
-    def measure(self, run: Run, x: Tensor, *, windows: int = 3, seconds: float = WINDOW_SECONDS, idle_watts: float) -> Energy:
-        """The time of a call alone."""
-        timing = time_interleaved({"call": run}, x, rounds=windows, seconds=seconds)["call"]
-        return Energy("no joules: they need an NVIDIA GPU's counter", call_ms=timing.median_ms)
-
-
-Meter = EnergyMeter | NoMeter
+def without_joules(run: Run, x: Tensor, *, windows: int, seconds: float) -> Energy:
+    """The time of a call alone, where there is no counter."""
+    timing = time_interleaved({"call": run}, x, rounds=windows, seconds=seconds)["call"]
+    return Energy("no joules: they need an NVIDIA GPU's counter", call_ms=timing.median_ms)
 
 
 def meter_or_none(device: torch.device) -> EnergyMeter | None:
@@ -195,11 +178,8 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def energy_of_factor(meter: Meter, pattern: Pattern, rows: int, mode: str, device: torch.device, **how: Any) -> list[Record]:
-    """Measure cuda, bmm, einsum and bsr, the last three in both memory layouts; bmm twice in each.
-
-    ``how`` holds the keywords of the meter's ``measure``: ``windows``, ``seconds`` and ``idle_watts``.
-    """
+def energy_of_factor(measure: Measure, pattern: Pattern, rows: int, mode: str, device: torch.device) -> list[Record]:
+    """Measure cuda, bmm, einsum and bsr, the last three in both memory layouts; bmm twice in each."""
     found: list[Record] = []
     ceilings, rewriting = measure_ceilings(mode, device), pattern.d * (pattern.b + pattern.c) / (pattern.b * pattern.c)
     with in_mode(mode) as dtype, torch.no_grad():
@@ -214,14 +194,14 @@ def energy_of_factor(meter: Meter, pattern: Pattern, rows: int, mode: str, devic
             case = Case(runs, x if layout == FIRST else x.T.contiguous(), truth, checked, work, "bmm")
             head: Record = dict(zip(HEAD, (str(pattern), rewriting, rows, mode, layout), strict=True))
             head |= {"bytes_moved": work.bytes_moved, "flops": work.flops, "bound_ms": ceilings.bound_ms(work)}
-            for name, each in _metered(meter, case, how).items():
+            for name, each in _metered(measure, case).items():
                 share = head["bound_ms"] / each.call_ms if each.call_ms else None
                 found.append({**head, "candidate": name, **asdict(each), "share_of_bound": share})
             torch.cuda.empty_cache()
     return found
 
 
-def _metered(meter: Meter, case: Case, how: Mapping[str, Any]) -> dict[str, Energy]:
+def _metered(measure: Measure, case: Case) -> dict[str, Energy]:
     """Hold each candidate against its truth, and meter the right ones in shuffled order, the baseline among them twice."""
     _, statuses = check(case)
     energies = {name: Energy(status) for name, status in statuses.items()}
@@ -230,7 +210,7 @@ def _metered(meter: Meter, case: Case, how: Mapping[str, Any]) -> dict[str, Ener
     order = [*right, *twins[1:]]
     for name in random.Random(0).sample(order, len(order)):
         plain = name.removesuffix(AGAIN)
-        energies[name] = meter.measure(right[plain], case.input(plain), **how)
+        energies[name] = measure(right[plain], case.input(plain))
     joules = [each for name in twins if (each := energies[name].joules)]
     if len(joules) == 2:
         noise = abs(joules[1] / joules[0] - 1)

@@ -61,7 +61,6 @@ def factor_head(pattern: Pattern, rows: int, mode: str, device: torch.device) ->
 
 
 def factor_rows(pattern: Pattern, rows: int, mode: str, device: torch.device, protocol: Protocol) -> list[Record]:
-    """Measure one factor first in one layout, then in the other."""
     sizes = {"rewriting": (pattern.b + pattern.c) / (pattern.b * pattern.c), "size": pattern.in_features * pattern.out_features}
     found = []
     for layout in (FIRST, LAST):
@@ -123,7 +122,6 @@ def most_dense_entries(problem: Problem) -> int:
 
 
 def problem_of_factor(pattern: Pattern, x: Tensor, *, allow_tf32: bool) -> Problem:
-    """The multiplication of x with one factor."""
     return Problem(Architecture((pattern,)), len(x), x.dtype, x.device.type, allow_tf32=allow_tf32)
 
 

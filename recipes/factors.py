@@ -48,11 +48,7 @@ QUICK_LARGEST = 1024
 
 
 def patterns_of(options: argparse.Namespace, patterns: Sequence[Pattern], most: int | None, largest: int | None) -> list[Pattern]:
-    """The first ``most`` patterns in shuffled order that have at most so many features.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """The first ``most`` patterns in shuffled order that have at most so many features."""
     found = [each for each in shuffled(list(patterns), options.seed) if largest is None or max(each.shape) <= largest]
     if not found:
         least = min(max(each.shape) for each in patterns)
@@ -61,7 +57,6 @@ def patterns_of(options: argparse.Namespace, patterns: Sequence[Pattern], most: 
 
 
 def measure_patterns(options: argparse.Namespace) -> None:
-    """Measure for as long as told; print shares of wins, median factors and shares of time."""
     device, modes = recipe.device_and_modes(options)
     quickly = options.quick and device.type == "cpu"
     rows, protocol = options.rows or recipe.images(options, device) * TOKENS, recipe.protocol(options, 15)
@@ -87,18 +82,22 @@ def measure_patterns(options: argparse.Namespace) -> None:
 
 
 def measure_energy(options: argparse.Namespace) -> None:
-    """Measure the model, and patterns for as long as told."""
     device, modes = recipe.device_and_modes(options)
     quickly = options.quick and device.type == "cpu"
     if device.type == "cpu" and not quickly:
         raise SystemExit("energy is read from an NVIDIA GPU's counter, and the device is cpu; --quick times calls without it, on few rows")
-    meter: energy.Meter = energy.NoMeter() if quickly else energy.EnergyMeter(device)
-    rows = options.rows or recipe.images(options, device) * TOKENS
-    how = {"seconds": 0.1 if quickly else 1.0, "windows": 2 if options.quick else options.windows, "idle_watts": meter.idle_watts()}
+    rows, windows = options.rows or recipe.images(options, device) * TOKENS, 2 if options.quick else options.windows
+    if quickly:
+        measure = partial(energy.without_joules, windows=windows, seconds=0.1)
+    else:
+        meter = energy.EnergyMeter(device)
+        measure = partial(meter.measure, windows=windows, idle_watts=meter.idle_watts())
     patterns = patterns_of(options, energy_patterns(), 2 if options.quick else 60, QUICK_LARGEST if quickly else None)
-    how_of = partial(energy.energy_of_factor, meter, **how)
-    heads = [({"what": str(pattern), "rows": rows, "mode": mode}, pattern) for pattern in patterns for mode in modes]
-    jobs: list[recipe.Job] = [(head, partial(how_of, pattern, rows, head["mode"], device)) for head, pattern in heads]
+    jobs: list[recipe.Job] = [
+        ({"what": str(pattern), "rows": rows, "mode": mode}, partial(energy.energy_of_factor, measure, pattern, rows, mode, device))
+        for pattern in patterns
+        for mode in modes
+    ]
     shown = ("what", "mode", "layout", "candidate", "joules", "watts", "call_ms", "share_of_bound", "noise", "status")
     records = recipe.make(options, device, energy.ENERGY_COLUMNS, jobs, shown=shown, minutes=options.minutes)
     boxes = energy_boxes(records)
@@ -113,7 +112,6 @@ def measure_energy(options: argparse.Namespace) -> None:
 
 
 def measure_rivals(options: argparse.Namespace) -> None:
-    """Measure the layers; say where pruning crosses dense."""
     device, modes = recipe.device_and_modes(options)
     rows, protocol = options.rows or recipe.images(options, device) * TOKENS, recipe.protocol(options, 30)
 
@@ -146,7 +144,6 @@ def crossing(points: Sequence[tuple[float, float]]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write and draw."""
     parser = recipe.parser_of(__doc__)
     add = recipe.tables_of(parser)
     patterns = add("patterns", measure_patterns, modes="fp32,fp16", seconds=0.05)

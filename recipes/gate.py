@@ -156,7 +156,6 @@ def measured(checkouts: dict[str, Path], flags: Sequence[str], only: re.Pattern[
 
 
 def main() -> None:
-    """Measure, compare, print and write."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("--base", type=Path, help="the checkout to compare with, measured in turns with this one")
     parser.add_argument("--save", type=Path, help="write the rows of all checkouts into this CSV file")

@@ -186,7 +186,6 @@ def step_case(
 
 
 def factor_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
-    """A layer of one factor."""
     pattern = Pattern(*map(int, entry.arch.split(",")))
     layer = ButterflyLinear(Architecture((pattern,)), bias=False).to(device, dtype).requires_grad_(False)
     factor = layer.factors[0]

@@ -47,7 +47,6 @@ def programs() -> dict[str, str]:
 
 
 def page() -> str:
-    """The text of recipes/README.md."""
     rows = []
     for name, text in programs().items():
         files = dict.fromkeys(file for file in _ROWS.findall(text) if (HERE / "results" / file).is_file())

@@ -37,11 +37,10 @@ from flysurgery.bench import Case, in_mode
 class Comparison:
     """What one table compares.
 
-    ``columns`` stand before the candidate's. ``cases`` are what tells them apart, beside the mode, in the column ``mode``, and the rows
-    of x, in the column ``rows`` where ``tokens`` says how many an image has. ``quick`` is how many cases --quick takes. ``series`` is
-    the column of the candidate's name, ``note`` that of what is said of it. ``ratios`` maps columns to the candidates that they refer
-    to. ``worst`` is how many times the baseline's error a candidate may have. With ``ahead`` the kernels are compiled side by side
-    before the first case.
+    ``columns`` stand before the candidate's. ``cases`` are what tells them apart, beside the mode, and the rows of x, in the column
+    ``rows`` where ``tokens`` says how many an image has. ``quick`` is how many cases --quick takes. ``note`` is the column of what is
+    said of a candidate. ``ratios`` maps columns to the candidates that they refer to. ``worst`` is how many times the baseline's error
+    a candidate may have. With ``ahead`` the kernels are compiled side by side before the first case.
     """
 
     columns: tuple[str, ...]
@@ -51,8 +50,6 @@ class Comparison:
     seconds: float = 0.5
     quick: int = 1
     tokens: int | None = None
-    mode: str | None = "mode"
-    series: str = "candidate"
     note: str | None = None
     ratios: Mapping[str, str] = field(default_factory=lambda: {"ratio_to_dense": "dense"})
     worst: float = 2.0
@@ -110,12 +107,11 @@ TABLES: Mapping[str, Comparison] = {
         ahead=True,
     ),
     "fused_ffn": Comparison(
-        columns=("width", "architecture", "dtype", "activation", "rows"),
+        columns=("width", "architecture", "mode", "activation", "rows"),
         cases=grid(width=(384, 192, 768), architecture=FAMILIES, activation=("gelu", "gelu_tanh")),
         make=ffn,
         modes="fp16,bf16,tf32,fp32",
         tokens=TOKENS,
-        mode="dtype",
         ratios=TO_BOTH,
         worst=3,
     ),
@@ -137,7 +133,7 @@ TABLES: Mapping[str, Comparison] = {
         note="launches",
     ),
     "wide": Comparison(
-        columns=("architecture", "width", "part", "rows"),
+        columns=("architecture", "width", "part", "mode", "rows"),
         cases=[
             {"part": part, "architecture": architecture, "width": width, "rows": rows}
             for (architecture, width), rows, part in product(WIDE, WIDE_ROWS, ("q, k and v", "feed-forward"))
@@ -146,7 +142,6 @@ TABLES: Mapping[str, Comparison] = {
         modes="fp16",
         seconds=0.03,
         quick=2,
-        mode=None,
         ahead=True,
     ),
     "fused_ablation": Comparison(
@@ -154,7 +149,6 @@ TABLES: Mapping[str, Comparison] = {
         cases=grid(layer=("square", "up", "down", "monarch square")),
         make=ablation,
         tokens=PATCHES,
-        series="change",
         note="config",
         ratios={"ratio_to_tuned": "tuned"},
         worst=4,
@@ -163,19 +157,19 @@ TABLES: Mapping[str, Comparison] = {
 }
 
 
-def launched_once(name: str, place: Place, mode: str, case: Mapping[str, Any]) -> None:
+def launched_once(name: str, place: Place, case: Mapping[str, Any]) -> None:
     """Launch each candidate once, which puts its kernels into the cache folder. What fails here has its row later."""
     try:
-        with in_mode(mode), torch.no_grad():
-            ready = TABLES[name].make(place, mode, **case)
+        with in_mode(case["mode"]), torch.no_grad():
+            ready = TABLES[name].make(place, **case)
             for candidate, run in ready.runs.items():
                 if not isinstance(run, str):
                     run(ready.input(candidate))
     except Exception as error:
-        print(f"not compiled ahead: {name}, {mode}, {case}: {error}", flush=True)
+        print(f"not compiled ahead: {name}, {case}: {error}", flush=True)
 
 
-def compile_ahead(name: str, place: Place, cases: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def compile_ahead(name: str, place: Place, cases: Sequence[Mapping[str, Any]]) -> None:
     """Compile the kernels of the cases side by side, in processes of their own."""
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(partial(launched_once, name, place), *zip(*cases, strict=True)))
+        list(pool.map(partial(launched_once, name, place), cases))

@@ -47,7 +47,6 @@ class Place:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether kernels can run."""
         return self.device.type == "cuda"
 
     def kernel(self, run: Run) -> Run | str:
@@ -84,7 +83,6 @@ Compute = Callable[[Tensor, ops.Operation], Tensor]
 
 
 def plainly(x: Tensor, operation: ops.Operation) -> Tensor:
-    """An operation by its definition."""
     return operation.plainly(x)
 
 
@@ -101,11 +99,9 @@ class Operation:
 
     @cached_property
     def dense(self) -> Operation:
-        """The same with dense layers."""
         return replace(self, operands=tuple(map(_dense, self.operands)))
 
     def weights(self) -> list[Tensor]:
-        """The matrices or factors of all layers."""
         return [each for operand in self.operands for each in _weights(operand)]
 
     def case(

@@ -46,36 +46,28 @@ UNSEEN = ("config", "launches", "iqr_us", "bytes_moved", "flops")
 def columns_of(comparison: Comparison) -> tuple[str, ...]:
     """The columns of a table's rows."""
     note = () if comparison.note is None else (comparison.note,)
-    return (*comparison.columns, comparison.series, *note, *TIMES, *comparison.ratios, *JUDGED)
+    return (*comparison.columns, "candidate", *note, *TIMES, *comparison.ratios, *JUDGED)
 
 
 def cases_of(comparison: Comparison, modes: Sequence[str], images: int, *, quick: bool = False, rows: int | None = None) -> list[Record]:
     """The columns that tell the cases apart, mode after mode, of the first cases with ``quick``."""
     given = {} if comparison.tokens is None else {"rows": rows or images * comparison.tokens}
-    own = [{}] if comparison.mode is None else [{comparison.mode: mode} for mode in modes]
-    return [{**mode, **case, **given} for mode in own for case in comparison.cases[: comparison.quick if quick else None]]
+    return [{"mode": mode, **case, **given} for mode in modes for case in comparison.cases[: comparison.quick if quick else None]]
 
 
-def measure(comparison: Comparison, place: Place, protocol: Protocol, mode: str, case: Mapping[str, Any]) -> list[Record]:
+def measure(comparison: Comparison, place: Place, protocol: Protocol, case: Mapping[str, Any]) -> list[Record]:
     """Check and time the candidates of one case, in microseconds, each over those that the table's ratios refer to."""
-
-    def make() -> Any:
-        return replace(comparison.make(place, mode, **case), worst=comparison.worst)
-
-    head = case if comparison.mode is None else {comparison.mode: mode, **case}
-    rows = rows_of_case(head, make, mode, protocol)
+    rows = rows_of_case(case, lambda: replace(comparison.make(place, **case), worst=comparison.worst), case["mode"], protocol)
     by_name = {row["candidate"]: row for row in rows}
     for row in rows:
         for column, base in comparison.ratios.items():
             times = row["median_ms"], by_name[base]["median_ms"]
             row[column] = times[0] / times[1] if all(times) else None
-        row[comparison.series] = row["candidate"]
         row |= {f"{name}_us": None if row[f"{name}_ms"] is None else 1e3 * row[f"{name}_ms"] for name in ("median", "iqr", "bound")}
     return rows
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("table", choices=TABLES, metavar="TABLE", help="one of the tables above")
     recipe.add_options(parser)
@@ -96,16 +88,12 @@ def main() -> None:
     if not chosen:
         raise OptionError(f"--only {options.only.pattern} matches none of the cases: {'; '.join(map(_name, known))}")
 
-    def apart(head: Mapping[str, Any]) -> tuple[str, Record]:
-        """The mode of a case, and its other columns."""
-        return head.get(comparison.mode or "", modes[0]), {name: value for name, value in head.items() if name != comparison.mode}
-
     def ready(jobs: list[recipe.Job]) -> list[recipe.Job]:
         if comparison.ahead and place.on_cuda and jobs:
-            compile_ahead(options.table, place, [apart(head) for head, _ in jobs])
+            compile_ahead(options.table, place, [head for head, _ in jobs])
         return jobs
 
-    jobs = [(head, partial(measure, comparison, place, recipe.protocol(options, 15), *apart(head))) for head in chosen]
+    jobs = [(head, partial(measure, comparison, place, recipe.protocol(options, 15), head)) for head in chosen]
     columns = columns_of(comparison)
     recipe.make(options, device, columns, jobs, shown=[name for name in columns if name not in UNSEEN], order=ready)
 

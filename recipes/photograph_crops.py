@@ -18,6 +18,7 @@ from flysurgery.calibration import Pictures, Samples
 from flysurgery.calibration.samples import HELD_OUT_EVERY
 from flysurgery.errors import DataError
 from flysurgery.evaluation.calibration import picture_of
+from flysurgery.evaluation.data import read_image
 
 SIDE = 224
 LEAST_AREA = 0.25
@@ -37,11 +38,7 @@ class Photographs:
 
 
 def photographs_in(folder: Path, most: int | None = None) -> Photographs:
-    """Those in ``fit`` and ``judge`` of a folder, or of a flat one every fourth by name to judge; of each at most ``most``, evenly spread.
-
-    Raises:
-        DataError: there are too few.
-    """
+    """Those in ``fit`` and ``judge`` of a folder, or of a flat one every fourth by name to judge; of each at most ``most``."""
     if (folder / "fit").is_dir() and (folder / "judge").is_dir():
         fit, judge = _pictures(folder / "fit"), _pictures(folder / "judge")
     else:
@@ -81,11 +78,7 @@ def order(count: int, photographs: int, seed: int) -> list[int]:
 
 
 def crops(files: Sequence[Path], shown: Sequence[int], seed: int) -> Tensor:
-    """One random square crop for each entry of ``shown``, of the file that it numbers; normalized, (crops, 3, 224, 224).
-
-    Raises:
-        DataError: a file is no picture.
-    """
+    """One random square crop for each entry of ``shown``, of the file that it numbers; normalized, (crops, 3, 224, 224)."""
     chance = torch.rand(len(shown), 3, generator=torch.Generator().manual_seed(seed)).tolist()
     found = torch.empty(len(shown), 3, SIDE, SIDE)
     by_file: dict[int, list[int]] = {}
@@ -93,7 +86,7 @@ def crops(files: Sequence[Path], shown: Sequence[int], seed: int) -> Tensor:
         by_file.setdefault(number, []).append(position)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
     for number, positions in by_file.items():
-        image = _opened(files[number])
+        image = read_image(files[number], 3)
         for position in positions:
             area, left, top = chance[position]
             side = max(1, round(min(image.size) * (LEAST_AREA + (1 - LEAST_AREA) * area) ** 0.5))
@@ -103,20 +96,12 @@ def crops(files: Sequence[Path], shown: Sequence[int], seed: int) -> Tensor:
     return found
 
 
-def _opened(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as file:
-            return file.convert("RGB")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a picture") from error
-
-
 def calibration_crops(photographs: Photographs, count: int, seed: int) -> Samples:
     """Crops to calibrate with, and the photographs that none of the held-out ones shows, to take views of."""
     shown = order(count, len(photographs.fit), seed)
     samples = Samples(crops(photographs.fit, shown, seed), "crops of photographs")
     fitted = sorted({shown[position] for position in samples.fit_positions()})
-    pictures = [picture_of(_opened(photographs.fit[number]), (SIDE, SIDE)) for number in fitted]
+    pictures = [picture_of(read_image(photographs.fit[number], 3), (SIDE, SIDE)) for number in fitted]
     return replace(samples, pictures=Pictures.of_images(pictures, (SIDE, SIDE), MEAN, STD))
 
 

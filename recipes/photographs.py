@@ -88,11 +88,7 @@ class PackageError(FlysurgeryError):
 
 
 def fetch(package: str, folder: Path) -> Path:
-    """The package's file in ``folder``, where it is put if it is not there; the last one by name where there are several.
-
-    Raises:
-        PackageError: it cannot be fetched.
-    """
+    """The package's file in ``folder``, where it is put if it is not there; the last one by name where there are several."""
     command, pattern = ["apt-get", "download", package], f"{package}_*.deb"
     if package in WHEELS:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", package]
@@ -113,11 +109,7 @@ def fetch(package: str, folder: Path) -> Path:
 
 
 def files_of(package: str, file: Path) -> Iterator[tuple[str, bytes]]:
-    """The path and content of each file of a package that may count; links are left out.
-
-    Raises:
-        PackageError: the file is no such package, or dpkg-deb is missing.
-    """
+    """The path and content of each file of a package that may count; links are left out."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -289,7 +281,6 @@ def write(folder: Path, pictures: Sequence[Picture]) -> None:
 
 
 def main() -> None:
-    """Fetch, choose, write and tell."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where fit and judge are made")
     parser.add_argument("--packages", type=Path, metavar="DIR", help="packages that are there are taken from it, the others put there")

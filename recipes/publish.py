@@ -23,7 +23,6 @@ LEFT_OUT = frozenset(
     }
 )
 
-
 STAMP = ("date", "device", "threads", "torch", "commit")
 
 
@@ -41,7 +40,6 @@ def merged(earlier: pd.DataFrame, new: pd.DataFrame, *, add: bool = False) -> pd
 
 
 def main() -> None:
-    """Read, merge and write."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("rows", type=Path, nargs="+", metavar="FILE", help="what recipes wrote")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE", help="the file of results")

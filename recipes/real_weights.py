@@ -193,7 +193,6 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def show(records: Sequence[Record]) -> None:
-    """Print the means over seeds."""
     digits = {"seconds": 0, "ms": 2, "dense_optimized_ms": 2, "dense_ms": 2, "spread": 3, **dict.fromkeys(MEASURES, 3)}
     lines = []
     for each in summary(records):
@@ -264,7 +263,6 @@ def weights(options: argparse.Namespace, photographs: Photographs) -> FocusModel
 
 
 def main() -> None:
-    """Load, convert, measure, write and draw."""
     parser = recipe.parser_of(__doc__)
     recipe.add_options(parser, seconds=0.5)
     parser.add_argument("--plot", type=Path, help="draw the rows into this file")

@@ -33,17 +33,14 @@ NEEDS_CUDA = "needs CUDA"
 
 
 def count(text: str) -> int:
-    """A whole number above zero, as an option takes it."""
     return _above_zero(text, int)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers above zero, separated by commas."""
     return tuple(count(part) for part in text.split(","))
 
 
 def duration(text: str) -> float:
-    """A time above zero, as an option takes it."""
     return _above_zero(text, float)
 
 
@@ -61,7 +58,6 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def expression(text: str) -> re.Pattern[str]:
-    """A regular expression, as an option takes it."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -127,12 +123,6 @@ def few(options: argparse.Namespace, items: Iterable[Item], number: int = 1) -> 
     return list(items)[: number if options.quick else None]
 
 
-def need_cuda() -> None:
-    """End with one sentence where there is no CUDA device."""
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a CUDA device, and PyTorch finds none")
-
-
 def device_and_modes(options: argparse.Namespace, *, quick_on_cpu: bool = False) -> tuple[torch.device, tuple[str, ...]]:
     """The device that is meant, and the modes that it has; threads are set.
 
@@ -164,9 +154,6 @@ def make(
 
     No job is begun once ``minutes`` are over. One that fails with one of ``may_fail``, by default for want of a GPU's memory, is
     printed and gets no rows. ``order`` gives the jobs that are to do one after the other, and may prepare them.
-
-    Raises:
-        OptionError: there are no jobs.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with BenchRun(device, columns, options.out, fresh=options.fresh, plot=getattr(options, "plot", None)) as run:

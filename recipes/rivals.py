@@ -6,20 +6,21 @@ import copy
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from recipe import Run
 from torch import Tensor, nn
+from weight_ways import INT8, prune, quantize, store_sparse
 
 from flysurgery.bench import TIMED_MODES, Case, Protocol, Record, rows_of_case
 from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import AGAIN, MEASURED, checked_rows, one_line
 from flysurgery.bench.variants import by_definition, dense_linear
+from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, low_rank, named
-
-Run = Callable[[Tensor], Tensor]
 
 CSR = "magnitude pruning, CSR"
 CSR_LAST = f"{CSR}, batch-size-last"
@@ -30,13 +31,12 @@ DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
 
 TORCHAO = {
     "int8 weights": ("Int8WeightOnlyConfig", 0.02),
-    "int8 weights and activations": ("Int8DynamicActivationInt8WeightConfig", 0.05),
+    "int8 weights and activations": (INT8, 0.05),
     "fp8 weights and activations": ("Float8DynamicActivationFloat8WeightConfig", 0.1),
 }
 """Quantizations of torchao, by their configuration there and the relative rms error that each may have."""
 
 CHECKED_ROWS = 256
-
 
 RIVAL_COLUMNS = (
     *("layer", "arch", "out_features", "in_features", "rows", "mode", "device_type", "candidate", "density", "note"),
@@ -153,20 +153,18 @@ def _pruned_csr(dense: nn.Linear, share: float) -> Iterator[Rival]:
 
 def _semi_structured(dense: nn.Linear) -> Rival:
     name = "2:4 semi-structured"
-    weight, bias = dense.weight.detach(), dense.bias.detach()
+    weight = dense.weight
     if not weight.is_cuda or weight.dtype == torch.float32:
         return Rival(name, 0.5, "no: sparse tensor cores take 16 bits on CUDA")
-    groups = weight.unflatten(1, (-1, 4))
-    kept = torch.zeros_like(groups).scatter_(2, groups.abs().topk(2, dim=2).indices, 1)
-    pruned = (groups * kept).flatten(1)
+    model = nn.Sequential(copy.deepcopy(dense))
+    prune(model, ["0"])
+    exact = copy.deepcopy(model).double()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stored = torch.sparse.to_sparse_semi_structured(pruned)
-            nn.functional.linear(torch.zeros(64, weight.shape[1], device=weight.device, dtype=weight.dtype), stored, bias)
+        store_sparse(model, ["0"])
+        model(torch.zeros(64, weight.shape[1], device=weight.device, dtype=weight.dtype))
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return Rival(name, 0.5, f"no: {one_line(error)}")
-    return Rival(name, 0.5, lambda x: nn.functional.linear(x, stored, bias), _exact(pruned, bias))
+    return Rival(name, 0.5, model, exact)
 
 
 def _exact(weight: Tensor, bias: Tensor) -> Run:
@@ -180,30 +178,18 @@ def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterat
     The compiler puts a kernel for few rows in the place of a product with int8 weights in bfloat16.
     """
     names = (name, f"{name}, not compiled")
-    model = _quantized(config, dense)
-    if isinstance(model, str):
-        yield from (Rival(each, 1.0, model) for each in names)
+    model = nn.Sequential(copy.deepcopy(dense))
+    try:
+        if not dense.weight.is_cuda:
+            raise OptionError("measured on CUDA only")
+        quantize(model, ["0"], config)
+        model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
+    except Exception as error:  # an optional package of another version may raise anything
+        yield from (Rival(each, 1.0, f"no: {one_line(error)}") for each in names)
         return
     exact = copy.deepcopy(dense).double()
     yield Rival(names[0], 1.0, torch.compile(model, dynamic=False), exact, allowed=allowed, note="torch.compile")
     yield Rival(names[1], 1.0, model, exact, allowed=allowed)
-
-
-def _quantized(config: str, dense: nn.Linear) -> nn.Module | str:
-    """Quantize the layer by torchao, or say why not."""
-    if importlib.util.find_spec("torchao") is None:
-        return "no: torchao is not installed"
-    if not dense.weight.is_cuda:
-        return "no: measured on CUDA only"
-    try:
-        quantization = importlib.import_module("torchao.quantization")
-        model = nn.Sequential(copy.deepcopy(dense))
-        # torchao's settings of the compiler would let float32 products of the whole process use TF32
-        quantization.quantize_(model, getattr(quantization, config)(set_inductor_config=False))
-        model(torch.zeros(64, dense.in_features, device=dense.weight.device, dtype=dense.weight.dtype))
-    except Exception as error:  # an optional package of another version may raise anything
-        return f"no: {one_line(error)}"
-    return model
 
 
 def _lazylinop(layer: ButterflyLinear) -> Iterator[Rival]:

@@ -229,7 +229,6 @@ def cases() -> list[Case]:
 
 
 def main() -> None:
-    """Launch, and say what."""
     parser = recipe.parser_of(__doc__)
     parser.add_argument("--part", help="such as 2/4: every fourth case from the second on")
     parser.add_argument("--quick", action="store_true", help="the same as --part 1/16")
@@ -238,7 +237,8 @@ def main() -> None:
     first, _, step = part.partition("/")
     if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
         parser.error(f"expected a part such as 2/4, got '{part}'; give the first case, a slash, and how many parts there are")
-    recipe.need_cuda()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device, and PyTorch finds none")
     torch.manual_seed(0)
     for run, arguments in cases()[int(first) - 1 :: int(step)]:
         run(*arguments)

@@ -64,7 +64,6 @@ class Transform:
 
 
 def dft(n: int) -> Tensor:
-    """The Fourier transform."""
     return torch.fft.fft(torch.eye(n, dtype=torch.complex128), norm="ortho")
 
 
@@ -243,7 +242,6 @@ def measure_times(options: argparse.Namespace) -> None:
 
 
 def power_of_two(text: str) -> int:
-    """A size that a butterfly has, as an option takes it."""
     number = recipe.count(text)
     if number < 2 or number & (number - 1):
         raise argparse.ArgumentTypeError(f"expected a power of two, got '{text}'")
@@ -251,7 +249,6 @@ def power_of_two(text: str) -> int:
 
 
 def main() -> None:
-    """Measure and write."""
     parser = recipe.parser_of(__doc__)
     add = recipe.tables_of(parser)
     tables = add("recovered", measure_recovered), add("learned", measure_learned), add("times", measure_times, seconds=0.2)

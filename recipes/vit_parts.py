@@ -16,7 +16,7 @@ from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.measuring import checked_rows, one_line
 from flysurgery.bench.units import Unit, vit_sizes
 from flysurgery.bench.variants import chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
-from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear
 
 FUSED = "fused modules"
@@ -58,28 +58,6 @@ class LaunchEachFactor(nn.Module):
         return ks_linear(x, (first,), self.bias, backend="cuda")
 
 
-class Joined(nn.Module):
-    """Modules that read the same x. Their outputs are joined on the last dimension."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:  # shapes: (*batch, in_features) -> (*batch, out_features)
-        return torch.cat([part(x) for part in self.parts], dim=-1)
-
-
-def each_part(module: nn.Module, make: Callable[[ButterflyLinear], nn.Module]) -> nn.Module:
-    """Copy ``module`` and let ``make`` replace each ButterflyLinear; of a SplitLinear part by part, where dense parts stay."""
-
-    def replace(layer: ButterflyLinear | SplitLinear) -> nn.Module:
-        if isinstance(layer, ButterflyLinear):
-            return make(layer)
-        return Joined([make(part) if isinstance(part, ButterflyLinear) else part for part in layer.children()])
-
-    return swapped(module, replace)
-
-
 def quantized(module: nn.Module) -> nn.Module:
     """A dense copy with int8 weights, whose activations are rounded to int8 at each call."""
     with warnings.catch_warnings():
@@ -90,9 +68,12 @@ def quantized(module: nn.Module) -> nn.Module:
 VARIANTS: Mapping[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "dense": lambda module, _: dense_copy(module),
     "layer": lambda module, _: copy.deepcopy(module),
-    "two launches": lambda module, _: each_part(module, LaunchEachFactor),
+    "two launches": lambda module, _: swapped(module, ButterflyLinear, LaunchEachFactor),
     FUSED: fused_modules,
-    **{name: lambda module, _, name=name: each_part(module, lambda layer: BoundLinear(layer, name)) for name in ("bmm", "einsum", "bsr")},
+    **{
+        name: lambda module, _, name=name: swapped(module, ButterflyLinear, lambda layer: BoundLinear(layer, name))
+        for name in ("bmm", "einsum", "bsr")
+    },
     INT8: lambda module, _: quantized(module),
 }
 """What a converted module is compared with. ``layer`` is the module itself, on CUDA with fused kernels where they fit."""
@@ -133,9 +114,6 @@ def share_case(model: str, model_args: Mapping[str, Any], batch: int, mode: str,
     """A dense timm ViT beside the linears of its feed-forward networks, with random weights.
 
     The linears have biases, as those of the model; the paper leaves them out.
-
-    Raises:
-        OptionError: timm does not know the model, or it is no ViT that can be taken apart.
     """
     sizes, prefix_tokens = vit_sizes(model, model_args)
     dtype, rows = TIMED_MODES[mode], checked_rows(batch, 1)

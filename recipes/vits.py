@@ -102,18 +102,12 @@ PAPER_SHARES = {
 
 
 def measure_parts(options: argparse.Namespace) -> None:
-    """Tables 3 and 6, and those of a CPU."""
     shown = ("arch", "protocol", "unit", "batch", "mode", "launch", "compiled", "candidate", "backend", "paper_ratio", *TIMES)
     recipe.make(options, recipe.device_and_modes(options)[0], PART_COLUMNS, part_jobs(options), shown=shown)
 
 
 def part_jobs(options: argparse.Namespace) -> Iterator[recipe.Job]:
-    """The parts to measure, by architecture, batch, mode, protocol and launch.
-
-    Raises:
-        PatternError: an architecture does not exist at the model's width.
-        OptionError: timm has no such ViT, or no part is meant.
-    """
+    """The parts to measure, by architecture, batch, mode, protocol and launch."""
     table = PARTS[options.table]
     device, modes = recipe.device_and_modes(options)
     on_cuda = device.type == "cuda"
@@ -154,7 +148,6 @@ def part_jobs(options: argparse.Namespace) -> Iterator[recipe.Job]:
 
 
 def measure_shares(options: argparse.Namespace) -> None:
-    """Table 5."""
     device, modes = recipe.device_and_modes(options)
     models, arguments = recipe.few(options, names(options.models, "--models")), model_arguments(options.model_args)
     modes = modes[-1:] if options.quick and device.type != "cuda" else modes
@@ -172,7 +165,6 @@ def measure_shares(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = recipe.parser_of(__doc__)
     add = recipe.tables_of(parser)
     for name, table in PARTS.items():

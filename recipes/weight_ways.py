@@ -58,6 +58,9 @@ LOW_RANK_STEPS = ("plain", "calibrated", "reconstructed")
 SMALLER_RANK_STEPS = ("plain", "reconstructed")
 """The first tells the time at once, as the ways of a family differ in weights alone."""
 
+INT8 = "Int8DynamicActivationInt8WeightConfig"
+"""torchao's configuration for int8 weights, a scale for each row, and activations rounded at each call, a scale for each token."""
+
 QUICK = (DENSE, "monarch 4 plain", "monarch 4 calibrated", "monarch 4 reconstructed", "int8", "2:4")
 TUNED = {
     "max_autotune": True,
@@ -134,25 +137,25 @@ def _as_it_is(_model: nn.Module, _linears: Collection[str]) -> None:
     pass
 
 
-def _to_int8(model: nn.Module, linears: Collection[str]) -> None:
-    """int8 weights, a scale for each row, and activations rounded at each call, a scale for each token."""
+def quantize(model: nn.Module, linears: Collection[str], config: str = INT8) -> None:
+    """Quantize by one of torchao's configurations."""
     if importlib.util.find_spec("torchao") is None:
-        raise FlysurgeryError("int8 needs torchao: pip install torchao")
+        raise FlysurgeryError("torchao is not installed: pip install torchao")
     quantization = importlib.import_module("torchao.quantization")
-    # Its settings of the compiler would stay set for the whole process; TUNED has them.
-    config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    quantization.quantize_(model, config, filter_fn=lambda _module, name: name in linears)
+    # Its settings of the compiler would stay set for the whole process, and let float32 products use TF32; TUNED has the others.
+    made = getattr(quantization, config)(set_inductor_config=False)
+    quantization.quantize_(model, made, filter_fn=lambda _module, name: name in linears)
 
 
 @torch.no_grad()
-def _prune(model: nn.Module, linears: Collection[str]) -> None:
+def prune(model: nn.Module, linears: Collection[str]) -> None:
     """Of each four weights in a row, set the two of least magnitude to zero."""
     for name in linears:
         groups = _linear(model, name).weight.unflatten(1, (-1, 4))
         groups.scatter_(2, groups.abs().topk(2, dim=2, largest=False).indices, 0)
 
 
-def _store_sparse(model: nn.Module, linears: Collection[str]) -> None:
+def store_sparse(model: nn.Module, linears: Collection[str]) -> None:
     """Bring pruned weights into the form that sparse tensor cores take: float16 or bfloat16, on CUDA."""
     for name in linears:
         layer = _linear(model, name)
@@ -165,8 +168,8 @@ def _store_sparse(model: nn.Module, linears: Collection[str]) -> None:
 
 RIVALS: Mapping[str, Rival] = {
     COMPILED: Rival(_as_it_is, _as_it_is),
-    "int8": Rival(_to_int8, _as_it_is, allowed=INT8_ERROR),
-    "2:4": Rival(_prune, _store_sparse, kept=0.5),
+    "int8": Rival(quantize, _as_it_is, allowed=INT8_ERROR),
+    "2:4": Rival(prune, store_sparse, kept=0.5),
 }
 
 
@@ -185,11 +188,7 @@ WAYS = (
 
 
 def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
-    """The dense model and the ways that a text lists by name, by family or by step; without one all, or a few with ``quick``.
-
-    Raises:
-        OptionError: a part of the text names none.
-    """
+    """The dense model and the ways that a text lists by name, by family or by step; without one all, or a few with ``quick``."""
     if text is None:
         return tuple(way for way in WAYS if not quick or way.name in QUICK)
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -201,7 +200,6 @@ def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
 
 
 def plan_of(way: Way, model: nn.Module) -> Plan:
-    """What is replaced by what."""
     plan = surgery.plan(model, **way.arch)
     if way.family != MIXED:
         return plan

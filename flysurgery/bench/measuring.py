@@ -58,16 +58,13 @@ class Case:
     notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def input(self, name: str) -> Tensor:
-        """Give the input of a candidate."""
         return _own(self.x, name)
 
     def work(self, name: str) -> Work | None:
-        """Give what a candidate must spend."""
         return self.works.get(name) if isinstance(self.works, Mapping) else self.works
 
     @property
     def device(self) -> torch.device:
-        """The device of the inputs."""
         return (self.x if isinstance(self.x, Tensor) else next(iter(self.x.values()))).device
 
 
@@ -170,8 +167,8 @@ def measure(case: Case, protocol: Protocol, mode: str | None = None) -> dict[str
                 ratio = timing.median_ms / timings[case.baseline].median_ms if case.baseline in timings else None
                 share = None if bound is None else bound / timing.median_ms
                 times = timing.median_ms, timing.iqr_ms, ratio
-                more = {"share_of_bound": share, "peak_gib": peaks[plain]}
-                found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **spent, **more)
+                own = {**spent, "share_of_bound": share, "peak_gib": peaks[plain]}
+                found[name] = Measured(timing.launch, right_status, errors[plain], noise, *times, **own)
             elif name == plain:
                 found[name] = Measured(protocol.launch, statuses[name], errors.get(name), noise, **spent)
     return found

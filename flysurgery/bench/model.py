@@ -71,7 +71,6 @@ class ModelSettings:
 
     @property
     def head(self) -> Record:
-        """The columns that all rows of a run share."""
         return {"model": self.name, "batch": self.batch, "mode": self.mode, "device_type": self.device.type}
 
 

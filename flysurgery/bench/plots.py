@@ -58,11 +58,7 @@ def draw_tradeoff(curve: Sequence[tuple[float, float]], chosen: tuple[float, flo
 
 
 def pyplot() -> Any:
-    """Give matplotlib's pyplot, drawing into files.
-
-    Raises:
-        OptionError: it is not installed.
-    """
+    """Give matplotlib's pyplot, drawing into files."""
     _needed("matplotlib").use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 

@@ -65,11 +65,7 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_table(path: Path) -> tuple[list[str], list[Record]]:
-    """Read the columns of a CSV file and its rows as texts; both are empty where there is no file.
-
-    Raises:
-        ValueError: the file holds no text.
-    """
+    """Read the columns of a CSV file and its rows as texts; both are empty where there is no file."""
     if not path.exists():
         return [], []
     with path.open(newline="", encoding="utf-8") as file:
@@ -89,11 +85,7 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def check_file(path: Path, option: str) -> None:
-    """Check that the file that ``option`` names can be written, by making and removing a folder beside it.
-
-    Raises:
-        OptionError: the path is no file, or the system refuses, with its reason.
-    """
+    """Check that the file that ``option`` names can be written, by making and removing a folder beside it."""
     if path.exists() and not path.is_file():
         raise OptionError(f"{option} takes a file, and {path} is none; choose another name")
     folder = next(parent for parent in path.expanduser().absolute().parents if parent.exists())
@@ -107,11 +99,7 @@ def check_file(path: Path, option: str) -> None:
 
 
 def check_apart(files: Mapping[str, Path | None]) -> None:
-    """Check that no two options, by name, name the same file, which the last one written would overwrite.
-
-    Raises:
-        OptionError: two do.
-    """
+    """Check that no two options, by name, name the same file, which the last one written would overwrite."""
     seen: dict[Path, str] = {}
     for option, path in files.items():
         if path is not None:
@@ -160,7 +148,6 @@ class Sheet:
         self.dropped = len(found) - len(self.records)
 
     def rows(self, key: Mapping[str, object]) -> list[Record]:
-        """Give the rows with these values."""
         wanted = {name: cell(value) for name, value in key.items()}
         return [record for record in self.records if all(record[name] == value for name, value in wanted.items())]
 

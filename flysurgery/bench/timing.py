@@ -58,7 +58,6 @@ class Timing:
 
     @property
     def iqr_ms(self) -> float:
-        """The interquartile range."""
         return self.upper_ms - self.lower_ms
 
 

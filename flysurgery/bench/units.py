@@ -72,11 +72,7 @@ def model_name(model: str, model_args: Mapping[str, Any]) -> str:
 
 
 def vit_sizes(model: str, model_args: Mapping[str, Any]) -> tuple[VitSizes, int]:
-    """Read the sizes of a timm ViT, and how many tokens precede its patches, off the model on the meta device.
-
-    Raises:
-        OptionError: timm does not know the model, or it is built otherwise.
-    """
+    """Read the sizes of a timm ViT, and how many tokens precede its patches, off the model on the meta device."""
     try:
         with torch.device("meta"):
             vit: Any = timm.create_model(model, pretrained=False, **model_args)

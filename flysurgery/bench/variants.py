@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,14 @@ OPTIMIZED = ", optimized"
 Layer = ButterflyLinear | SplitLinear
 
 
-def swapped(module: nn.Module, make: Callable[[Layer], nn.Module]) -> nn.Module:
-    """Copy ``module``, parameters included, and let ``make`` replace each converted layer of the copy."""
+def swapped(module: nn.Module, kind: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
+    """Copy ``module``, parameters included, and let ``make`` replace each layer of the copy that is of this class or classes."""
     module = copy.deepcopy(module)
-    if isinstance(module, ButterflyLinear | SplitLinear):
+    if isinstance(module, kind):
         return make(module)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, ButterflyLinear | SplitLinear):
+            if isinstance(child, kind):
                 parent._modules[name] = make(child)
     return module
 
@@ -52,7 +53,7 @@ def dense_linear(layer: Layer) -> nn.Linear:
 
 def dense_copy(module: nn.Module) -> nn.Module:
     """Copy ``module`` with dense linears in the place of its converted layers."""
-    return swapped(module, dense_linear)
+    return swapped(module, Layer, dense_linear)
 
 
 def by_definition(module: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from flysurgery.evaluation.against import check_comparable as check_comparable
 from flysurgery.evaluation.against import compare as compare
+from flysurgery.evaluation.against import cuts_by_place as cuts_by_place
 from flysurgery.evaluation.calibration import load_calibration as load_calibration
 from flysurgery.evaluation.calibration import load_unseen as load_unseen
 from flysurgery.evaluation.data import ImageData as ImageData

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from torch import nn
 
-from flysurgery.calibration import Samples, samples_of
+from flysurgery.calibration import Samples, samples_of, unchanged_state
 from flysurgery.errors import DataError, OptionError, SurgeryError, WalkError
 from flysurgery.evaluation.calibration import load_unseen
 from flysurgery.evaluation.data import preparation
-from flysurgery.fidelity import Fidelity, Stream, measure_fidelity
-from flysurgery.layers import ButterflyLinear, SplitLinear
+from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.surgery import classes_of, is_optimized, plan_of
-from flysurgery.walker import Cut, example_input, find_cuts, run_fake, shadow, survey
+from flysurgery.walker import Cut, find_cuts, survey
 
 
 def compare(
@@ -75,32 +74,24 @@ def check_comparable(model: nn.Module, teacher: nn.Module) -> None:
         raise DataError(f"the model's features are {widths[0]} wide and the other model's {widths[1]}; they must be the same")
 
 
+def cuts_by_place(model: nn.Module) -> dict[tuple[str, str], Cut]:
+    """Find the model's cuts, each under its module's name and side; none of a model that cannot be traced, which can still run."""
+    try:
+        with unchanged_state(model):
+            return {(cut.fqn, cut.side): cut for cut in find_cuts(survey(model))}
+    except WalkError:
+        return {}
+
+
 def _common_cuts(model: nn.Module, teacher: nn.Module) -> tuple[Cut, ...]:
-    """Find the cuts at which both can be compared: those of the dense one, all of them or the last tokens alone."""
-    has_dense = plan_of(model) is None or plan_of(teacher) is None
-    first, second = (model, teacher) if plan_of(model) is None and plan_of(teacher) is not None else (teacher, model)
-    try:
-        cuts = find_cuts(survey(first))
-    except WalkError:  # a model that cannot be traced can still run
-        return ()
-    # The blocks of a converted model are not known, since its layers have no roles.
-    alike = has_dense and _modules(model) == _modules(teacher)
-    wanted = tuple(cut for cut in cuts if cut.kind == "tokens" or (alike and cut.kind == "block"))
-    return wanted if _has(second, wanted) else ()
+    """Find the cuts at which both can be compared: blocks and last tokens where both have all cuts in the same places, else the tokens.
 
-
-def _modules(model: nn.Module) -> set[str]:
-    """Give the names of the modules, without those inside converted layers."""
-    inside = {part for each in model.modules() if isinstance(each, ButterflyLinear | SplitLinear) for part in list(each.modules())[1:]}
-    return {name for name, module in model.named_modules() if module not in inside}
-
-
-def _has(model: nn.Module, cuts: tuple[Cut, ...]) -> bool:
-    """Say whether ``model`` has tensors of the same shapes at all of the cuts."""
-    double, example = shadow(model), example_input(model)
-    try:
-        with Stream(double, cuts) as stream:
-            run_fake(double, example if isinstance(example, tuple) else (example,))
-            return len(stream.values) == len(cuts)
-    except (AttributeError, SurgeryError):  # no such module, or a tensor of another shape
-        return False
+    Their kinds are those of the dense model: the blocks of a converted one are not known, since its layers have no roles.
+    """
+    are_dense = [plan_of(each) is None for each in (model, teacher)]
+    first, second = (model, teacher) if are_dense == [True, False] else (teacher, model)
+    cuts, others = cuts_by_place(first), cuts_by_place(second)
+    kinds = ("block", "tokens") if any(are_dense) and cuts.keys() == others.keys() else ("tokens",)
+    wanted = {place: cut for place, cut in cuts.items() if cut.kind in kinds}
+    fits = all(place in others and others[place].shape[1:] == cut.shape[1:] for place, cut in wanted.items())
+    return tuple(wanted.values()) if fits else ()

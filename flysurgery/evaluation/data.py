@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from flysurgery.evaluation.fractals import Fractals
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
+Item = TypeVar("Item")
 Part = Literal["train", "held-out"]
 
 MADE = ("digits", "fractals")
@@ -31,7 +33,7 @@ MADE = ("digits", "fractals")
 SMALL = 512
 """For fewer images than this a reading process costs more than it saves."""
 
-MAX_WORKERS = 8
+MAX_WORKERS, MOST_THREADS = 8, 16
 
 FRACTALS_A_CLASS = 50
 """Held-out fractals of each class."""
@@ -74,12 +76,10 @@ class Preparation:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width."""
         return self.height, self.width
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
         return self.channels, self.height, self.width
 
     def transform(self) -> Callable[[Any], Any]:
@@ -139,11 +139,7 @@ def load_data(name: str | Path, model: nn.Module) -> ImageData:
 
 
 def made(name: str, part: Part, model: nn.Module, wanted: Preparation) -> TensorDataset | Fractals:
-    """Make a part of the digits, or fractals in as many classes as ``model`` has, where it is; a fixed number of each class.
-
-    Raises:
-        DataError: the model does not say how many classes it has, or scikit-learn is not installed.
-    """
+    """Make a part of the digits, or fractals in as many classes as ``model`` has, where it is; a fixed number of each class."""
     if name == "digits":
         return digits(part, wanted.size, mean=wanted.mean, std=wanted.std)
     classes = classes_of(model)
@@ -194,11 +190,7 @@ def _folder(folder: Path, wanted: Preparation) -> ImageData:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List all image files of a folder, at any depth, by their names.
-
-    Raises:
-        DataError: there are none.
-    """
+    """List all image files of a folder, at any depth, by their names."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
@@ -208,16 +200,28 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_image(path: str | Path, channels: int) -> Image.Image:
-    """Read the image in a file, grey or in colours.
-
-    Raises:
-        DataError: the file holds no image, one that is cut short, or more pixels than PIL decodes.
-    """
+    """Read the image in a file, grey or in colours."""
     try:
         with Image.open(path) as image:
             return image.convert("L" if channels == 1 else "RGB")
     except (OSError, Image.DecompressionBombError) as error:  # PIL's errors for what is no image, or is cut short, are of the first kind
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from error
+
+
+def read_many(read: Callable[[Item], Tensor], items: Iterable[Item]) -> Iterator[Tensor | DataError]:
+    """Read items in threads, in their order; of one that cannot be read the error is given."""
+
+    def tried(item: Item) -> Tensor | DataError:
+        try:
+            return read(item)
+        except DataError as error:
+            return error
+
+    with ThreadPoolExecutor(min(MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
+        try:
+            yield from threads.map(tried, items)
+        finally:
+            threads.shutdown(cancel_futures=True)  # nobody asks for the rest
 
 
 def sentence_of(error: DataError) -> DataError:

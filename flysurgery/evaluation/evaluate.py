@@ -40,7 +40,6 @@ class Comparison:
     after: Accuracy
 
     def to_json(self) -> dict[str, Any]:
-        """Give the measurements as JSON values."""
         return asdict(self)
 
 

@@ -22,22 +22,18 @@ class Copied:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the model anew."""
         for mine, theirs in zip(self._values, _tensors(self._model), strict=True):
             mine.copy_(theirs)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the model the copied values."""
         for mine, theirs in zip(self._values, _tensors(self._model), strict=True):
             theirs.copy_(mine)
 
     def save(self, file: Path) -> None:
-        """Write the copy into ``file``."""
         torch.save([each.cpu() for each in self._values], file)
 
     def load(self, file: Path) -> None:
-        """Read what ``save`` wrote."""
         for mine, kept in zip(self._values, torch.load(file, weights_only=True), strict=True):
             mine.copy_(kept)
 

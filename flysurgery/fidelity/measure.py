@@ -47,11 +47,9 @@ class Fidelity:
 
     @property
     def is_enough(self) -> bool:
-        """Whether no cosine is below ``ENOUGH``."""
         return self.lowest_cosine >= ENOUGH
 
     def to_json(self) -> dict[str, Any]:
-        """Give the numbers as JSON values."""
         return asdict(self)
 
 
@@ -81,11 +79,7 @@ def measure_fidelity(student: nn.Module, teacher: nn.Module, batches: Iterable[T
 
 
 def first_tensor(output: object) -> Tensor:
-    """Give the first tensor of numbers among what a model returned.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Give the first tensor of numbers among what a model returned."""
     for leaf in pytree.tree_leaves(main_output(output)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf

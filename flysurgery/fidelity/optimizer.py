@@ -57,7 +57,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -23,7 +23,8 @@ class Processes(AbstractContextManager["Processes"]):
 
     All processes call the same methods in the same order. Decisions go from CPU to CPU through gloo; tensors on CUDA go through
     NCCL, without waiting for the device, so a CUDA graph can replay ``average``. Connections of their own serve both, as
-    long as the ``with`` block lasts; graphs that hold ``average`` must be gone by its end.
+    long as the ``with`` block lasts; graphs that hold ``average`` must be gone by its end. Where another process has ended,
+    methods raise SurgeryError; on CUDA, ``average`` may do so only later.
 
     Args:
         device: where the tensors are.
@@ -56,11 +57,7 @@ class Processes(AbstractContextManager["Processes"]):
             dist.destroy_process_group(self._decisions)
 
     def agreed(self, value: T) -> T:
-        """Give what ``value`` is in the first process.
-
-        Raises:
-            SurgeryError: another process has ended.
-        """
+        """Give what ``value`` is in the first process."""
         if self.count == 1:
             return value
         box = [value]
@@ -69,11 +66,7 @@ class Processes(AbstractContextManager["Processes"]):
         return box[0]
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Give the tensors, in place, the values that they have in the first process.
-
-        Raises:
-            SurgeryError: their shapes differ between processes, or another process has ended.
-        """
+        """Give the tensors, in place, the values that they have in the first process."""
         if self.count == 1:
             return
         shapes = [tuple(each.shape) for each in tensors]
@@ -85,11 +78,7 @@ class Processes(AbstractContextManager["Processes"]):
         self._in_one(tensors, lambda flat: dist.broadcast(flat, src=0, group=self._tensors))
 
     def average(self, gradients: Sequence[Tensor]) -> None:
-        """Replace the gradients, in place, by their means over all processes; takes memory for one copy of them.
-
-        Raises:
-            SurgeryError: another process has ended; on CUDA this may show only later.
-        """
+        """Replace the gradients, in place, by their means over all processes; takes memory for one copy of them."""
 
         def mean(flat: Tensor) -> None:
             dist.all_reduce(flat, group=self._tensors)

@@ -56,7 +56,6 @@ class Reconstruction:
     history: tuple[tuple[int, float], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Give the numbers as JSON values."""
         return asdict(self)
 
 

@@ -46,11 +46,7 @@ class Batches(ABC):
 
 
 def check_augmentation(settings: Settings) -> None:
-    """Check that timm knows the policy of augmentation, before anything is written.
-
-    Raises:
-        OptionError: it does not.
-    """
+    """Check that timm knows the policy of augmentation, before anything is written."""
     if settings.augment is None:
         return
     try:

@@ -111,8 +111,9 @@ def held_out_data(name: str | Path, model: nn.Module, *, root: Path | None = Non
         DataError: they are there and do not fit the model.
     """
     folder = Path(name)
-    apart = None if str(name) in MADE or not folder.is_dir() else held_out_part(folder)
-    if str(name) in MADE or not folder.is_dir() or apart is not None:
+    is_folder = str(name) not in MADE and folder.is_dir()
+    apart = held_out_part(folder) if is_folder else None
+    if not is_folder or apart is not None:
         return judging_data(apart or name, model, root=root, teacher=teacher)
     if not teacher or is_labelled(folder, model):
         return None
@@ -143,7 +144,9 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
     _check_batch(folder, len(paths), settings)
 
     def open_(here: Process) -> Batches:
-        pictures = None if settings.distorts else read_pictures(paths, wanted, most=_room(here))
+        on_cuda = here.device.type == "cuda"  # where pictures take at most a quarter of what is free
+        room = min(MOST_BYTES, torch.cuda.mem_get_info(here.device)[0] // 4) if on_cuda else MOST_BYTES
+        pictures = None if settings.distorts else read_pictures(paths, wanted, most=room)
         if pictures is not None:
             _check_batch(folder, len(pictures), settings)
             return ViewedBatches(pictures, settings, here)
@@ -151,11 +154,6 @@ def _unlabelled(folder: Path, wanted: Preparation, settings: Settings, *, aside:
         return LoadedBatches(dataset, wanted, settings, here, crop=VIEW_CROP, flip=0.5, jitter=0.0)
 
     return TrainingData(str(folder), 0, len(paths), open_, labelled=False)
-
-
-def _room(here: Process) -> int:
-    """Say how many bytes pictures may take where they are: on a GPU at most a quarter of what is free."""
-    return min(MOST_BYTES, torch.cuda.mem_get_info(here.device)[0] // 4) if here.device.type == "cuda" else MOST_BYTES
 
 
 def _check_batch(name: str | Path, samples: int, settings: Settings) -> None:

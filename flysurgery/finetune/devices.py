@@ -34,10 +34,6 @@ def accelerator_for(settings: Settings, folder: Path | None, *, quick: bool = Fa
     """Make accelerate's own object for this process, as ``accelerate launch`` or ``accelerate config`` set it up.
 
     Where neither the settings nor accelerate choose a precision, ``quick`` takes bfloat16 on CUDA.
-
-    Raises:
-        TrainingError: accelerate or tensorboard is missing.
-        OptionError: a precision that this machine does not have.
     """
     check_installed(settings)
     from accelerate import Accelerator, DistributedDataParallelKwargs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.errors import DataError, TrainingError
-from flysurgery.fidelity import Copied, Fidelity, moments, rate_for
+from flysurgery.fidelity import Copied, moments, rate_for
 from flysurgery.finetune.batches import Batches
 from flysurgery.finetune.data import TrainingData
 from flysurgery.finetune.devices import sharded
@@ -60,49 +60,47 @@ class Notes:
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Notes:
-        """Read what ``asdict`` gave."""
         looks: dict[str, Any] = {name: Look.of_json(found[name]) for name in ("before", "last")}
         return cls(**found | looks)
 
 
+@dataclass
 class Loop:
-    """One run; ``started`` is when its budget began. After ``go``, ``notes`` and ``speed`` say how it went."""
+    """One run; ``started`` is when its budget began. After ``go``, ``notes`` and ``speed`` say how it went.
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        settings: Settings,
-        data: TrainingData,
-        batches: Batches,
-        teacher: Teacher | None,
-        judge: Judge,
-        states: States | None,
-        log: Log,
-        progress: Progress | None,
-        started: float,
-    ) -> None:
-        self._accelerator, self._settings, self._data, self._batches = accelerator, settings, data, batches
-        self._teacher, self._judge, self._states, self._log = teacher, judge, states, log
-        self._progress = progress if accelerator.is_main_process else None
-        self._started = started
-        self._per_epoch = len(batches) // settings.accumulation
+    ``images`` counts those of one update.
+    """
+
+    accelerator: Accelerator
+    settings: Settings
+    data: TrainingData
+    batches: Batches
+    teacher: Teacher | None
+    judge: Judge
+    states: States | None
+    log: Log
+    progress: Progress | None
+    started: float
+
+    def __post_init__(self) -> None:
+        accumulation = self.settings.accumulation
+        self._per_epoch = len(self.batches) // accumulation
         if not self._per_epoch:
             raise DataError(
-                f"{data.name} has {len(batches)} batches an epoch, fewer than the {settings.accumulation} of one update; "
+                f"{self.data.name} has {len(self.batches)} batches an epoch, fewer than the {accumulation} of one update; "
                 "lower the accumulation or the batch size"
             )
-        self._densify_at = None if settings.densify_after is None else settings.densify_after * self._per_epoch
+        self.images = self.batches.size * accumulation * self.accelerator.num_processes
+        self.notes = Notes((self.settings.epochs or 0) * self._per_epoch, self.settings.learning_rate or 0.0)
         self._best: Copied | None = None
         self._saved: int | None = None
-        self.images = batches.size * settings.accumulation * accelerator.num_processes
-        """Images of one update."""
-        self.notes = Notes((settings.epochs or 0) * self._per_epoch, settings.learning_rate or 0.0)
         self._speeds: list[float] = []
 
     def go(self, model: nn.Module, begun: int, notes: dict[str, Any]) -> nn.Module:
         """Run from update ``begun`` on, whose state holds ``notes``; gives the whole model, bare and in eval mode."""
-        spare = copy.deepcopy(model).cpu() if sharded(self._accelerator) else None
-        if self._densify_at is not None and begun > self._densify_at:
+        spare = copy.deepcopy(model).cpu() if sharded(self.accelerator) else None
+        densify_at = None if self.settings.densify_after is None else self.settings.densify_after * self._per_epoch
+        if densify_at is not None and begun > densify_at:
             densify(model)
         stepper = self._stepper(model)
         if begun:
@@ -113,80 +111,80 @@ class Loop:
         stepper.plan(updates, self.notes.learning_rate)
         looks = self._looks()
         begun_at = perf_counter() - self.notes.seconds
-        total = torch.zeros(5, device=self._accelerator.device)
+        total = torch.zeros(5, device=self.accelerator.device)
         since, clock, batch = begun, perf_counter(), iter(())
         for update in range(begun, updates):
             epoch, step = divmod(update, self._per_epoch)
             if step == 0 or update == begun:
-                batch = self._batches.epoch(epoch, step * self._settings.accumulation)
-            if update == self._densify_at:
+                batch = self.batches.epoch(epoch, step * self.settings.accumulation)
+            if update == densify_at:
                 stepper = self._densified(stepper)
             total += stepper.update(batch, update)
             done = update + 1
             saves = self._saves(done, looks)
-            if not (done % self._settings.log_every == 0 or done in looks or saves):
+            if not (done % self.settings.log_every == 0 or done in looks or saves):
                 continue
             losses = self._reduced(total, done - since, since, done)
             self._speeds.append(self.images * (done - since) / (perf_counter() - clock))
             look = self._look(stepper, done) if done in looks else None
             self._note(done, losses, stepper.learning_rate, look)
-            if saves and self._states is not None:
+            if saves and self.states is not None:
                 noted = asdict(replace(self.notes, seconds=perf_counter() - begun_at))
-                self._states.save(self._accelerator, done, noted, self._best)
+                self.states.save(self.accelerator, done, noted, self._best)
                 self._saved = done
             total.zero_()
             since, clock = done, perf_counter()
         if self._best is not None:
             self._best.put_back()
         last = self.notes.last
-        if begun == updates or not self._data.labelled:
-            last = replace(last, accuracy=self._judge.accuracy(stepper.model))
+        if begun == updates or not self.data.labelled:
+            last = replace(last, accuracy=self.judge.accuracy(stepper.model))
         kept = updates if self._best is None else self.notes.kept
         self.notes = replace(self.notes, last=last, kept=kept, seconds=perf_counter() - begun_at)
         return self._finished(stepper, spare)
 
     def _stepper(self, model: nn.Module) -> Stepper:
-        classes, labelled = self._data.num_classes, self._data.labelled
-        return Stepper(model, self._settings, self._accelerator, num_classes=classes, teacher=self._teacher, labelled=labelled)
+        classes, labelled = self.data.num_classes, self.data.labelled
+        return Stepper(model, self.settings, self.accelerator, num_classes=classes, teacher=self.teacher, labelled=labelled)
 
     def _begin(self, stepper: Stepper) -> None:
         """Look at the start, and find from it how fast to learn and, with a budget, for how many updates."""
-        before = self._judge.look(stepper.model, stepper.bare)
+        before = self.judge.look(stepper.model, stepper.bare)
         self.notes = replace(self.notes, before=before, last=before)
         close = before.fidelity
         if close is not None and not math.isfinite(close.relative_error):
-            raise DataError(f"{self._data.name}: the outputs are no finite numbers before the first update, so there is nothing to fit to")
-        if self._settings.learning_rate is None:
+            raise DataError(f"{self.data.name}: the outputs are no finite numbers before the first update, so there is nothing to fit to")
+        if self.settings.learning_rate is None:
             if close is None:
-                images, _ = next(iter(self._batches.epoch(0, 0)))
-                close = self._judge.compared(stepper.bare, [images])
+                images, _ = next(iter(self.batches.epoch(0, 0)))
+                close = self.judge.compared(stepper.bare, [images])
             self.notes = replace(self.notes, learning_rate=rate_for(self._agreed(close.relative_error)))
-        if self._settings.minutes is not None:
+        if self.settings.minutes is not None:
             clock = perf_counter()  # a second look, which has nothing to set up, is timed
-            self._judge.look(stepper.model, stepper.bare, accuracy=self._data.labelled)
-            each, budget = self._agreed(perf_counter() - clock), 60 * self._settings.minutes
-            looks = looks_for(budget, each)
-            left = budget - (clock - self._started) - (looks + 1) * each
-            self.notes = replace(self.notes, looks=looks, updates=affordable(stepper, self._batches, left, self._agreed))
+            self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
+            each, budget = self._agreed(perf_counter() - clock), 60 * self.settings.minutes
+            looks = max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
+            left = budget - (clock - self.started) - (looks + 1) * each
+            self.notes = replace(self.notes, looks=looks, updates=affordable(stepper, self.batches, left, self._agreed))
         self._best = self._copied(stepper)
-        self._log.add(0, {"epoch": 0.0} | before.columns())
+        self.log.add(0, {"epoch": 0.0} | before.columns())
 
     def _take_up(self, stepper: Stepper, begun: int, notes: dict[str, Any]) -> None:
         """Go on from a state, with what was found at the start; a rate that is given may have changed."""
         self.notes = Notes.of_json(notes)
-        if self._settings.learning_rate is not None:
-            self.notes = replace(self.notes, learning_rate=self._settings.learning_rate)
+        if self.settings.learning_rate is not None:
+            self.notes = replace(self.notes, learning_rate=self.settings.learning_rate)
         self._best, self._saved = self._copied(stepper), begun
-        if self._states is not None:
-            self._states.load(self._accelerator, begun, self._best)
+        if self.states is not None:
+            self.states.load(self.accelerator, begun, self._best)
 
     def _copied(self, stepper: Stepper) -> Copied | None:
         """Make a copy to keep the best state in; None where labels, or nothing at all, say what is best."""
-        return Copied(stepper.bare) if self._judge.compares and not self._data.labelled else None
+        return Copied(stepper.bare) if self.judge.images and not self.data.labelled else None
 
     def _agreed(self, number: float) -> float:
         """Give the mean over all processes, so that all do the same."""
-        summed: Any = self._accelerator.reduce(torch.tensor(float(number), device=self._accelerator.device), "mean")
+        summed: Any = self.accelerator.reduce(torch.tensor(float(number), device=self.accelerator.device), "mean")
         return float(summed)
 
     def _densified(self, stepper: Stepper) -> Stepper:
@@ -201,26 +199,27 @@ class Loop:
 
     def _looks(self) -> frozenset[int]:
         """Choose the updates after which the model is looked at: with labels the ends of epochs."""
-        if self._settings.minutes is None and self._data.labelled:
+        if self.settings.minutes is None and self.data.labelled:
             return frozenset(range(self._per_epoch, self.notes.updates + 1, self._per_epoch))
         return moments(self.notes.updates, self.notes.looks)
 
     def _look(self, stepper: Stepper, done: int) -> Look:
         """See how good the model is, and keep it where it is the best so far."""
-        look = self._judge.look(stepper.model, stepper.bare, accuracy=self._data.labelled)
-        if self._best is None or _is_closer(look.fidelity, self.notes.last.fidelity):
+        look = self.judge.look(stepper.model, stepper.bare, accuracy=self.data.labelled)
+        new, old = look.fidelity, self.notes.last.fidelity
+        if self._best is None or (new is not None and old is not None and new.relative_error < old.relative_error):
             self.notes = replace(self.notes, last=look, kept=done)
             if self._best is not None:
                 self._best.take()
         return look
 
     def _saves(self, done: int, looks: frozenset[int]) -> bool:
-        every = self._settings.save_every
-        return self._states is not None and (done == self.notes.updates or (done in looks if every is None else done % every == 0))
+        every = self.settings.save_every
+        return self.states is not None and (done == self.notes.updates or (done in looks if every is None else done % every == 0))
 
     def _reduced(self, total: Tensor, count: int, since: int, done: int) -> list[float]:
         """Give mean losses of all processes over ``count`` updates; the same in each, so that all stop together."""
-        summed: Any = self._accelerator.reduce(total, "sum")
+        summed: Any = self.accelerator.reduce(total, "sum")
         *sums, bad = summed.tolist()
         if bad:
             kept = "no state was kept" if self._saved is None else f"the last good state, of update {self._saved}, is kept"
@@ -228,7 +227,7 @@ class Loop:
                 f"the loss or its gradient was no finite number in updates {since + 1} to {done}, so training stopped; {kept}; "
                 "try a lower learning rate"
             )
-        return [each / count / self._accelerator.num_processes for each in sums]
+        return [each / count / self.accelerator.num_processes for each in sums]
 
     def _note(self, done: int, losses: list[float], rate: float, look: Look | None) -> None:
         self.notes = replace(self.notes, loss=losses[0])
@@ -236,24 +235,23 @@ class Loop:
         row: dict[str, float | None] = {
             "epoch": round(done / self._per_epoch, 4),
             "loss": total,
-            "class_loss": of_classes if self._data.labelled else None,
-            "output_loss": None if self._teacher is None else of_output,
-            "blocks_loss": None if self._teacher is None else of_blocks,
+            "class_loss": of_classes if self.data.labelled else None,
+            "output_loss": None if self.teacher is None else of_output,
+            "blocks_loss": None if self.teacher is None else of_blocks,
             "learning_rate": rate,
             "images_per_second": round(self._speeds[-1], 1),
         }
-        self._log.add(done, row if look is None else row | look.columns())
-        if self._progress is not None:
+        self.log.add(done, row if look is None else row | look.columns())
+        if self.progress is not None and self.accelerator.is_main_process:
             seen = str(self.notes.last if look is None else look)
-            self._progress(done, self.notes.updates, f"loss {losses[0]:.3f}{f', {seen}' if seen else ''}")
+            self.progress(done, self.notes.updates, f"loss {losses[0]:.3f}{f', {seen}' if seen else ''}")
 
     def _finished(self, stepper: Stepper, spare: nn.Module | None) -> nn.Module:
-        """Give the whole model, bare and in eval mode."""
         if spare is None:
             return stepper.close().eval()
-        state = self._accelerator.get_state_dict(stepper.model)
+        state = self.accelerator.get_state_dict(stepper.model)
         stepper.close()
-        if self._accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             spare.load_state_dict(state)
         return spare.eval()
 
@@ -261,15 +259,6 @@ class Loop:
     def speed(self) -> float:
         """Images a second of the training alone; the first stretch has the start of everything in it."""
         return statistics.median(self._speeds[1:] or self._speeds or [0.0])
-
-
-def _is_closer(one: Fidelity | None, other: Fidelity | None) -> bool:
-    return one is not None and other is not None and one.relative_error < other.relative_error
-
-
-def looks_for(budget: float, each: float) -> int:
-    """Say how many times to look, at least once, within a budget of seconds of which each look takes some."""
-    return max(1, min(LOOKS, int(LOOKED * budget / max(each, 1e-9))))
 
 
 def affordable(stepper: Stepper, batches: Batches, seconds: float, agreed: Callable[[float], float]) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
@@ -15,6 +13,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from flysurgery.errors import DataError
 from flysurgery.evaluation import Accuracy, ImageData, evaluate
+from flysurgery.evaluation.data import read_many
 from flysurgery.fidelity import Fidelity, measure_fidelity
 from flysurgery.finetune.devices import sharded
 from flysurgery.finetune.teacher import Teacher
@@ -47,7 +46,6 @@ class Look:
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Look:
-        """Read what ``asdict`` gave."""
         right, close = found["accuracy"], found["fidelity"]
         blocks = () if close is None else tuple((name, error) for name, error in close["blocks"])
         return cls(None if right is None else Accuracy(**right), None if close is None else Fidelity(**close | {"blocks": blocks}))
@@ -58,71 +56,51 @@ class Judge:
 
     def __init__(self, data: ImageData | None, teacher: Teacher | None, accelerator: Accelerator, batch_size: int) -> None:
         self._data, self._teacher, self._accelerator, self._batch_size = data, teacher, accelerator, batch_size
-        self._images = [] if data is None or teacher is None else images_of(data, accelerator.device, batch_size)
-
-    @property
-    def compares(self) -> bool:
-        """Whether there are images and a teacher to compare with."""
-        return bool(self._images)
+        self.images = [] if data is None or teacher is None else images_of(data, accelerator.device, batch_size)
+        """What is compared with the teacher, in batches; empty where there is nothing to compare."""
 
     def look(self, model: nn.Module, bare: nn.Module, *, accuracy: bool = True) -> Look:
         """See how good a model is, prepared and bare."""
-        return Look(self.accuracy(model) if accuracy else None, self.compared(bare, self._images) if self._images else None)
-
-    def accuracy(self, model: nn.Module) -> Accuracy | None:
-        """Measure the accuracy of a prepared model; None without classes."""
-        if self._data is None or not self._data.num_classes:
-            return None
-        return measure(model, self._data, self._accelerator, self._batch_size)
+        return Look(self.accuracy(model) if accuracy else None, self.compared(bare, self.images) if self.images else None)
 
     def compared(self, bare: nn.Module, images: list[Tensor]) -> Fidelity:
         """Measure how close the outputs are to the teacher's."""
         assert self._teacher is not None
         return measure_fidelity(bare, self._teacher.model, images, self._teacher.cuts)
 
+    def accuracy(self, model: nn.Module) -> Accuracy | None:
+        """Measure the accuracy of a prepared model on all images; every process gets it. None without classes.
+
+        Each process looks at its share. Where the weights themselves are shared out, every forward is one of all processes, so each
+        looks at everything.
+        """
+        data, accelerator, size = self._data, self._accelerator, self._batch_size
+        if data is None or not data.num_classes:
+            return None
+        started = perf_counter()
+        if accelerator.num_processes == 1 or sharded(accelerator):
+            return evaluate(model, data, batch_size=size)
+        mine = range(accelerator.process_index, data.samples, accelerator.num_processes)
+        found = Accuracy(0.0, 0.0, 0, 0.0)
+        if mine:
+            share = replace(data, dataset=Subset(data.dataset, list(mine)), samples=len(mine))
+            found = evaluate(accelerator.unwrap_model(model), share, batch_size=size)
+        counts = torch.tensor([found.top1 * found.samples, found.top5 * found.samples], device=accelerator.device)
+        summed: Any = accelerator.reduce(counts, "sum")
+        first, among = summed.tolist()
+        return Accuracy(round(first) / data.samples, round(among) / data.samples, data.samples, perf_counter() - started)
+
 
 def images_of(data: ImageData, device: torch.device, batch_size: int) -> list[Tensor]:
-    """Read images of ``data`` into memory, in batches; those that cannot be read are left out.
-
-    Raises:
-        DataError: none can be read.
-    """
+    """Read images of ``data`` into memory, in batches; those that cannot be read are left out."""
     most = MOST.get(device.type, MOST["cuda"])
     dataset: Any = data.dataset
-
-    def read(index: int) -> Tensor | DataError:
-        try:
-            return dataset[index][0]
-        except DataError as error:
-            return error
-
     if isinstance(dataset, IterableDataset):
         found: list[Tensor | DataError] = [image for image, _ in islice(iter(dataset), most)]
     else:
         chosen = range(data.samples) if data.samples <= most else [index * data.samples // most for index in range(most)]
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-            found = list(threads.map(read, chosen))
+        found = list(read_many(lambda index: dataset[index][0], chosen))
     images = [each for each in found if isinstance(each, Tensor)]
     if not images:
         raise DataError(f"{data.name}: no held-out image can be read, the first for this reason: {next(iter(found), 'there are none')}")
     return list(torch.stack(images).split(batch_size))
-
-
-def measure(model: nn.Module, data: ImageData, accelerator: Accelerator, batch_size: int) -> Accuracy:
-    """Measure the accuracy of a prepared model on all of ``data``; every process gets it.
-
-    Each process looks at its share. Where the weights themselves are shared out, every forward is one of all processes, so each
-    looks at everything.
-    """
-    started = perf_counter()
-    if accelerator.num_processes == 1 or sharded(accelerator):
-        return evaluate(model, data, batch_size=batch_size)
-    mine = range(accelerator.process_index, data.samples, accelerator.num_processes)
-    found = Accuracy(0.0, 0.0, 0, 0.0)
-    if mine:
-        share = replace(data, dataset=Subset(data.dataset, list(mine)), samples=len(mine))
-        found = evaluate(accelerator.unwrap_model(model), share, batch_size=batch_size)
-    counts = torch.tensor([found.top1 * found.samples, found.top5 * found.samples], device=accelerator.device)
-    summed: Any = accelerator.reduce(counts, "sum")
-    first, among = summed.tolist()
-    return Accuracy(round(first) / data.samples, round(among) / data.samples, data.samples, perf_counter() - started)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,7 +17,7 @@ from flysurgery.calibration import Pictures, main_output, unchanged_state
 from flysurgery.errors import DataError, first_line
 from flysurgery.evaluation import Preparation, digits
 from flysurgery.evaluation.calibration import picture_of
-from flysurgery.evaluation.data import image_files, read_image
+from flysurgery.evaluation.data import image_files, read_image, read_many
 from flysurgery.surgery import classes_of
 from flysurgery.walker import example_input
 
@@ -39,7 +36,6 @@ ASIDE = 10
 """One image in so many is held out where a folder has no held-out part."""
 
 MOST_BYTES = 4 << 30
-MOST_THREADS = 16
 
 
 class PictureSet(Dataset[Any]):
@@ -83,11 +79,8 @@ def digit_pictures(channels: int) -> PictureSet:
     """Give the training part of scikit-learn's digits as pictures of 8x8 pixels, in 1 or 3 equal channels."""
     images, classes = digits("train", (8, 8), mean=[0.0], std=[1.0]).tensors
     grey = (images[:, 0] * LEVELS).round().byte().numpy()
-    return PictureSet(list(zip(grey, classes.tolist(), strict=True)), partial(_of_pixels, channels=channels), 10)
-
-
-def _of_pixels(pixels: np.ndarray, channels: int) -> Image.Image:
-    return Image.fromarray(pixels).convert("L" if channels == 1 else "RGB")
+    pictures = [Image.fromarray(pixels).convert("L" if channels == 1 else "RGB") for pixels in grey]
+    return PictureSet(list(zip(pictures, classes.tolist(), strict=True)), Image.Image.copy, 10)
 
 
 def unlabelled_pictures(paths: Sequence[Path], channels: int, transform: Any = None, *, skips: bool = False) -> PictureSet:
@@ -96,11 +89,7 @@ def unlabelled_pictures(paths: Sequence[Path], channels: int, transform: Any = N
 
 
 def labelled_pictures(folder: Path, channels: int) -> PictureSet:
-    """Give the pictures of a folder of classes, or of its ``train``, to train on; classes are numbered as the evaluation does.
-
-    Raises:
-        DataError: there are no classes, or one without images.
-    """
+    """Give the pictures of a folder of classes, or of its ``train``, to train on; classes are numbered as the evaluation does."""
     from torchvision.datasets import ImageFolder
 
     try:
@@ -111,11 +100,7 @@ def labelled_pictures(folder: Path, channels: int) -> PictureSet:
 
 
 def named_pictures(name: str, root: Path | None, split: str, channels: int) -> Any:
-    """Open one of timm's data sets.
-
-    Raises:
-        DataError: there is none of that name, or it does not say how many images it has.
-    """
+    """Open one of timm's data sets, which must say how many images it has."""
     from timm.data.dataset_factory import create_dataset
 
     if "/" not in name or (root is None and name.partition("/")[0] not in ("torch", "hfds", "hfids", "tfds", "wds")):
@@ -161,9 +146,6 @@ def unlabelled_files(folder: Path, *, aside: bool = True) -> tuple[list[Path], l
     """List the images to train on and the held-out ones, by their sorted names, at any depth.
 
     Held out is what lies in a folder ``val`` or the like, or else every tenth image. Without ``aside`` all images train.
-
-    Raises:
-        DataError: there are no images, or only one and it would be held out.
     """
     part, apart = _training_part(folder), held_out_part(folder)
     paths = [path for path in image_files(part) if apart is None or apart not in path.parents]
@@ -196,31 +178,19 @@ def _classes_told(model: nn.Module) -> int | None:
 def read_pictures(paths: Sequence[Path], wanted: Preparation, *, most: int = MOST_BYTES) -> Pictures | None:
     """Read pictures into memory, scaled down to twice the model's input; None where they would take more than ``most`` bytes.
 
-    Those that cannot be read are left out, with a warning that names the first of them.
-
-    Raises:
-        DataError: no picture can be read, or each is of one colour.
+    Those that cannot be read are left out, with a warning that names the first of them. Pictures of one colour each are refused.
     """
-
-    def read(path: Path) -> Tensor | DataError:
-        try:
-            return picture_of(read_image(path, wanted.channels), wanted.size)
-        except DataError as error:
-            return error
-        except Image.DecompressionBombError as error:
-            return DataError(f"{path} cannot be read as an image: {error}")
-
-    found, height, width = [], 0, 0
-    with ThreadPoolExecutor(min(MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
-        for each in threads.map(read, paths):
-            found.append(each)
-            if isinstance(each, Tensor):
-                height, width = max(height, each.shape[1]), max(width, each.shape[2])
-            if len(paths) * wanted.channels * height * width > most:
-                threads.shutdown(cancel_futures=True)
-                return None
-    images = [each for each in found if isinstance(each, Tensor)]
-    failed = [each for each in found if isinstance(each, DataError)]
+    images: list[Tensor] = []
+    failed: list[DataError] = []
+    height = width = 0
+    for each in read_many(lambda path: picture_of(read_image(path, wanted.channels), wanted.size), paths):
+        if isinstance(each, DataError):
+            failed.append(each)
+            continue
+        images.append(each)
+        height, width = max(height, each.shape[1]), max(width, each.shape[2])
+        if len(paths) * wanted.channels * height * width > most:
+            return None
     if not images:
         raise DataError(f"none of the {len(paths)} images can be read, the first for this reason: {failed[0]}")
     if failed:

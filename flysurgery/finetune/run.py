@@ -18,8 +18,8 @@ from flysurgery.finetune.devices import accelerator_for, sharded
 from flysurgery.finetune.loop import Loop, Progress
 from flysurgery.finetune.measure import Judge
 from flysurgery.finetune.settings import Settings
-from flysurgery.finetune.state import Identity, Log, States
-from flysurgery.finetune.step import check_optimizer
+from flysurgery.finetune.state import Log, States
+from flysurgery.finetune.step import optimizer_of
 from flysurgery.finetune.teacher import Teacher
 from flysurgery.surgery import plan_of
 
@@ -52,11 +52,8 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Give the numbers as JSON values."""
-        numbers = ("updates", "images", "seconds", "images_per_second", "processes", "loss", "kept", "labelled")
-        looks = ("before", "after", "fidelity_before", "fidelity_after")
-        measured = {name: getattr(self, name) for name in looks}
-        found = {name: None if value is None else asdict(value) for name, value in measured.items()}
-        return {name: getattr(self, name) for name in numbers} | found
+        found = asdict(replace(self, model=nn.Module()))
+        return {name: value for name, value in found.items() if name not in ("model", "settings", "is_main")}
 
 
 def train(
@@ -94,13 +91,13 @@ def train(
         )
     accelerator = accelerator_for(settings, folder, quick=not data.labelled)
     settings = settings.completed(teacher=teacher is not None, labelled=data.labelled, sharded=sharded(accelerator))
-    check_optimizer(settings)
+    optimizer_of(nn.Linear(2, 2), settings)  # an unknown one ends the run before anything is written
     check_augmentation(settings)
     here = Process(accelerator.device, accelerator.process_index, accelerator.num_processes)
     if settings.densify_after is not None and (plan_of(model) is None or sharded(accelerator)):
         why = "with weights shared out among processes" if sharded(accelerator) else "a dense model"
         raise OptionError(f"there is nothing to densify in {why}" if plan_of(model) is None else f"densify_after cannot be used {why}")
-    states = None if folder is None else States(folder, Identity.of(model, data.name, settings, here.processes))
+    states = None if folder is None else States(folder, model, data.name, settings, here.processes)
     begun, noted = (0, {}) if states is None or not resume else states.check_same()
     if states is not None and not resume:
         if force and accelerator.is_main_process:

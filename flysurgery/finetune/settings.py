@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flysurgery.errors import OptionError
-
-FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})
-"""Settings that may change when a run is resumed. With other changes it would be another run."""
-
-SHARES = ("warm_up", "smoothing", "flip", "erase")
 
 MUON = "muon"
 BATCH, EPOCHS, MINUTES = 64, 10, 10.0
@@ -19,6 +16,19 @@ BATCH, EPOCHS, MINUTES = 64, 10, 10.0
 OF_TIMM: dict[str, Any] = {"learning_rate": 3e-4, "factor_rate": "fan-in", "weight_decay": 0.05, "warm_up": 0.1, "clip": 1.0}
 OF_MUON: dict[str, Any] = {"warm_up": 0.05, "clip": 0.0}
 """The defaults for an optimizer; the rate of Muon follows from the error at the start of the run."""
+
+RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("epochs batch_size accumulation log_every save_every images_per_epoch", "at least 1", lambda value: value >= 1),
+    ("minutes learning_rate temperature", "a positive number", lambda value: 0 < value < math.inf),
+    (
+        "weight_decay mixup cutmix clip output_weight blocks_weight",
+        "zero or a positive number",
+        lambda value: 0 <= value < math.inf,
+    ),
+    ("warm_up smoothing flip erase", "between 0 and 1", lambda value: 0 <= value <= 1),
+    ("crop", "above 0 and at most 1", lambda value: 0 < value <= 1),
+)
+"""Names of settings, the range of those that are given in words, and whether a value lies in it."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +81,10 @@ class Settings:
     cpu: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation", "log_every", "save_every", "images_per_epoch"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, name, "at least 1", value)
-        for name in ("minutes", "learning_rate", "temperature"):
-            value = getattr(self, name)
-            _check(value is None or 0 < value < float("inf"), name, "a positive number", value)
-        for name in ("weight_decay", "mixup", "cutmix", "clip", "output_weight", "blocks_weight"):
-            value = getattr(self, name)
-            _check(value is None or 0 <= value < float("inf"), name, "zero or a positive number", value)
-        for name in SHARES:
-            value = getattr(self, name)
-            _check(value is None or 0 <= value <= 1, name, "between 0 and 1", value)
-        _check(self.crop is None or 0 < self.crop <= 1, "crop", "above 0 and at most 1", self.crop)
+        for names, expected, fits in RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                _check(value is None or fits(value), name, expected, value)
         if self.epochs is not None and self.minutes is not None:
             raise OptionError("epochs and minutes are two measures of the same run; give one of them")
         after, epochs = self.densify_after, self.epochs or EPOCHS
@@ -125,18 +126,12 @@ class Settings:
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed, and classes with them."""
         return self.mixup > 0 or self.cutmix > 0
 
     @property
     def distorts(self) -> bool:
         """Whether the settings ask for more than what is done to images on the device."""
         return self.crop is not None or self.flip is not None or self.augment is not None or self.erase > 0
-
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """The settings that a resumed run keeps."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE}
 
 
 def _check(fine: bool, name: str, expected: str, value: object) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,28 +24,23 @@ if TYPE_CHECKING:
 
 FACTS, BEST = "run.json", "best-{}.pt"
 
-
-@dataclass(frozen=True)
-class Identity:
-    """What makes a run the same run: the model's plan and shapes, the data, the settings and the number of processes."""
-
-    plan_sha256: str
-    facts: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, data: str, settings: Settings, processes: int) -> Identity:
-        """Give the identity of a run that is about to begin."""
-        plan = plan_of(model)
-        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        text = json.dumps([None if plan is None else plan.to_json(), shapes], sort_keys=True)
-        return cls(hashlib.sha256(text.encode()).hexdigest(), {"data": data, "processes": processes, **settings.fixed})
+FREE = frozenset({"learning_rate", "save_every", "log_every", "workers", "tensorboard"})
+"""Settings that may change when a run is resumed. With other changes it would be another run."""
 
 
 class States:
-    """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete."""
+    """The states of a run in ``folder``, one folder each, named after its update; an older one is removed when a newer one is complete.
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
-        self._folder, self._identity = folder, identity
+    The model's plan and shapes, the data, the settings and the number of processes make a run the same run.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, data: str, settings: Settings, processes: int) -> None:
+        plan = plan_of(model)
+        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        text = json.dumps([None if plan is None else plan.to_json(), shapes], sort_keys=True)
+        fixed = {name: value for name, value in asdict(settings).items() if name not in FREE}
+        self._folder, self._plan_sha256 = folder, hashlib.sha256(text.encode()).hexdigest()
+        self._facts: dict[str, Any] = {"data": data, "processes": processes, **fixed}
 
     @property
     def last(self) -> int | None:
@@ -54,22 +49,14 @@ class States:
         return max(found, default=None)
 
     def check_new(self) -> None:
-        """Check that no run has left its state here.
-
-        Raises:
-            TrainingError: one has; the message says how to resume it and how to begin anew.
-        """
+        """Check that no run has left its state here; raises TrainingError."""
         if self.last is not None:
             raise TrainingError(
                 f"{self._folder} holds a run that has come to update {self.last}; go on with --resume, or begin anew with --force"
             )
 
     def check_same(self) -> tuple[int, dict[str, Any]]:
-        """Give the update that the run is resumed from, and the notes that ``save`` got.
-
-        Raises:
-            TrainingError: there is no state, or it belongs to another run; the message says what differs.
-        """
+        """Give the update that the run is resumed from, and the notes that ``save`` got; raises TrainingError for another run's state."""
         last = self.last
         if last is None:
             raise TrainingError(f"{self._folder} holds no state to resume from; start without --resume")
@@ -78,22 +65,19 @@ class States:
             plan, settings, notes = facts["plan_sha256"], dict(facts["settings"]), dict(facts["notes"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{self._path(last) / FACTS} is damaged; start without --resume") from error
-        if plan != self._identity.plan_sha256:
+        if plan != self._plan_sha256:
             raise TrainingError(f"{self._folder} holds the run of another plan; resume with the model that it was begun with")
-        mine = json.loads(json.dumps(self._identity.facts))
-        differing = [name for name in mine if mine[name] != settings.get(name)]
-        if differing:
-            name = differing[0]
-            raise TrainingError(
-                f"the run in {self._folder} was begun with {name} {settings.get(name)}, not {mine[name]}; resume with the same"
-            )
+        for name, mine in json.loads(json.dumps(self._facts)).items():
+            if mine != settings.get(name):
+                raise TrainingError(
+                    f"the run in {self._folder} was begun with {name} {settings.get(name)}, not {mine}; resume with the same"
+                )
         return last, notes
 
     def save(self, accelerator: Accelerator, update: int, notes: dict[str, Any], best: Copied | None = None) -> None:
         """Write the state, and the best one so far; called by all processes. The older ones stay until this one is complete.
 
-        Raises:
-            TrainingError: it cannot be written, as on a full disk; the part that was written is removed.
+        If it cannot be written, as on a full disk, the part that was written is removed, and TrainingError says so.
         """
         fresh = self._folder / f".new-{update:08d}"
         try:
@@ -116,7 +100,7 @@ class States:
             best.save(fresh / BEST.format(accelerator.process_index))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            facts = {"plan_sha256": self._identity.plan_sha256, "settings": self._identity.facts, "notes": notes}
+            facts = {"plan_sha256": self._plan_sha256, "settings": self._facts, "notes": notes}
             (fresh / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             older = [path for path in self._folder.glob("state-*") if path != self._path(update)]
             shutil.rmtree(self._path(update), ignore_errors=True)
@@ -126,11 +110,7 @@ class States:
         accelerator.wait_for_everyone()
 
     def load(self, accelerator: Accelerator, update: int, best: Copied | None = None) -> None:
-        """Read the state of ``update`` into what accelerate prepared, and the best one of then.
-
-        Raises:
-            TrainingError: it cannot be read.
-        """
+        """Read the state of ``update`` into what accelerate prepared, and the best one of then."""
         try:
             accelerator.load_state(str(self._path(update)))
             if best is not None:
@@ -139,7 +119,6 @@ class States:
             raise TrainingError(f"the state in {self._path(update)} cannot be read: {first_line(error)}") from error
 
     def clear(self) -> None:
-        """Remove every state, complete or not."""
         for pattern in ("state-*", ".new-*"):
             for path in self._folder.glob(pattern):
                 shutil.rmtree(path)
@@ -168,7 +147,8 @@ class Log:
         if self._file is None:
             return
         # rows from after the saved state are written anew
-        kept = [row for row in _read(self._file) if int(row["update"]) <= resumed_at] if resumed_at else []
+        earlier = self._file.read_text(encoding="utf-8").splitlines() if resumed_at and self._file.is_file() else []
+        kept = [row for row in csv.DictReader(earlier) if int(row["update"]) <= resumed_at]
         with self._file.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -184,13 +164,5 @@ class Log:
                 csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow({"update": update, **values})
 
     def close(self) -> None:
-        """Let the trackers write what they still hold."""
         for tracker in self._accelerator.trackers:
             tracker.finish()
-
-
-def _read(file: Path) -> list[dict[str, str]]:
-    if not file.is_file():
-        return []
-    with file.open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))

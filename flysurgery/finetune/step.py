@@ -6,8 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +30,6 @@ if TYPE_CHECKING:
 
 UPDATES = 1 << 30
 """Sets the seeds of updates apart from those of epochs."""
-
-
-@dataclass(frozen=True)
-class Losses:
-    """One batch's losses, each a mean over its images. The gradient is taken of ``total``, which holds none of the blocks' errors."""
-
-    total: Tensor
-    classes: Tensor
-    output: Tensor
 
 
 def class_loss(settings: Settings) -> nn.Module:
@@ -88,7 +78,7 @@ class Stepper:
     ) -> None:
         self._settings, self._accelerator, self._teacher, self._labelled = settings, accelerator, teacher, labelled
         self._own_forward = "forward" in vars(model)
-        self._optimizer = _optimizer(model, settings, on_cuda=accelerator.device.type == "cuda")
+        self._optimizer = optimizer_of(model, settings, on_cuda=accelerator.device.type == "cuda")
         self._schedule: CosineLRScheduler | None = None
         self._pull = None if teacher is None else teacher.pull(model)
         if self._pull is not None:
@@ -147,13 +137,13 @@ class Stepper:
         for part in range(settings.accumulation):
             images, classes = next(batches)
             seed_everything(settings.seed, UPDATES, number, part, accelerator.process_index)
-            with self._synchronized(part == settings.accumulation - 1):
-                losses = self._losses(images, classes)
+            is_last = part == settings.accumulation - 1
+            with nullcontext() if is_last else accelerator.no_sync(self.model):
+                total, of_classes, of_output = self._losses(images, classes)
                 weight = self._weigh(settings.accumulation)
-                accelerator.backward(losses.total / settings.accumulation)
-            blocks = losses.total.new_zeros(()) if self._pull is None else self._pull.error()
-            total = losses.total + weight * blocks
-            found = torch.stack([total, losses.classes, losses.output, blocks])
+                accelerator.backward(total / settings.accumulation)
+            blocks = total.new_zeros(()) if self._pull is None else self._pull.error()
+            found = torch.stack([total + weight * blocks, of_classes, of_output, blocks])
             sums += found.detach().float() / settings.accumulation
         norm: Any = accelerator.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
         self.optimizer.step()
@@ -174,9 +164,6 @@ class Stepper:
         self._accelerator.free_memory()
         return model
 
-    def _synchronized(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last else self._accelerator.no_sync(self.model)
-
     def _weigh(self, parts: int) -> float:
         """Give the weight of the blocks' errors, and set it for the gradients of the backward pass of one of ``parts``."""
         if self._pull is None or self._teacher is None:
@@ -187,7 +174,8 @@ class Stepper:
         self._pull.weight = scaled / parts
         return weight
 
-    def _losses(self, images: Tensor, classes: Tensor) -> Losses:
+    def _losses(self, images: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give means over the images: the loss to learn from, without the blocks' errors, and its parts of classes and output."""
         target = classes
         if self._mixup is not None:
             images, target = self._mixup(images, classes)
@@ -199,40 +187,29 @@ class Stepper:
         zero = output.new_zeros((), dtype=torch.float32)
         of_classes = self._class_loss(output.float(), target) if self._labelled else zero
         if teacher is None or wanted is None:
-            return Losses(of_classes, of_classes, zero)
+            return of_classes, of_classes, zero
         is_scores = teacher.has_scores
         of_output = logits_loss(output, wanted, self._settings.temperature) if is_scores else features_loss(output, wanted)
         share = teacher.output_weight
         of_classes_share = (1 - share) * of_classes if self._labelled else zero
-        return Losses(of_classes_share + share * of_output, of_classes, of_output)
+        return of_classes_share + share * of_output, of_classes, of_output
 
 
-def check_optimizer(settings: Settings) -> None:
-    """Check that the optimizer is known and takes its options, before anything is written.
+def optimizer_of(model: nn.Module, settings: Settings, *, on_cuda: bool = False) -> torch.optim.Optimizer:
+    """Make the optimizer that the settings name; its rate is set later.
 
     Raises:
-        OptionError: it does not.
+        OptionError: timm knows none of that name, or it does not take its options.
     """
-    _optimizer(nn.Linear(2, 2), settings, on_cuda=False)
-
-
-def _optimizer(model: nn.Module, settings: Settings, *, on_cuda: bool) -> torch.optim.Optimizer:
-    """Make the optimizer of this name; its rate is set later."""
     name = settings.optimizer or ""
     if name == MUON:
         return Muon(groups_of_muon(model), 0.0)
     try:
-        return create_optimizer_v2(
-            parameter_groups(model, settings), name, lr=1.0, weight_decay=settings.weight_decay or 0.0, **(_fused(name) if on_cuda else {})
-        )
+        takes = inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters if on_cuda else ()
+        options: dict[str, Any] = {"fused": True} if "fused" in takes else {}  # PyTorch's own step in few launches
+        return create_optimizer_v2(parameter_groups(model, settings), name, lr=1.0, weight_decay=settings.weight_decay or 0.0, **options)
     except (ValueError, KeyError, AssertionError) as error:
         raise OptionError(f"there is no optimizer '{name}'; muon is one, and timm has others, such as adamw, lamb and sgd") from error
-
-
-def _fused(optimizer: str) -> dict[str, Any]:
-    """Give the option by which PyTorch's own optimizers step in few launches, where the optimizer has it."""
-    parameters = inspect.signature(get_optimizer_class(optimizer, bind_defaults=False)).parameters
-    return {"fused": True} if "fused" in parameters else {}
 
 
 def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:

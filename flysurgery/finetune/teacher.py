@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.calibration import main_output, unchanged_state
-from flysurgery.errors import TrainingError, WalkError
-from flysurgery.evaluation import check_comparable
+from flysurgery.errors import TrainingError
+from flysurgery.evaluation import check_comparable, cuts_by_place
 from flysurgery.fidelity import OUTPUT_WEIGHT, REACH, Pull, Stream, relative_error
 from flysurgery.finetune.settings import Settings
 from flysurgery.surgery import classes_of
-from flysurgery.walker import Cut, example_input, find_cuts, survey
+from flysurgery.walker import Cut, example_input
 
 SCORES_WEIGHT = 0.5
 """The weight of the teacher's scores, beside the classes' loss and the blocks' errors."""
@@ -27,12 +27,7 @@ class Teacher:
     """A model in eval mode, without gradients; ``cuts`` are where student and teacher are compared, none where their blocks differ."""
 
     def __init__(self, model: nn.Module, student: nn.Module, settings: Settings) -> None:
-        """Check that the teacher goes with the student.
-
-        Raises:
-            DataError, SurgeryError: it takes other images, tells other classes apart, or is optimized for inference.
-            TrainingError: blocks of other widths, or blocks are asked for and it has others.
-        """
+        """Check that the teacher goes with the student: its images, classes, and blocks where these are asked for."""
         check_comparable(student, model)
         cuts = () if settings.blocks_weight == 0 else common_cuts(model, student)
         if settings.blocks_weight and not cuts:
@@ -60,16 +55,11 @@ class Teacher:
         return Pull(student, self._stream.values, self.cuts, REACH) if self.cuts else None
 
     def close(self) -> None:
-        """Leave the teacher as it was."""
         self._open.close()
 
 
 def as_tensor(output: object) -> Tensor:
-    """Give the scores or tokens that a model returned.
-
-    Raises:
-        TrainingError: there is no tensor to compare or to learn from.
-    """
+    """Give the scores or tokens that a model returned."""
     found = main_output(output)
     if not isinstance(found, Tensor):
         raise TrainingError(f"training needs a model that returns one tensor, and this one returns {type(output).__name__}")
@@ -77,42 +67,24 @@ def as_tensor(output: object) -> Tensor:
 
 
 def common_cuts(teacher: nn.Module, student: nn.Module) -> tuple[Cut, ...]:
-    """Find the cuts to compare at: the teacher's around its blocks, where the student has all of its cuts and no others.
-
-    Raises:
-        TrainingError: they have the same names and other shapes; the message gives both.
-    """
-    theirs, mine = (_cuts(model) for model in (teacher, student))
-    shapes = {(cut.fqn, cut.side): cut.shape for cut in mine}
-    if not any(cut.kind == "block" for cut in theirs) or {(cut.fqn, cut.side) for cut in theirs} != shapes.keys():
+    """Find the cuts to compare at: the teacher's around its blocks, where the student has all of its cuts and no others."""
+    theirs, mine = (cuts_by_place(model) for model in (teacher, student))
+    if not any(cut.kind == "block" for cut in theirs.values()) or theirs.keys() != mine.keys():
         return ()
-    used = tuple(cut for cut in theirs if cut.kind != "other")
-    for cut in used:
-        given = shapes[cut.fqn, cut.side]
+    used = {place: cut for place, cut in theirs.items() if cut.kind != "other"}
+    for place, cut in used.items():
+        given = mine[place].shape
         if given[1:] != cut.shape[1:]:
             without = " with --blocks-weight 0 its scores alone are imitated" if classes_of(student) else ""
             raise TrainingError(
                 f"the {cut.side} of {cut.fqn} has the shape {_text(given)} in the model and {_text(cut.shape)} in the teacher; "
                 f"give a teacher of the same widths{';' if without else ''}{without}"
             )
-    return used
-
-
-def _cuts(model: nn.Module) -> tuple[Cut, ...]:
-    """Find the model's cuts; none where it cannot be traced."""
-    try:
-        with unchanged_state(model):
-            return find_cuts(survey(model))
-    except WalkError:
-        return ()
+    return tuple(used.values())
 
 
 def _compared(teacher: nn.Module, student: nn.Module, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
-    """Give the cuts. The one before the first block counts as a block where the student's tensor differs from the teacher's.
-
-    Raises:
-        TrainingError: the two return tensors of different shapes, or something else.
-    """
+    """Give the cuts. The one before the first block counts as a block where the student's tensor differs from the teacher's."""
     shape = getattr(example_input(student), "shape", None)
     assert shape is not None  # preparation has seen that it is an image
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -113,12 +113,10 @@ class _Problems:
         return self.squared(state).sqrt().tolist()
 
     def squared(self, state: _State) -> Tensor:  # shape: (problems,)
-        """The squares of the relative errors."""
         lost = ((self.weight - state.left @ state.right) * (self.pull - state.left @ state.spread)).sum((1, 2, 3))
         return lost.clamp_min(0) / self.whole
 
     def better(self, one: _State, other: _State) -> _State:
-        """Of each problem the state with the smaller error."""
         is_other = (self.squared(other) <= self.squared(one))[:, None, None, None]
         return _State(*(new.where(is_other, old) for old, new in zip(_each(one, ...), _each(other, ...), strict=True)))
 

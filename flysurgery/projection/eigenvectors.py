@@ -20,8 +20,9 @@ def leading_eigenvectors(
     PyTorch solves the matrices of a batch one after the other, on a GPU too. So those on a GPU are shared out to all cores of the host.
     """
     if matrices.is_cuda:
-        shares = matrices.cpu().chunk(every_core().size)
-        found = every_core().pool.map(_leading, shares, [kept] * len(shares))
+        pool, cores = every_core()
+        shares = matrices.cpu().chunk(cores)
+        found = pool.map(_leading, shares, [kept] * len(shares))
         return torch.cat(list(found)).to(matrices.device)
     with one_thread():
         return _leading(matrices, kept)

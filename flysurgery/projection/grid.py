@@ -14,8 +14,9 @@ from flysurgery.patterns import Architecture
 class Grid:
     """The blocks of ``K_1 K_2`` for one architecture of two factors, of any pair of patterns.
 
-    Row class ``i*d1 + j`` holds the rows ``(i*b1 + p)*d1 + j``, column class ``i*d2 + j`` the columns ``(i*c2 + q)*d2 + j``. The block of
-    row class r and column class s has the shape (b1, c2) and a rank of at most ``ranks[r, s]``.
+    Row class ``i*d1 + j`` holds the rows ``(i*b1 + p)*d1 + j``, column class ``i*d2 + j`` the columns ``(i*c2 + q)*d2 + j``. An inner index
+    lies in the row class that its column of K_1 touches, and in the column class that its row of K_2 touches. The block of row class r and
+    column class s has the shape (b1, c2) and a rank of at most ``ranks[r, s]``, the number of inner indices in both.
     """
 
     architecture: Architecture
@@ -33,37 +34,30 @@ class Grid:
         return right.a * right.d
 
     def ranks(self) -> Tensor:  # shape: (row classes, column classes), int64
-        """The number of inner indices that lie in both classes."""
         cell = self.row_class_of_inner() * self.column_classes + self.column_class_of_inner()
         cells = torch.bincount(cell, minlength=self.row_classes * self.column_classes)
         return cells.reshape(self.row_classes, self.column_classes)
 
     def row_class_of_inner(self) -> Tensor:  # shape: (inner,)
-        """The row class that each column of K_1 touches."""
         left = self.architecture.patterns[0]
         return _class_of(left.a, left.c, left.d)
 
     def column_class_of_inner(self) -> Tensor:  # shape: (inner,)
-        """The column class that each row of K_2 touches."""
         right = self.architecture.patterns[1]
         return _class_of(right.a, right.b, right.d)
 
     def row_class_of(self) -> Tensor:  # shape: (out_features,)
-        """The class of each row."""
         left = self.architecture.patterns[0]
         return _class_of(left.a, left.b, left.d)
 
     def column_class_of(self) -> Tensor:  # shape: (in_features,)
-        """The class of each column."""
         right = self.architecture.patterns[1]
         return _class_of(right.a, right.c, right.d)
 
     def rows(self) -> Tensor:  # shape: (out_features,)
-        """The row numbers, class after class."""
         return torch.argsort(self.row_class_of(), stable=True)
 
     def columns(self) -> Tensor:  # shape: (in_features,)
-        """The column numbers, class after class."""
         return torch.argsort(self.column_class_of(), stable=True)
 
     def gather(

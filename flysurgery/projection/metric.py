@@ -61,7 +61,6 @@ class OutputError:
         return (self.squared / self.reference) ** 0.5 if self.reference > 0 else 0.0
 
     def __add__(self, other: OutputError) -> OutputError:
-        """The error of two layers side by side."""
         return OutputError(self.squared + other.squared, self.reference + other.reference)
 
 

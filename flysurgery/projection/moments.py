@@ -68,7 +68,6 @@ class Moments:
 
     @property
     def second(self) -> Tensor:  # shape: (n, n)
-        """The Gram matrix E[x xᵀ]."""
         mean = self.mean
         return self.covariance + torch.outer(mean, mean)
 
@@ -101,7 +100,6 @@ class Moments:
         self,
         order: Tensor,  # shape: (n,), a permutation of 0 to n-1
     ) -> Moments:
-        """The moments of ``x[order]``."""
         origin, total, scatter = self._sums()
         other = Moments(self.features)
         other.rows, other.batches, other._spread = self.rows, self.batches, self._spread

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
 
 import torch
@@ -12,7 +11,7 @@ from flysurgery.errors import PatternError, ProjectionError
 from flysurgery.factors import dense_to_factor
 from flysurgery.patterns import Architecture, check_fits
 from flysurgery.projection.hierarchical import hierarchical
-from flysurgery.projection.report import Projection, relative_and_block_errors
+from flysurgery.projection.report import Projection, as_projection
 from flysurgery.projection.two_factor import two_factor
 
 
@@ -36,26 +35,6 @@ def project(
     started = perf_counter()
     matrix = checked_matrix(weight, architecture)
     return as_projection(weight, matrix, architecture, _nearest(matrix, architecture), started)
-
-
-def as_projection(
-    weight: Tensor,  # shape: (out_features, in_features)
-    matrix: Tensor,  # the same in float64 or complex128
-    architecture: Architecture,
-    found: Sequence[Tensor],  # factors, in the dtype of ``matrix``
-    started: float,
-) -> Projection:
-    """Round the factors to what ``weight`` is stored in, and measure them."""
-    factors = tuple(factor.to(device=weight.device, dtype=weight.dtype) for factor in found)
-    relative_error, block_errors = relative_and_block_errors(matrix, factors)
-    return Projection(
-        architecture=architecture,
-        factors=factors,
-        relative_error=relative_error,
-        energy_kept=1.0 - relative_error**2,
-        block_errors=block_errors,
-        seconds=perf_counter() - started,
-    )
 
 
 def _nearest(matrix: Tensor, architecture: Architecture) -> tuple[Tensor, ...]:

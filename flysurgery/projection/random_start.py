@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.patterns import Architecture
-from flysurgery.projection.project import as_projection, checked_matrix
-from flysurgery.projection.report import Projection
+from flysurgery.projection.project import checked_matrix
+from flysurgery.projection.report import Projection, as_projection
 
 
 def draw(

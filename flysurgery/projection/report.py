@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -35,11 +37,15 @@ class Projection:
     seconds: float
 
 
-def relative_and_block_errors(
-    matrix: Tensor,  # shape: (out_features, in_features), float64 or complex128
-    factors: tuple[Tensor, ...],
-) -> tuple[float, Tensor]:  # block errors of shape (a1*d1, aL*dL)
-    """Measure how far the product of ``factors`` is from ``matrix``: relative as a whole, absolute block by block."""
+def as_projection(
+    weight: Tensor,  # shape: (out_features, in_features)
+    matrix: Tensor,  # the same in float64 or complex128
+    architecture: Architecture,
+    found: Sequence[Tensor],  # factors, in the dtype of ``matrix``
+    started: float,
+) -> Projection:
+    """Round the factors to what ``weight`` is stored in, and measure them."""
+    factors = tuple(factor.to(device=weight.device, dtype=weight.dtype) for factor in found)
     scale = matrix.abs().amax()
     if scale == 0:
         scale = torch.ones_like(scale)
@@ -49,5 +55,5 @@ def relative_and_block_errors(
     blocks = residual.reshape(a1, b1, d1, aL, cL, dL)
     relative_blocks = torch.linalg.vector_norm(blocks, dim=(1, 4)).reshape(a1 * d1, aL * dL)
     norm = torch.linalg.vector_norm(matrix / scale)
-    relative_error = torch.linalg.vector_norm(relative_blocks) / norm if norm > 0 else torch.zeros_like(norm)
-    return relative_error.item(), relative_blocks * scale
+    error = float(torch.linalg.vector_norm(relative_blocks) / norm) if norm > 0 else 0.0
+    return Projection(architecture, factors, error, 1.0 - error**2, relative_blocks * scale, perf_counter() - started)

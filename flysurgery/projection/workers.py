@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -34,16 +33,11 @@ def workers() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-class Cores(NamedTuple):
-    """A pool with as many threads as this process may use cores, each with one BLAS thread, for jobs of milliseconds that wait for no
-    other."""
-
-    pool: ThreadPoolExecutor
-    size: int
-
-
 @cache
-def every_core() -> Cores:
-    """The one pool of this kind; it lasts as long as the process."""
+def every_core() -> tuple[ThreadPoolExecutor, int]:
+    """A pool with as many threads as this process may use cores, each with one BLAS thread, and their number.
+
+    It is for jobs of milliseconds that wait for no other, and lasts as long as the process.
+    """
     size = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Cores(ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)), size)
+    return ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)), size

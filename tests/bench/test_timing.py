@@ -199,7 +199,6 @@ def test_what_does_not_fit_is_left_out_or_refused(monkeypatch: pytest.MonkeyPatc
 
 SIZES = {"embed_dim": 48, "depth": 1, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
 
-
 MODEL = "vit_tiny_patch16_224"
 
 

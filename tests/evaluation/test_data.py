@@ -24,9 +24,7 @@ from flysurgery.evaluation import Fractals, ImageData, digits, evaluate, load_ca
 
 DATA = importlib.import_module("flysurgery.evaluation.data")
 
-
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
-
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
@@ -123,20 +121,16 @@ def test_data_that_do_not_fit(name: str, classes: int, fact: str, pictures: Path
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_damaged_picture(workers: int, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_that_are_damaged_or_too_large(workers: int, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (pictures / "green" / "1.png").write_bytes((pictures / "green" / "1.png").read_bytes()[:40])
     data = load_data(pictures, model(3))
     monkeypatch.setattr(ImageData, "workers", workers)
-    with pytest.raises(DataError, match=r"^\S*green/1\.png cannot be read as an image: ") as caught:
-        evaluate(model(3), data)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_picture_of_more_pixels_than_are_decoded(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = load_data(pictures, model(3))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
-    with pytest.raises(DataError, match=r"png cannot be read as an image: Image size .* exceeds limit"):
-        evaluate(model(3), data)
+    exceeds = r"png cannot be read as an image: Image size .* exceeds limit"
+    for pixels, fact in ((10**6, r"^\S*green/1\.png cannot be read as an image: "), (4, exceeds)):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pixels)
+        with pytest.raises(DataError, match=fact) as caught:
+            evaluate(model(3), data)
+        assert "\n" not in str(caught.value)
 
 
 def test_models_of_something_else_than_images(monkeypatch: pytest.MonkeyPatch) -> None:

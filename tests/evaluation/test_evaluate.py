@@ -109,7 +109,6 @@ def test_outputs_that_are_no_scores(model: nn.Module, fact: str) -> None:
 
 ROOT = Path(__file__).parents[2]
 
-
 DEMO = ROOT / "checkpoints" / "digits_vit"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from flysurgery.fidelity import Copied
 from flysurgery.finetune import Settings
 from flysurgery.finetune.devices import accelerator_for
-from flysurgery.finetune.state import Identity, States
+from flysurgery.finetune.state import States
 from tests.support.kills import kills, run_apart
 
 
@@ -22,7 +22,7 @@ def keep_states(folder: Path) -> None:
     model = nn.Linear(3, 2)
     best, optimizer = Copied(model), torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, optimizer)
-    states, ends = States(folder, Identity.of(model, "data", settings, 1)), []
+    states, ends = States(folder, model, "data", settings, 1), []
 
     def fill(update: int) -> None:
         with torch.no_grad():

@@ -86,8 +86,6 @@ def test_a_teacher_gives_its_outputs_and_draws_each_block_and_is_left_as_it_was(
 @pytest.mark.parametrize(
     ("changes", "settings", "error", "words"),
     [
-        ({"num_classes": 7}, {}, DataError, "10 classes apart and the one it is held against 7"),
-        ({"img_size": 16}, {}, DataError, "1x8x8 and the one it is held against of 1x16x16"),
         ({"in_chans": 3}, {}, DataError, "1x8x8 and the one it is held against of 3x8x8"),
         ({"embed_dim": 64}, {}, TrainingError, r"\(batch, 5, 32\) in the model and \(batch, 5, 64\) in the teacher.*--blocks-weight 0"),
         ({"depth": 1}, {"blocks_weight": 1.0}, TrainingError, "not those of the model by their names; give --blocks-weight 0"),

@@ -25,14 +25,11 @@ NUMBERS = {
     "tolerance": "0.03",
 }
 
-
 STAMPED = {"date": "2026-11-23", "device": "NVIDIA H200", "driver": "580", "threads": "4", "torch": "2.11", "flysurgery": "0.1.0"}
-
 
 SOUND = {"side": "now", "case": "a model", "candidate": "optimized", "status": "ok", "launch": "graph", "reference": "dense"}
 SOUND |= NUMBERS | STAMPED | {"commit": "abc", "clocks_mhz": "1980/3201"}
 """A row that has nothing wrong with it, as a file holds it."""
-
 
 RunGate = Callable[..., Any]
 

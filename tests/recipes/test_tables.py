@@ -14,9 +14,7 @@ from tests.recipes.conftest import RECIPES, TINY_VIT, RunRecipe, picture
 
 ONE_PATTERN = ("--rows", "24", "--largest", "400", "--modes", "fp32", "--count", "1")
 
-
 ONE_LINEAR = ("--batches", "1", "--modes", "fp32", "--protocols", "paper", "--parts", "linear N x N", "--candidates", "dense,bmm")
-
 
 TIMED: dict[str, set[str]] = {
     "attention": {"pytorch", "flash"},
@@ -151,9 +149,8 @@ def test_the_committed_rows_are_of_the_cases_that_are_measured_now(cases: Any, n
     comparison = cases.TABLES[name]
     rows = [row for row in read_table(RECIPES / "results" / "kernels_h200.csv")[1] if row["table"] == name]
     filled = {name for row in rows for name, text in row.items() if text}
-    assert {*comparison.columns, comparison.series, *comparison.ratios} <= filled & {*kernel_tables.columns_of(comparison)}
-    modes = tuple(dict.fromkeys(row[comparison.mode] for row in rows)) if comparison.mode else ("fp16",)
-    found = kernel_tables.cases_of(comparison, modes, 128)
+    assert {*comparison.columns, "candidate", *comparison.ratios} <= filled & {*kernel_tables.columns_of(comparison)}
+    found = kernel_tables.cases_of(comparison, tuple({row["mode"]: None for row in rows}), 128)
     keys = {tuple(str(value) for value in case.values()) for case in found}
     assert keys >= {tuple(row[column] for column in found[0]) for row in rows}
 
@@ -167,7 +164,7 @@ def test_every_case_can_be_made(cases: Any, name: str) -> None:
     sizes = {key: value for key, value in small.items() if key in known}
     for columns in {tuple((dict(case) | sizes).items()): None for case in comparison.cases}:
         case = comparison.make(place, "fp32", **dict(columns))
-        assert {*case.columns, *dict(columns), *filter(None, [comparison.mode])} == set(comparison.columns)
+        assert {*case.columns, *dict(columns), "mode"} == set(comparison.columns)
         assert case.baseline in case.runs
         for candidate, run in case.runs.items():
             assert case.work(candidate).bytes_moved > 0
@@ -182,15 +179,14 @@ def test_quick_runs_on_a_cpu_and_goes_on(
 ) -> None:
     monkeypatch.setattr("flysurgery.bench.ceilings.PRODUCT_SIZE", {"cpu": 256})
     rows = run_recipe(f"kernel_tables.py {name}", "--seconds", "0.01")
-    key = "change" if name == "fused_ablation" else "candidate"
-    assert {row[key].removesuffix(" again") for row in rows if row["median_us"]} == TIMED[name]
+    assert {row["candidate"].removesuffix(" again") for row in rows if row["median_us"]} == TIMED[name]
     for row in rows:
         assert row["device"] and row["launch"] == "eager"
         assert bool(row["median_us"]) == (row["status"] == "ok" or row["status"].startswith("noisy"))
-        assert row["median_us"] or row["status"] in ("needs CUDA", "left out on a CPU") or "cudnn" in row[key]
+        assert row["median_us"] or row["status"] in ("needs CUDA", "left out on a CPU") or "cudnn" in row["candidate"]
         assert not row["median_us"] or (float(row["error"]) < 1e-5 and row["noise"] and float(row["flops"]) >= 0)
     said = capsys.readouterr().out
-    assert all(row[key] in said and row["status"][:10] in said for row in rows)
+    assert all(row["candidate"] in said and row["status"][:10] in said for row in rows)
     monkeypatch.setattr("flysurgery.bench.measuring.measure", None)
     assert run_recipe(f"kernel_tables.py {name}") == rows, "nothing is measured again"
 
