@@ -95,7 +95,7 @@ def test_calibration_says_its_errors_and_the_images_that_it_left_out(run: Run, r
     outcome = run("convert", *RANDOM, "--calibrate", images, "--sequential", "--out", "o")
     assert outcome.code == 0
     assert outcome.err == f"flysurgery: 1 images in {images} cannot be read and are left out: 03.png\n"
-    assert "output error  plain error" in outcome.out.splitlines()[0]
+    assert "output error  plain error" in outcome.out.splitlines()[2]
     assert f"calibrated with 11 samples of {images}, of which 2 were held out" in outcome.out
     report = json.loads(Path("o/report.json").read_text())
     rows = [row["calibration"] for row in report["rows"] if row["status"] == "replace"]
