@@ -10,6 +10,7 @@ import typer
 
 from flysurgery.cli import options
 from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
+from flysurgery.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,14 +70,21 @@ def convert(
     from flysurgery.cli.source import find_dense
     from flysurgery.cli.tables import accuracy_rows, print_json, progress, tell_skipped
 
-    needy = {"--samples": samples, "--sequential": sequential, "--permute": permute, "--reconstruct": reconstruct, "--fidelity": fidelity}
-    options.check_calibration(calibrate, needy)
-    budgeted = options.reconstruction(reconstruct, minutes)
+    surgery.check_calibration(
+        calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct, fidelity=fidelity
+    )
+    if minutes is not None and not reconstruct:
+        raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
+    if batch is not None and not measure:
+        raise OptionError("--batch is of the model that --measure times; give --arch auto --measure with it")
     check_shared(shared=reconstruct and not (measure or fidelity or dry_run))
-    family = arch not in ("monarch", "auto")
-    named = {"--arch": family, "--nblocks": nblocks != 4, "--rank": bool(rank), "--patterns": bool(patterns)}
     goal = {"budget": budget, "max_error": max_error, "fidelity": fidelity, "ms": ms, "latency": latency}
-    allocated = options.check_allocation(arch, goal, plot, named, measure=measure, batch=batch, dry_run=dry_run)
+    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns}
+    allocated = surgery.is_chosen(arch, goal, [name for name, value in given.items() if value], measured=measure)
+    if plot is not None and not allocated:
+        raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
+    if plot is not None and dry_run:
+        raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
     check_plot(plot)
     source = find_dense(model, base=base, model_args=model_args, checkpoint=checkpoint)
     folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch != 'auto' else arch}"
@@ -132,7 +140,7 @@ def convert(
             samples=samples,
             sequential=sequential,
             permute=permute,
-            reconstruct=budgeted,
+            reconstruct=reconstruct if minutes is None else minutes,
             seed=seed,
             progress=step,
         )

@@ -5,11 +5,13 @@ from flysurgery.surgery.allocating import FidelityGoal as FidelityGoal
 from flysurgery.surgery.allocating import allocate as allocate
 from flysurgery.surgery.allocating import check_budget as check_budget
 from flysurgery.surgery.allocating import decide as decide
+from flysurgery.surgery.allocating import is_chosen as is_chosen
 from flysurgery.surgery.allocating import prepare as prepare
 from flysurgery.surgery.allocation import Allocation as Allocation
 from flysurgery.surgery.allocation import Trials as Trials
 from flysurgery.surgery.allocation import within as within
 from flysurgery.surgery.apply import apply as apply
+from flysurgery.surgery.apply import check_calibration as check_calibration
 from flysurgery.surgery.apply import densify as densify
 from flysurgery.surgery.apply import install as install
 from flysurgery.surgery.apply import sample_shape as sample_shape
