@@ -213,8 +213,7 @@ def test_cached_weights_need_no_network(monkeypatch: pytest.MonkeyPatch) -> None
     check_available(NAME)
 
 
-@pytest.mark.parametrize("name", ["vit_pytorch:ViT", "vit_small_patch16_36x1_224"])
-def test_models_without_published_weights_are_named(name: str) -> None:
-    with pytest.raises(ModelError, match=r"publishes no weights|no weights are published") as caught:
+def test_models_without_published_weights_are_named() -> None:
+    name = "vit_small_patch16_36x1_224"
+    with pytest.raises(ModelError, match=f"publishes no weights for {name}; .*--checkpoint FILE"):
         check_available(name)
-    assert name in str(caught.value) and "--checkpoint FILE" in str(caught.value)
