@@ -136,11 +136,7 @@ Device = Annotated[str | None, option(MACHINE, "--device", "cpu, cuda, cuda:1, .
 
 
 def model_arguments(texts: list[str] | None) -> dict[str, Any]:
-    """Read ``--model-args``: JSON objects and ``key=value`` pairs, the last one wins; values are JSON where they parse as such.
-
-    Raises:
-        OptionError: a text that is neither; the message quotes it.
-    """
+    """Read ``--model-args``: JSON objects and ``key=value`` pairs, the last one wins; values are JSON where they parse as such."""
     from flysurgery.checkpoint import parse_json
 
     arguments: dict[str, Any] = {}
@@ -164,11 +160,7 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
 
 
 def names(text: str, option: str) -> tuple[str, ...]:
-    """Split ``ffn,qkv`` at its commas.
-
-    Raises:
-        OptionError: there is no name in it.
-    """
+    """Split ``ffn,qkv`` at its commas; there must be a name in it."""
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     if not found:
         raise OptionError(f"{option} takes names separated by commas, got '{text}'")
@@ -181,11 +173,7 @@ def roles_of(text: str | None) -> tuple[str, ...] | None:
 
 
 def device_of(text: str | None) -> torch.device:
-    """The device that the user named, or the fastest one there is.
-
-    Raises:
-        OptionError: torch does not know the name, or this machine has no such device.
-    """
+    """The device that the user named, or the fastest one there is."""
     import torch
 
     from flysurgery.checkpoint import read_device

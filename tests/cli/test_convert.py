@@ -122,7 +122,7 @@ def test_a_budget_prints_the_trade_off_draws_it_and_saves_a_model_within_it(run:
     assert sum(layer.weights_after for layer in selected) <= 0.4 * sum(layer.weights_before for layer in selected)
 
 
-def test_a_fidelity_is_searched_for_and_the_report_has_it(run: Run, refused: Refused) -> None:
+def test_a_fidelity_is_searched_for_and_the_report_has_it(run: Run) -> None:
     outcome = run("convert", *AUTO, "--fidelity", 0.95, *DIGITS, "--out", "o")
     assert outcome.code == 0, outcome.err
     report = json.loads(Path("o/report.json").read_text())
@@ -132,8 +132,6 @@ def test_a_fidelity_is_searched_for_and_the_report_has_it(run: Run, refused: Ref
     assert sum(counts.values()) == 6 and sum(row["status"] == "replace" for row in report["rows"]) == 6 - counts.get("dense", 0)
     assert "search by the lowest cosine, to meet 0.95: " in outcome.out
     assert "chosen for the fewest weights at which output and token cosine reach 0.95: " in outcome.out
-    far = ("convert", *RANDOM, "--fidelity", 0.999999999999, *DIGITS)
-    refused(*far, words=("no choice of architectures that was tried reaches a fidelity", "the closest"), code=2)
 
 
 def test_a_table_of_times_decides_in_milliseconds(document: Document, refused: Refused) -> None:
@@ -146,8 +144,6 @@ def test_a_table_of_times_decides_in_milliseconds(document: Document, refused: R
     assert {layer.role for layer in Plan.from_json(found["plan"]).replaced} == {"qkv"}
     assert found["tradeoff"]["unit"] == "ms" and found["tradeoff"]["chosen"]["cost"] <= 0.8 * 6
     refused("convert", *RANDOM, "--budget", 0.5, "--latency", "t.json", words=("smallest reachable share", "0.7333"), code=2)
-    Path("t.json").write_text(json.dumps(rows[1:]))
-    refused("convert", *RANDOM, "--budget", 0.8, "--latency", "t.json", words=("no dense row", "blocks.0.attn.qkv"))
     refused("convert", *RANDOM, "--budget", 0.8, "--latency", "none.csv", words=("none.csv cannot be read",))
 
 
