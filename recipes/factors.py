@@ -37,7 +37,7 @@ from rivals import CSR, CSR_LAST, DENSITIES, RIVAL_COLUMNS, rival_rows
 
 from flysurgery.bench import Record
 from flysurgery.bench.units import layer_sizes
-from flysurgery.cli.bench_run import TIMES
+from flysurgery.cli.bench import TIMES
 from flysurgery.cli.tables import print_table
 from flysurgery.errors import OptionError
 from flysurgery.patterns import Pattern

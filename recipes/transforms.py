@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flysurgery.bench import Case, Record, rows_of_case
 from flysurgery.bench.measuring import MEASURED
-from flysurgery.cli.bench_run import TIMES
+from flysurgery.cli.bench import TIMES
 from flysurgery.factors import bit_reversal
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture, square_dyadic

@@ -23,7 +23,7 @@ from flysurgery.bench.ceilings import Work, work_of_step
 from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.units import converted_timm
 from flysurgery.bench.variants import by_definition, definitions, dense_copy
-from flysurgery.cli.bench_run import TIMES
+from flysurgery.cli.bench import TIMES
 from flysurgery.cli.options import names
 from flysurgery.walker import example_input
 

@@ -41,7 +41,7 @@ from vit_parts import COMPILED, FUSED, INT8, part_case, share_case
 from flysurgery.bench import rows_of_case
 from flysurgery.bench.measuring import MEASURED
 from flysurgery.bench.units import PROTOCOLS, layer_sizes, model_name, units, vit_sizes
-from flysurgery.cli.bench_run import TIMES
+from flysurgery.cli.bench import TIMES
 from flysurgery.cli.options import model_arguments, names
 from flysurgery.errors import OptionError
 from flysurgery.patterns import named

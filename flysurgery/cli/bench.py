@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
-from flysurgery.cli import bench_options as own
 from flysurgery.cli import options
-from flysurgery.cli.options import MEASUREMENT, OUTPUT, Command, Group, option
+from flysurgery.cli.options import ARCHITECTURES, FAMILIES, MACHINE, MEASUREMENT, OUTPUT, Command, Group, option
 from flysurgery.errors import OptionError
 
 app = typer.Typer(cls=Group, help="Measure speed: times and ratios to dense, taken in one run.")
@@ -18,13 +17,29 @@ app = typer.Typer(cls=Group, help="Measure speed: times and ratios to dense, tak
 QUICK_ROWS, ROWS = 788, 3152
 """Four and sixteen images at 197 tokens."""
 
+Families = Annotated[list[str] | None, option(ARCHITECTURES, "--arch", f"{FAMILIES}; repeatable.", "FAMILY")]
+Width = Annotated[int, option(MEASUREMENT, "--width", "Width of the transformer; the FFN is 4 times as wide.", "N", 1)]
+MODES_HELP = "Precisions: fp32, tf32 (CUDA), fp16, bf16, or all; separated by commas."
+Modes = Annotated[str, option(MEASUREMENT, "--mode", MODES_HELP, "NAMES")]
+LAUNCH_HELP = "On CUDA: captured graphs, or calls launched one by one from Python."
+Launch = Annotated[Literal["graph", "eager"], option(MEASUREMENT, "--launch", LAUNCH_HELP, "graph|eager")]
+Threads = Annotated[int | None, option(MACHINE, "--threads", "CPU threads; by default PyTorch's number.", "N", 1)]
+Rounds = Annotated[int | None, option(MEASUREMENT, "--rounds", "Samples of each candidate at most; by default 30, quick 7.", "N", 2)]
+Quick = Annotated[bool, option(MEASUREMENT, "--quick", "Fewer sizes and samples: an answer within two minutes.")]
+OUT_HELP = "Keep the rows in this CSV file; a run that was interrupted goes on where it stopped."
+Out = Annotated[Path | None, option(OUTPUT, "--out", OUT_HELP, "FILE")]
+Fresh = Annotated[bool, option(OUTPUT, "--fresh", "Measure all again, and replace the rows that the file holds.")]
+Plot = Annotated[Path | None, option(OUTPUT, "--plot", "Draw the rows into this file; needs matplotlib.", "FILE")]
 Rows = Annotated[int | None, option(MEASUREMENT, "--rows", "Rows of x, that is tokens of all images; by default 3152.", "N", 1)]
 MODE_HELP = "One precision: fp32, tf32 (CUDA), fp16 or bf16."
 OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
 TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
 
-MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *own.TIMES)
-MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *own.TIMES)
+TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", "error", "status")
+"""The columns that every measurement ends with."""
+
+MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
+MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
 PROJECTION_SHOWN = ("arch", "layer", "out_features", "in_features", "density", "matrix", "seconds", "relative_error", "status")
 
 
@@ -37,19 +52,19 @@ def bench(context: typer.Context) -> None:
 
 @app.command("multiply", cls=Command)
 def multiply(
-    arch: own.Families = None,
-    width: own.Width = 384,
+    arch: Families = None,
+    width: Width = 384,
     rows: Rows = None,
-    mode: own.Modes = "fp32",
-    launch: own.Launch = "graph",
+    mode: Modes = "fp32",
+    launch: Launch = "graph",
     device: options.Device = None,
-    threads: own.Threads = None,
-    rounds: own.Rounds = None,
+    threads: Threads = None,
+    rounds: Rounds = None,
     seed: options.Seed = 0,
-    quick: own.Quick = False,
-    out: own.Out = None,
-    fresh: own.Fresh = False,
-    plot: own.Plot = None,
+    quick: Quick = False,
+    out: Out = None,
+    fresh: Fresh = False,
+    plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Time every backend on the layers of a transformer block."""
@@ -62,10 +77,9 @@ def multiply(
     modes = modes_of(mode, target)
     protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.2, 1.0))
     count = rows or (QUICK_ROWS if quick else ROWS)
-    families = [each.value for each in arch or (own.Family.gonon, own.Family.monarch)]
     with BenchRun(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh, plot=plot) as run:
         for name in modes:
-            for family in families:
+            for family in arch or ("gonon", "monarch"):
                 run.fill(multiplying.multiply_jobs(family, width, count, name, target, protocol))
     if plot is not None:
         draw_ratios(run.records, plot, group=("arch", "layer", "mode"), title=f"{run.records[0]['device']}, {count} rows")
@@ -85,17 +99,17 @@ def model(
     base: options.Base = None,
     batch: Annotated[int, option(MEASUREMENT, "--batch", "Images a forward.", "N", 1)] = 1,
     mode: Annotated[str, option(MEASUREMENT, "--mode", MODE_HELP, "NAME")] = "fp32",
-    launch: own.Launch = "graph",
+    launch: Launch = "graph",
     optimized: Annotated[bool, option(MEASUREMENT, "--optimized", OPTIMIZED_HELP)] = False,
     device: options.Device = None,
-    threads: own.Threads = None,
-    rounds: own.Rounds = None,
+    threads: Threads = None,
+    rounds: Rounds = None,
     seed: options.Seed = 0,
-    quick: own.Quick = False,
+    quick: Quick = False,
     table: Annotated[Path | None, option(OUTPUT, "--table", TABLE_HELP, "FILE")] = None,
-    out: own.Out = None,
-    fresh: own.Fresh = False,
-    plot: own.Plot = None,
+    out: Out = None,
+    fresh: Fresh = False,
+    plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
@@ -159,13 +173,13 @@ def model(
 
 @app.command("projection", cls=Command)
 def projection(
-    arch: own.Families = None,
-    width: own.Width = 384,
-    threads: own.Threads = None,
+    arch: Families = None,
+    width: Width = 384,
+    threads: Threads = None,
     seed: options.Seed = 0,
-    quick: own.Quick = False,
-    out: own.Out = None,
-    fresh: own.Fresh = False,
+    quick: Quick = False,
+    out: Out = None,
+    fresh: Fresh = False,
     as_json: options.Json = False,
 ) -> None:
     """Time the projection of the layers of a transformer block onto each family of architectures."""
@@ -173,6 +187,6 @@ def projection(
     from flysurgery.cli.bench_run import BenchRun, prepare
 
     with BenchRun(prepare("cpu", threads), multiplying.PROJECTION_COLUMNS, out, fresh=fresh) as run:
-        for family in arch or own.Family:
-            run.fill(multiplying.projection_jobs(family.value, width, 1 if quick else 3, seed))
+        for family in arch or get_args(options.Family):
+            run.fill(multiplying.projection_jobs(family, width, 1 if quick else 3, seed))
     run.print(PROJECTION_SHOWN, as_json=as_json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +13,6 @@ import typer
 from flysurgery.bench import Protocol, Record, Sheet, check_plot
 from flysurgery.bench.rows import Job, check_apart, typed
 from flysurgery.cli import options
-from flysurgery.cli.bench_options import TIMES as TIMES
 from flysurgery.cli.tables import print_json, print_table, progress
 
 TITLES = {
@@ -49,7 +47,7 @@ def protocol_of(launch: str, rounds: int | None, seed: int, *, quick: bool, seco
     return Protocol(launch, rounds or (7 if quick else 30), seconds[0] if quick else seconds[1], seed)
 
 
-class BenchRun:
+class BenchRun(Sheet):
     """Rows with the given columns, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
 
     Raises:
@@ -62,34 +60,21 @@ class BenchRun:
     ) -> None:
         check_apart({"--out": out, "--plot": plot})
         check_plot(plot)
-        self._sheet = Sheet(out, device, columns, fresh=fresh)
-        if self._sheet.dropped:
-            typer.echo(f"{out}: {self._sheet.dropped} rows of another device or version are measured anew", err=True)
-        if self._sheet.records:
-            typer.echo(f"{out}: {len(self._sheet.records)} rows are there already and stay; --fresh measures them again", err=True)
-        self._stack = ExitStack()
+        super().__init__(out, device, columns, fresh=fresh)
+        if self.dropped:
+            typer.echo(f"{out}: {self.dropped} rows of another device or version are measured anew", err=True)
+        if self.records:
+            typer.echo(f"{out}: {len(self.records)} rows are there already and stay; --fresh measures them again", err=True)
+        self._progress = progress("measuring")
         self._step: Callable[[int, int, str], None] | None = None
         self._groups = 0
 
     def __enter__(self) -> BenchRun:
-        self._step = self._stack.enter_context(progress("measuring"))
+        self._step = self._progress.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)
-
-    @property
-    def records(self) -> list[Record]:
-        """All rows so far, as texts."""
-        return self._sheet.records
-
-    def has(self, key: Mapping[str, object]) -> bool:
-        """Whether rows with these values are there already."""
-        return self._sheet.has(key)
-
-    def rows(self, key: Mapping[str, object]) -> list[Record]:
-        """The rows with these values."""
-        return self._sheet.rows(key)
+        self._progress.__exit__(kind, error, trace)
 
     def fill(self, jobs: Iterable[Job]) -> None:
         """Make and keep the rows of each job that has none yet; a job is what tells its rows from others, and what makes them."""
@@ -97,21 +82,17 @@ class BenchRun:
             if not self.has(key):
                 self.add(make(), ", ".join(map(str, key.values())))
 
-    def add(self, rows: Iterable[Mapping[str, object]], what: str) -> list[Record]:
+    def add(self, rows: Iterable[Mapping[str, object]], what: str = "") -> list[Record]:
         """Keep rows; ``what`` names them to whoever watches."""
         self._groups += 1
         if self._step is not None:
             self._step(self._groups, 0, what)
-        return self._sheet.add(rows)
-
-    def print_json(self) -> None:
-        """Print all rows as one JSON document, with the stamp of the last."""
-        print_json(typed(self.records))
+        return super().add(rows)
 
     def print(self, columns: Sequence[str], *, as_json: bool) -> None:
-        """Print all rows: some of their columns as a table, or everything as JSON."""
+        """Print all rows: some of their columns as a table, or everything as JSON, with the stamp of the last."""
         if as_json:
-            self.print_json()
+            print_json(typed(self.records))
         else:
             print_records(self.records, columns)
 

@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from flysurgery.cli import options
 from flysurgery.cli.processes import check_shared, device_of_process, is_first, together
+from flysurgery.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from flysurgery.surgery import Plan
+    from flysurgery.surgery import Measurement, Plan, Tradeoff
 
 
 @together
@@ -64,18 +67,24 @@ def convert(
     from flysurgery import checkpoint as storage
     from flysurgery import evaluation, inference, surgery
     from flysurgery.bench import check_plot, draw_tradeoff
-    from flysurgery.cli.convert_report import print_plan, print_report
     from flysurgery.cli.source import find_dense
-    from flysurgery.cli.tables import print_json, progress, tell_skipped
+    from flysurgery.cli.tables import accuracy_rows, print_json, progress, tell_skipped
 
-    needy = {"--samples": samples, "--sequential": sequential, "--permute": permute, "--reconstruct": reconstruct, "--fidelity": fidelity}
-    options.check_calibration(calibrate, needy)
-    budgeted = options.reconstruction(reconstruct, minutes)
+    surgery.check_calibration(
+        calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct, fidelity=fidelity
+    )
+    if minutes is not None and not reconstruct:
+        raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
+    if batch is not None and not measure:
+        raise OptionError("--batch is of the model that --measure times; give --arch auto --measure with it")
     check_shared(shared=reconstruct and not (measure or fidelity or dry_run))
-    family = arch not in ("monarch", "auto")
-    named = {"--arch": family, "--nblocks": nblocks != 4, "--rank": bool(rank), "--patterns": bool(patterns)}
     goal = {"budget": budget, "max_error": max_error, "fidelity": fidelity, "ms": ms, "latency": latency}
-    allocated = options.check_allocation(arch, goal, plot, named, measure=measure, batch=batch, dry_run=dry_run)
+    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns}
+    allocated = surgery.is_chosen(arch, goal, [name for name, value in given.items() if value], measured=measure)
+    if plot is not None and not allocated:
+        raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
+    if plot is not None and dry_run:
+        raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
     check_plot(plot)
     source = find_dense(model, base=base, model_args=model_args, checkpoint=checkpoint)
     folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch != 'auto' else arch}"
@@ -101,7 +110,7 @@ def convert(
         base_args=skeleton.base_args,
     )
     if dry_run and not allocated:
-        print_plan(plan, None, None, as_json=as_json)
+        _print_plan(plan, None, None, as_json=as_json)
         return
     if latency is not None:
         surgery.read_latency_table(latency, plan.replaced)  # before the model and its data are loaded
@@ -118,7 +127,7 @@ def convert(
         with progress("measuring" if measure else "choosing") as step:
             plan, tradeoff, measurement = inference.choose(plan, network, setting, latency=latency, ms=ms, progress=step, **chosen_by)
     if dry_run:
-        print_plan(plan, tradeoff, measurement, as_json=as_json)
+        _print_plan(plan, tradeoff, measurement, as_json=as_json)
         return
     storage.check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
@@ -131,26 +140,37 @@ def convert(
             samples=samples,
             sequential=sequential,
             permute=permute,
-            reconstruct=budgeted,
+            reconstruct=reconstruct if minutes is None else minutes,
             seed=seed,
             progress=step,
         )
     if not is_first():
         return
     report = replace(report, tradeoff=tradeoff, measurement=measurement)
-    accuracy = None
+    accuracy, changes = None, []
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
-        accuracy = evaluation.Comparison(data.name, before, after)
-    measured = None if accuracy is None else accuracy.to_json()
-    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=measured, optimize=optimize)
+        accuracy, changes = evaluation.Comparison(data.name, before, after).to_json(), accuracy_rows(before, after)
+    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=accuracy, optimize=optimize)
     if plot is not None and tradeoff is not None:
         chosen = (tradeoff.chosen.share, tradeoff.chosen.reported)
         draw_tradeoff([(each.share, each.reported) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)
     if as_json:
-        print_json({"folder": str(folder), "accuracy": measured} | report.to_json())
+        print_json({"folder": str(folder), "accuracy": accuracy} | report.to_json())
     else:
-        print_report(report, folder, accuracy)
+        typer.echo(surgery.blocks_of_text(report, surgery.changes_table("measured", changes), f"saved in {folder}"))
+
+
+def _print_plan(plan: Plan, tradeoff: Tradeoff | None, measurement: Measurement | None, *, as_json: bool) -> None:
+    """Print what convert would do, and what was chosen by."""
+    from flysurgery.cli.tables import print_json
+    from flysurgery.surgery import blocks_of_text
+
+    if not as_json:
+        typer.echo(blocks_of_text(plan, tradeoff, measurement))
+        return
+    chosen_by = {"tradeoff": tradeoff, "measurement": measurement}
+    print_json({"plan": plan.to_json()} | {name: each.to_json() for name, each in chosen_by.items() if each is not None})
 
 
 def _bytes(skeleton: nn.Module, plan: Plan, dtype: options.StorageType | None) -> int:

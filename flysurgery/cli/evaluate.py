@@ -70,7 +70,7 @@ def evaluate(
     images = tell_skipped(evaluation.load_unseen(data, teacher, samples=samples))
     fidelity = evaluation.compare(network, teacher, images, batch_size=batch_size)
     if as_json:
-        print_json({"model": model, "against": against, "data": data} | json_of(fidelity.to_json()))
+        print_json({"model": model, "against": against, "data": data} | json_of(fidelity))
         return
     print_table(("fidelity", "value"), [*measures(fidelity), ("samples", str(fidelity.samples))], right=("value",))
     errors = block_errors(fidelity)

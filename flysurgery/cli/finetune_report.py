@@ -12,16 +12,9 @@ from torch import nn
 from flysurgery import checkpoint as storage
 from flysurgery import surgery
 from flysurgery.cli.source import ConvertedFolder, Source
-from flysurgery.cli.tables import accuracy_rows, print_changes, print_json
+from flysurgery.cli.tables import accuracy_rows, print_json
 from flysurgery.errors import CheckpointError
 from flysurgery.finetune import Outcome
-
-FIDELITY = {
-    "output_cosine": "cosine of the output with the teacher's",
-    "token_cosine": "cosine of the tokens with the teacher's",
-    "relative_error": "relative error of the tokens",
-    "agreement": "share with the teacher's top class",
-}
 
 
 def check_out(source: Source, out: Path, *, dense: bool, force: bool) -> None:
@@ -60,25 +53,14 @@ def print_outcome(outcome: Outcome, out: Path, folder: Path, *, as_json: bool, f
     if as_json:
         print_json({"folder": str(out), "log": str(folder / "log.csv")} | facts)
         return
-    rows = _fidelity_rows(outcome)
+    rows = []
     if outcome.before is not None and outcome.after is not None:
-        rows = accuracy_rows(outcome.before, outcome.after) + rows
+        rows += accuracy_rows(outcome.before, outcome.after)
+    if outcome.fidelity_before is not None and outcome.fidelity_after is not None:
+        rows += surgery.fidelity_rows(outcome.fidelity_after, outcome.fidelity_before)
     if rows:
-        print_changes("fine-tuning", rows)
-        typer.echo("")
+        typer.echo(surgery.changes_table("fine-tuning", rows) + "\n")
     if not outcome.labelled:
         typer.echo(f"{facts['data']} is used without labels; the state of update {outcome.kept} is the closest to the teacher")
     typer.echo(f"{outcome.updates} updates, {outcome.images} images in {outcome.seconds:.0f} s ({outcome.images_per_second:.0f} a second)")
     typer.echo(f"saved in {out}, log in {folder / 'log.csv'}")
-
-
-def _fidelity_rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """How close the outputs are to the teacher's."""
-    rows = []
-    if outcome.fidelity_before is not None and outcome.fidelity_after is not None:
-        for name, what in FIDELITY.items():
-            before, after = getattr(outcome.fidelity_before, name), getattr(outcome.fidelity_after, name)
-            if before is not None and after is not None:
-                text = f"{what}, {outcome.fidelity_after.samples} samples"
-                rows.append((text, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"))
-    return rows

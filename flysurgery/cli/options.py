@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -137,11 +136,7 @@ Device = Annotated[str | None, option(MACHINE, "--device", "cpu, cuda, cuda:1, .
 
 
 def model_arguments(texts: list[str] | None) -> dict[str, Any]:
-    """Read ``--model-args``: JSON objects and ``key=value`` pairs, the last one wins; values are JSON where they parse as such.
-
-    Raises:
-        OptionError: a text that is neither; the message quotes it.
-    """
+    """Read ``--model-args``: JSON objects and ``key=value`` pairs, the last one wins; values are JSON where they parse as such."""
     from flysurgery.checkpoint import parse_json
 
     arguments: dict[str, Any] = {}
@@ -164,73 +159,8 @@ def model_arguments(texts: list[str] | None) -> dict[str, Any]:
     return arguments
 
 
-def check_calibration(data: str | None, others: Mapping[str, object]) -> None:
-    """Refuse options that need ``--calibrate`` where it is missing.
-
-    Raises:
-        OptionError: the message names them.
-    """
-    given = [name for name, value in others.items() if value]
-    if data is None and given:
-        need = "needs" if len(given) == 1 else "need"
-        raise OptionError(f"{' and '.join(given)} {need} data to calibrate with; give --calibrate digits, or --calibrate FOLDER")
-
-
-def reconstruction(reconstruct: bool, minutes: float | None) -> bool | float:
-    """What ``apply`` takes as ``reconstruct``.
-
-    Raises:
-        OptionError: minutes without a reconstruction, or no positive number of them.
-    """
-    if minutes is None:
-        return reconstruct
-    if not reconstruct:
-        raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
-    if not 0 < minutes < float("inf"):
-        raise OptionError(f"--minutes must be a positive number, got {minutes:g}")
-    return minutes
-
-
-def check_allocation(
-    arch: Choice, goal: Mapping[str, Any], plot: Path | None, others: Mapping[str, bool], *, measure: bool, batch: int | None, dry_run: bool
-) -> bool:
-    """Whether the architectures are to be chosen by an allocation; ``goal`` is what it is to keep to, by name, None where not given.
-
-    Raises:
-        OptionError: more than one goal, ``--arch auto`` or a plot without any, ``others``, which name architectures,
-            beside them, or options of measuring that lack each other.
-    """
-    from flysurgery.surgery import check_budget
-
-    if measure and arch != "auto":
-        raise OptionError(f"--measure chooses the architectures, and --arch {arch} names one; give --arch auto with it")
-    for option, is_given in (("--batch", batch is not None), ("--ms", goal["ms"] is not None)):
-        if is_given and not measure:
-            raise OptionError(f"{option} is of the model that --measure times; give --arch auto --measure with it")
-    if not measure and all(value is None for value in goal.values()):
-        if arch == "auto":
-            raise OptionError("--arch auto needs what it is to choose by; give --measure, --budget, --max-error or --fidelity")
-        if plot is not None:
-            raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
-        return False
-    check_budget(**goal, measured=measure)
-    given = [name for name, is_given in others.items() if is_given]
-    if given:
-        raise OptionError(
-            f"{' and '.join(given)} name the architectures, and --measure, --budget, --max-error, --fidelity and --latency choose them; "
-            f"leave one out"
-        )
-    if dry_run and plot is not None:
-        raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
-    return True
-
-
 def names(text: str, option: str) -> tuple[str, ...]:
-    """Split ``ffn,qkv`` at its commas.
-
-    Raises:
-        OptionError: there is no name in it.
-    """
+    """Split ``ffn,qkv`` at its commas; there must be a name in it."""
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     if not found:
         raise OptionError(f"{option} takes names separated by commas, got '{text}'")
@@ -243,11 +173,7 @@ def roles_of(text: str | None) -> tuple[str, ...] | None:
 
 
 def device_of(text: str | None) -> torch.device:
-    """The device that the user named, or the fastest one there is.
-
-    Raises:
-        OptionError: torch does not know the name, or this machine has no such device.
-    """
+    """The device that the user named, or the fastest one there is."""
     import torch
 
     from flysurgery.checkpoint import read_device

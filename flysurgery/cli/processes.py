@@ -45,11 +45,7 @@ def is_first() -> bool:
 
 
 def device_of_process(text: str | None) -> torch.device:
-    """The device that the user named, or the fastest one there is; of several processes each gets a GPU of its own.
-
-    Raises:
-        OptionError: the machine has no such device or fewer GPUs than processes, or several processes are to share one GPU.
-    """
+    """The device that the user named, or the fastest one there is; of several processes each gets a GPU of its own."""
     import torch
 
     device = options.device_of(text)
@@ -65,11 +61,7 @@ def device_of_process(text: str | None) -> torch.device:
 
 
 def check_shared(*, shared: bool) -> None:
-    """Refuse several processes where there is no work that they share.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """Refuse several processes where there is no work that they share."""
     if _are_several() and not shared:
         raise OptionError(
             "several processes share the work of --reconstruct only, without --measure, --fidelity and --dry-run; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,43 +47,57 @@ class Skeleton:
     base: str
     base_args: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, base: str, base_args: dict[str, Any]) -> Skeleton:
+        """The model on the meta device, in well under a second for most; one whose constructor reads its own numbers, on the CPU."""
+        try:
+            return cls(build_base(base, base_args, device="meta"), base, base_args)
+        except ModelError:
+            return cls(build_base(base, base_args), base, base_args)
+
+
+class Dense:
+    """What MODEL names, where it can be converted; ``name`` is that of the model."""
+
+    name: str
+
+    def check_weights(self, *, pretrained: bool) -> None:
+        """Raise ``ModelError`` early where ``build`` would find no weights; the message says what to do."""
+
+    def skeleton(self) -> Skeleton:
+        """The model for its shapes."""
+        raise NotImplementedError
+
+    def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
+        """The model with its weights, or with random ones, in eval mode, on ``device``.
+
+        Raises:
+            ModelError: no weights can be had, or they do not fit the model.
+            CheckpointError: a file that cannot be read.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
-class Constructor:
+class Constructor(Dense):
     """A timm name or a vit-pytorch class; its weights are in a file, published, or random."""
 
     name: str
     base: str
-    base_args: dict[str, Any] = field(default_factory=dict)
-    weights: Path | None = None
+    base_args: dict[str, Any]
+    weights: Path | None
+
+    def __post_init__(self) -> None:
+        check_base(self.base)
 
     def check_weights(self, *, pretrained: bool) -> None:
-        """Fail early where ``build`` would find no weights to download.
-
-        Raises:
-            ModelError: the message names ``--checkpoint FILE`` and ``--no-pretrained``.
-        """
         if pretrained and self.weights is None:
             check_available(self.base)
 
     def skeleton(self) -> Skeleton:
-        """The model on the meta device, in well under a second for most models.
-
-        One whose constructor reads its own numbers is built on the CPU.
-        """
-        try:
-            model = build_base(self.base, self.base_args, device="meta")
-        except ModelError:
-            model = build_base(self.base, self.base_args)
-        return Skeleton(model, self.base, self.base_args)
+        return Skeleton.of(self.base, self.base_args)
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        """The model with its weights, in eval mode, on ``device``.
-
-        Raises:
-            ModelError: no weights can be had, or a file's tensors do not fit the model.
-            CheckpointError: a file that cannot be read.
-        """
         if self.weights is None and pretrained:
             return _build_pretrained(self.base, self.base_args).to(device).eval()
         torch.manual_seed(seed)
@@ -94,69 +108,53 @@ class Constructor:
 
 
 @dataclass(frozen=True)
-class _Folder:
+class DenseFolder(Dense):
+    """A folder in timm's own layout, with its weights."""
+
     name: str
     folder: Path
-
-    def check_weights(self, *, pretrained: bool) -> None:
-        """Nothing to do: the weights are here."""
-
-
-class DenseFolder(_Folder):
-    """A folder in timm's own layout, with its weights."""
 
     @cached_property
     def _opened(self) -> tuple[nn.Module, str, dict[str, Any]]:
         return load_dense(self.folder)
 
     def skeleton(self) -> Skeleton:
-        """The model itself, which is on this disk anyway."""
         return Skeleton(*self._opened)
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        """The model with its weights, in eval mode, on ``device``."""
         return self._opened[0].to(device)
 
 
-class ConvertedFolder(_Folder):
+@dataclass(frozen=True)
+class ConvertedFolder:
     """A folder that ``convert`` wrote."""
 
+    name: str
+    folder: Path
+
+    def check_weights(self, *, pretrained: bool) -> None:
+        """Nothing to do: the weights are here."""
+
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        """The converted model, in eval mode, on ``device``."""
         return load(self.folder, device=device, optimize=False)
 
 
 @dataclass(frozen=True)
-class TransformersModel:
+class TransformersModel(Dense):
     """A model of transformers, by a name on the hub or a folder, that its ``from_pretrained`` opens."""
 
     name: str
     where: Path
 
     def check_weights(self, *, pretrained: bool) -> None:
-        """See that the configuration can be had, before anything else is done.
-
-        Raises:
-            ModelError: there is no such model, or no connection to the hub; the message names what to do.
-        """
-        _ = self._base
+        _ = self._base  # the configuration, which is read before anything else is done
 
     def skeleton(self) -> Skeleton:
-        """The model on the meta device."""
-        base, arguments = self._base
-        try:
-            model = build_base(base, arguments, device="meta")
-        except ModelError:
-            model = build_base(base, arguments)
-        describe_images(model, self._processor)
-        return Skeleton(model, base, arguments)
+        found = Skeleton.of(*self._base)
+        describe_images(found.model, self._processor)
+        return found
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        """The model with its weights, or with random ones, in eval mode, on ``device``.
-
-        Raises:
-            ModelError: the weights cannot be had, or do not fit the model.
-        """
         torch.manual_seed(seed)
         base, arguments = self._base
         if not pretrained:
@@ -215,7 +213,6 @@ class TransformersModel:
             return {}
 
 
-Dense = Constructor | DenseFolder | TransformersModel
 Source = Dense | ConvertedFolder
 
 
@@ -238,7 +235,7 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
         if base is None:
             raise OptionError(f"{text} holds weights only; say which model they belong to, as in --base vit_small_patch16_224")
         _refuse_options(path, {"--checkpoint": checkpoint})
-        return _constructor(path.stem, base, arguments, path)
+        return Constructor(path.stem, base, arguments, path)
     if base is not None:
         raise OptionError(f"--base goes with a file of weights as MODEL, and there is no file {text}")
     named = text.removeprefix(TRANSFORMERS)
@@ -247,19 +244,15 @@ def find(text: str, *, base: str | None = None, model_args: list[str] | None = N
         return TransformersModel(Path(named).name, Path(named))
     if path.parent != Path() or path.suffix in WEIGHT_SUFFIXES:
         raise ModelError(f"there is no file or folder {text}")
-    return _constructor(text.replace(":", "."), text, arguments, checkpoint)
+    return Constructor(text.replace(":", "."), text, arguments, checkpoint)
 
 
 def find_dense(text: str, *, base: str | None = None, model_args: list[str] | None = None, checkpoint: Path | None = None) -> Dense:
-    """``find`` for what can be converted.
-
-    Raises:
-        ModelError: MODEL is converted already; besides the errors of ``find``.
-    """
+    """``find`` for what can be converted. Raises ``ModelError`` for what is converted already."""
     source = find(text, base=base, model_args=model_args, checkpoint=checkpoint)
-    if isinstance(source, ConvertedFolder):
-        raise ModelError(f"{text} is converted already; make it dense first: flysurgery densify {text} --out DIR")
-    return source
+    if isinstance(source, Dense):
+        return source
+    raise ModelError(f"{text} is converted already; make it dense first: flysurgery densify {text} --out DIR")
 
 
 def _names_transformers(folder: Path) -> bool:
@@ -277,18 +270,8 @@ def _refuse_options(path: Path, options: Mapping[str, object]) -> None:
         raise OptionError(f"{path} has its own model or weights; {' and '.join(given)} cannot be given with it")
 
 
-def _constructor(name: str, base: str, base_args: dict[str, Any], weights: Path | None) -> Constructor:
-    check_base(base)
-    return Constructor(name, base, base_args, weights)
-
-
 def _build_pretrained(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Build a timm model and load its published weights, from the local cache or the network.
-
-    Raises:
-        ModelError: there are none, or they cannot be reached; the message names ``--checkpoint FILE`` and
-            ``--no-pretrained``.
-    """
+    """Build a timm model and load its published weights, from the local cache or the network."""
     check_available(name)
     try:
         model = timm.create_model(name, pretrained=True, **arguments)
@@ -299,13 +282,10 @@ def _build_pretrained(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def check_available(name: str) -> None:
-    """Fail at once where the weights of ``name`` are neither published, nor cached, nor within reach of the network.
+    """Raise ``ModelError`` at once where the weights of ``name`` are neither published, nor cached, nor within reach of the network.
 
     The hub client retries a failed connection for most of a minute. One request without retries tells whether there
     is a network at all. A server that is reached and slow is left to the client and its patience.
-
-    Raises:
-        ModelError: as in ``build_pretrained``.
     """
     if ":" in name:
         raise ModelError(_instead(f"no weights are published for the class {name}"))

@@ -20,13 +20,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     typer.echo(text_table(columns, rows, right=right))
 
 
-def print_changes(what: str, rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of something before and after, and the change."""
-    print_table((what, "before", "after", "change"), rows, right=("before", "after", "change"))
-
-
 def accuracy_rows(before: Accuracy, after: Accuracy) -> list[tuple[str, ...]]:
-    """Rows for ``print_changes``."""
+    """Rows for ``changes_table``."""
     return [
         (f"{name} accuracy, {after.samples} samples", f"{first:.2%}", f"{second:.2%}", f"{100 * (second - first):+.2f} points")
         for name, first, second in (("top-1", before.top1, after.top1), ("top-5", before.top5, after.top5))

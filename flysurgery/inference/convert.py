@@ -9,13 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from flysurgery.calibration import Data, samples_of
-from flysurgery.errors import OptionError
 from flysurgery.inference.choosing import Setting, choose_measured
 from flysurgery.inference.measuring import Progress
-from flysurgery.surgery import PLACEHOLDER, FidelityGoal, Measurement, Plan, Report, Tradeoff, allocate, apply, check_budget, sample_shape
+from flysurgery.surgery import PLACEHOLDER, FidelityGoal, Measurement, Plan, Report, Tradeoff, allocate, apply, is_chosen, sample_shape
 from flysurgery.surgery import plan as make_plan
-
-AUTO = "auto"
 
 
 def convert(
@@ -49,19 +46,10 @@ def convert(
     goal: dict[str, Any] = {"budget": budget, "max_error": max_error, "latency": latency, "fidelity": fidelity, "ms": ms}
     setting = Setting() if measure is True else measure or None
     tradeoff = measurement = None
-    if setting is None and all(value is None for value in goal.values()):
-        if arch == AUTO:
-            raise OptionError(f"arch '{AUTO}' needs what it is to choose by; give measure, a budget, max_error, latency or fidelity")
+    named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None]
+    if not is_chosen(arch, goal, named, measured=setting is not None):
         plan = make_plan(model, arch, **options)
     else:
-        check_budget(**goal, measured=setting is not None)
-        named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None]
-        if arch not in ("monarch", AUTO):
-            named.append("arch")
-        if named:
-            raise OptionError(
-                f"measure, budget, max_error and fidelity choose the architectures, so {' and '.join(named)} cannot be given with them"
-            )
         plan = make_plan(model, PLACEHOLDER, **options)
         if calibrate is not None:  # the same samples for the choice and for the fit
             calibrate = samples_of(calibrate, count=samples, shape=sample_shape(plan))

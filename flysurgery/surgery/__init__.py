@@ -5,11 +5,13 @@ from flysurgery.surgery.allocating import FidelityGoal as FidelityGoal
 from flysurgery.surgery.allocating import allocate as allocate
 from flysurgery.surgery.allocating import check_budget as check_budget
 from flysurgery.surgery.allocating import decide as decide
+from flysurgery.surgery.allocating import is_chosen as is_chosen
 from flysurgery.surgery.allocating import prepare as prepare
 from flysurgery.surgery.allocation import Allocation as Allocation
 from flysurgery.surgery.allocation import Trials as Trials
 from flysurgery.surgery.allocation import within as within
 from flysurgery.surgery.apply import apply as apply
+from flysurgery.surgery.apply import check_calibration as check_calibration
 from flysurgery.surgery.apply import densify as densify
 from flysurgery.surgery.apply import install as install
 from flysurgery.surgery.apply import sample_shape as sample_shape
@@ -41,10 +43,11 @@ from flysurgery.surgery.report import Row as Row
 from flysurgery.surgery.report import block_errors as block_errors
 from flysurgery.surgery.report import fidelity_rows as fidelity_rows
 from flysurgery.surgery.report import measures as measures
-from flysurgery.surgery.report import permutation_tables as permutation_tables
 from flysurgery.surgery.serial import as_json as as_json
-from flysurgery.surgery.tables import NO_BREAK as NO_BREAK
+from flysurgery.surgery.tables import blocks_of_text as blocks_of_text
+from flysurgery.surgery.tables import changes_table as changes_table
 from flysurgery.surgery.tables import grouped as grouped
+from flysurgery.surgery.tables import layer_table as layer_table
 from flysurgery.surgery.tables import short_count as short_count
 from flysurgery.surgery.tables import text_table as text_table
 from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD

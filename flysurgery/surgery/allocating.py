@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from flysurgery.calibration import Data
 from flysurgery.errors import DataError, OptionError, PlanError
 from flysurgery.surgery.allocation import DENSE, STEPS, Allocation, Trials, within
-from flysurgery.surgery.apply import apply
+from flysurgery.surgery.apply import apply, check_calibration
 from flysurgery.surgery.candidates import named_candidates, read_latency_table
 from flysurgery.surgery.check import check_plan, check_weights
 from flysurgery.surgery.choices import Search, TimedGroup, Tradeoff
@@ -21,6 +22,9 @@ from flysurgery.surgery.lagrangian import least_cost, least_error_but_first
 from flysurgery.surgery.option_errors import Option, Unit, judge, look
 from flysurgery.surgery.plan import LayerPlan, Plan, Reason
 from flysurgery.surgery.projecting import Progress
+
+AUTO = "auto"
+"""In place of a family: an allocation chooses among all of them."""
 
 PLACEHOLDER = "lowrank"
 """The family to plan with before an allocation: it fits matrices of any sizes."""
@@ -41,6 +45,25 @@ class FidelityGoal:
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
             raise OptionError(f"fidelity is the cosine to reach, above 0 and below 1; got {self.target!r}")
+
+
+def is_chosen(arch: str, goal: Mapping[str, Any], named: Sequence[str], *, measured: bool) -> bool:
+    """Whether an allocation chooses the architectures. ``goal`` is that of ``check_budget``; ``named`` are options that name architectures.
+
+    Raises:
+        OptionError: ``arch`` "auto" without a goal, ``named`` options or another ``arch`` beside one, or as ``check_budget`` does.
+    """
+    if not measured and all(value is None for value in goal.values()):
+        if arch == AUTO:
+            raise OptionError(f"arch '{AUTO}' needs what it is to choose by; give measure, a budget, max-error, latency or fidelity")
+        return False
+    check_budget(**goal, measured=measured)
+    given = [*named, *([] if arch in ("monarch", AUTO) else ["arch"])]
+    if given:
+        raise OptionError(
+            f"measure, budget, max-error, latency and fidelity choose the architectures, so {' and '.join(given)} cannot be given with them"
+        )
+    return True
 
 
 def check_budget(
@@ -135,10 +158,7 @@ def prepare(
 
     A ``budget`` that is too small is refused at once, before the errors are computed. Raises what ``allocate`` raises.
     """
-    if calibrate is None and samples is not None:
-        raise OptionError("samples is an option of calibration; give data to calibrate with")
-    if calibrate is None and needs_data:
-        raise OptionError("a fidelity is measured on samples; give data to calibrate with")
+    check_calibration(calibrate, samples=samples, fidelity=needs_data)
     dense = check_plan(plan, model)
     check_weights(dense)
     if times is not None and not any(group.faster for group in times):

@@ -67,6 +67,7 @@ def apply(
         DataError: calibration samples that the model does not take, or fewer than ``samples``.
         OptionError: options of calibration without data, options of the projection beside random factors, or an unknown ``init``.
     """
+    check_calibration(calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct)
     if init not in ("projection", "random"):
         raise OptionError(f"init must be projection or random, got {init!r}")
     if init == "random" and (sequential or permute):
@@ -76,10 +77,7 @@ def apply(
     check_weights(dense)
     params_before = _count(model)
     calibration, permutations, taken, reference = None, (), None, None
-    if calibrate is None:
-        if samples is not None or sequential or permute or reconstruct:
-            raise OptionError("samples, sequential, permute and reconstruct are options of calibration; give data to calibrate with")
-    else:
+    if calibrate is not None:
         taken = samples_of(calibrate, count=samples, shape=sample_shape(plan))
         reference = _DenseReference(plan, model, taken, _reconstruction(reconstruct, seed, model))
     if init == "random" or taken is None:
@@ -104,6 +102,14 @@ def apply(
         fidelity=fidelity,
         reconstruction=reconstruction,
     )
+
+
+def check_calibration(data: object, **options: object) -> None:
+    """Raise ``OptionError`` for options that are given without the data that they need."""
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if data is None and given:
+        need = "needs" if len(given) == 1 else "need"
+        raise OptionError(f"{' and '.join(given)} {need} data to calibrate with; give --calibrate DATA (calibrate=DATA in Python)")
 
 
 def densify(model: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
@@ -60,15 +60,6 @@ class Shared:
     tied: Mapping[str, str]
 
 
-@dataclass
-class Permuted:
-    """The reordered linears by name, the inputs of all layers in their new orders, and the outcome for each ``Shared``."""
-
-    inputs: dict[str, Inputs]
-    linears: dict[str, nn.Linear] = field(default_factory=dict)
-    outcomes: list[Permutation] = field(default_factory=list)
-
-
 def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Shared, ...]:
     """Find the features that layers replaced by ``plan`` share with each other and with dense layers, in the order of execution."""
     seen = survey(model, samples.inputs[:2], prepare=separating(model))
@@ -85,27 +76,29 @@ def permute(shared: Sequence[Shared], plan: Plan, model: nn.Module, stage: Seque
 
     The model with all reordered linears computes what it did before.
     """
-    permuter = _Permuter(plan, model, Permuted(dict(inputs)))
+    permuted = Permuted(plan, model, inputs)
     names = {layer.fqn for layer in stage}
-    waiting = {number: each for number, each in enumerate(shared) if permuter.replaced(each)[0] in names}
+    waiting = {number: each for number, each in enumerate(shared) if permuted.replaced(each)[0] in names}
     outcomes: dict[int, Permutation] = {}
     while waiting:
         together = _apart(waiting)
-        outcomes |= permuter.permute({number: each for number, each in together.items() if names.issuperset(permuter.replaced(each))})
+        outcomes |= permuted.permute({number: each for number, each in together.items() if names.issuperset(permuted.replaced(each))})
         for number, each in together.items():
             outcomes.setdefault(number, Permutation(each.what, each.linears, tied={each.what: SEPARATE, **each.tied}))
             del waiting[number]
-    permuter.done.outcomes += [outcomes[number] for number in sorted(outcomes)]
-    return permuter.done
+    permuted.outcomes += [outcomes[number] for number in sorted(outcomes)]
+    return permuted
 
 
-class _Permuter:
-    """Reorders the linears of one stage."""
+class Permuted:
+    """The reordered linears of one stage by name, the inputs of all layers in their new orders, and the outcome for each ``Shared``."""
 
-    def __init__(self, plan: Plan, model: nn.Module, done: Permuted) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, inputs: Mapping[str, Inputs]) -> None:
         self._layers = {layer.fqn: layer for layer in plan.layers}
         self._model = model
-        self.done = done
+        self.inputs = dict(inputs)
+        self.linears: dict[str, nn.Linear] = {}
+        self.outcomes: list[Permutation] = []
 
     def replaced(self, shared: Shared) -> list[str]:
         """The shared linears that surgery replaces."""
@@ -137,7 +130,7 @@ class _Permuter:
         return outcomes
 
     def _linear(self, fqn: str) -> nn.Linear:
-        linear = self.done.linears.get(fqn) or self._model.get_submodule(fqn)
+        linear = self.linears.get(fqn) or self._model.get_submodule(fqn)
         assert isinstance(linear, nn.Linear)  # members have no obstacle
         return linear
 
@@ -146,7 +139,7 @@ class _Permuter:
         linear = self._linear(member.fqn)
         found = []
         for rows, architecture in _architectures(self._layers[member.fqn], member) or ():
-            metric = metric_of(self.done.inputs[member.fqn].fit, bias=linear.bias is not None)
+            metric = metric_of(self.inputs[member.fqn].fit, bias=linear.bias is not None)
             side = Side(linear.weight.detach()[rows].to(metric.gram), architecture, metric.gram, member.columns)
             found += [] if side.is_indifferent else [side]
         return found
@@ -155,11 +148,11 @@ class _Permuter:
         linear = self._linear(member.fqn)
         whole = torch.arange(linear.in_features if member.columns else linear.out_features)
         whole[member.start : member.stop] = member.start + order
-        self.done.linears[member.fqn] = _reordered(linear, whole, columns=member.columns)
-        given = self.done.inputs.get(member.fqn)
+        self.linears[member.fqn] = _reordered(linear, whole, columns=member.columns)
+        given = self.inputs.get(member.fqn)
         if given is not None:
             moved = replace(given, fit=given.fit.permuted(whole), held_out=given.held_out.permuted(whole)) if member.columns else given
-            self.done.inputs[member.fqn] = replace(moved, permuted=True)
+            self.inputs[member.fqn] = replace(moved, permuted=True)
 
     def _layer_errors(self, names: Sequence[Sequence[str]], found: Orders) -> tuple[PermutedLayer, ...]:
         """For each layer the root of the mean square of its products' relative errors; ``names`` are those of each kind's sides."""

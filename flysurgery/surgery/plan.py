@@ -14,7 +14,7 @@ from flysurgery.errors import PatternError, PlanError
 from flysurgery.layers import SplitLinear
 from flysurgery.patterns import MAX_FEATURES, Architecture, check_fits, family_of
 from flysurgery.surgery.serial import LATER, as_json, from_json, shown
-from flysurgery.surgery.tables import blocks_of_text, change, kept_table, replaced_table, total
+from flysurgery.surgery.tables import blocks_of_text, changes_table, kept_table, layer_totals, replaced_table
 from flysurgery.walker import Role, Switch
 
 SCHEMA = 1
@@ -217,13 +217,11 @@ class Plan:
                 raise PlanError(f"{what} {twice[0]} stands twice in the plan; it may stand once")
 
     def __str__(self) -> str:
-        replaced = self.replaced
-        weights, flops = (change(total(replaced, f"{name}_before"), total(replaced, f"{name}_after")) for name in ("weights", "flops"))
         return blocks_of_text(
-            f"plan for {self.base or 'a model without a name'}: {len(replaced)} of {len(self.layers)} linear layers to replace",
-            replaced_table("replace", replaced, "weights", {}),
-            f"weights in them: {weights}; flops of one sample in them: {flops}",
+            f"plan for {self.base or 'a model without a name'}: {len(self.replaced)} of {len(self.layers)} linear layers to replace",
+            replaced_table("replace", self.layers, {"out x in": lambda layers: layers[0].size}),
             kept_table(self.layers),
+            changes_table("total", layer_totals(self.layers)),
         )
 
     @property

@@ -14,10 +14,12 @@ from flysurgery.surgery.serial import as_json
 from flysurgery.surgery.tables import (
     Columns,
     blocks_of_text,
-    change,
+    changes_table,
+    count_row,
     grouped,
     kept_table,
     layer_table,
+    layer_totals,
     replaced_table,
     text_table,
     total,
@@ -27,7 +29,6 @@ UNKNOWN = "its fidelity is unknown: no data were given; --calibrate DATA measure
 
 TOP_CLASS = "same top class"
 
-FIDELITY = ("fidelity", "before", "after", "change")
 MOVED = ("in a new order", "role", "layers", "fit error before", "after")
 STAYED = ("in their own order", "n", "what", "why")
 PLANNED = (
@@ -56,11 +57,6 @@ class RowCalibration:
     rows: int
     permuted: bool = False
     note: str | None = None
-
-    @property
-    def ratio(self) -> float:
-        """The output error as a share of the plain projection's; 1 where both are zero."""
-        return self.output_error / self.plain_output_error if self.plain_output_error else 1.0
 
 
 @dataclass(frozen=True)
@@ -207,64 +203,42 @@ class Report:
         return as_json(document)
 
     def __str__(self) -> str:
-        totals = self.totals
-        head = f"replaced {totals['replaced']} of {totals['layers']} linear layers in {self.seconds:.1f} s"
+        head = f"replaced {len(self.replaced)} of {len(self.rows)} linear layers in {self.seconds:.1f} s"
         head += ", and one forward called each" if self.verified else ", not verified by a forward"
-        sums = (
-            ("replaced layers' parameters", "replaced_params"),
-            ("model's parameters", "model_params"),
-            ("linear layers' flops of one sample", "linear_flops"),
-        )
-        fidelity = None if self.fidelity is None else fidelity_rows(self.fidelity, self.reconstruction)
+        changes = [count_row("parameters of the model", self.model_params_before, self.model_params_after), *layer_totals(self.rows)]
+        if self.fidelity is not None:
+            done = self.reconstruction
+            changes += fidelity_rows(self.fidelity, done and done.before, ", projected and reconstructed" if done else "")
+        noted = [row for row in self.replaced if row.calibration is not None and row.calibration.note is not None]
         return blocks_of_text(
             head,
-            replaced_table("replaced", self.replaced, "params", RESULTS),
-            "\n".join(f"{what}: {change(totals[f'{name}_before'], totals[f'{name}_after'])}" for what, name in sums),
-            self.calibration,
-            _calibrated_table(self.rows),
-            fidelity and text_table(FIDELITY, fidelity, right=FIDELITY[1:]),
+            replaced_table("replaced", self.rows, RESULTS if self.calibration is None else OUTPUT_RESULTS),
+            kept_table(self.rows),
+            changes_table("total", changes),
             *self.remarks,
-            permutation_tables(self.permutations),
+            self.calibration,
+            layer_table("as projected", noted, lambda row: (row.role, row.calibration.note), NOTE),
+            _permutation_tables(self.permutations),
             self.tradeoff,
             self.measurement,
-            kept_table(self.rows),
         )
 
 
 RESULTS: Columns = {
-    "relative error": lambda rows: _span([row.relative_error for row in rows]),
-    "energy kept": lambda rows: _span([row.energy_kept for row in rows]),
-    "seconds": lambda rows: f"{sum(row.seconds for row in rows):.2f}",
+    "worst error": lambda rows: f"{max(row.relative_error for row in rows):.3f}",
+    "least energy": lambda rows: f"{min(row.energy_kept for row in rows):.3f}",
 }
 
-CALIBRATED: Columns = {
-    "role": lambda rows: rows[0].role,
-    "output error": lambda rows: f"{_worst(rows).output_error:.3f}",
-    "of plain projection": lambda rows: f"{_worst(rows).plain_output_error:.3f}",
-    "ratio": lambda rows: f"{_worst(rows).ratio:.3f}",
-    "fit error": lambda rows: f"{_worst(rows).fit_error:.3f}",
-    "sweeps": lambda rows: str(_worst(rows).sweeps),
-    "shrinkage": lambda rows: f"{_worst(rows).shrinkage:.1e}",
-    "note": lambda rows: rows[0].calibration.note or ("features in a new order" if rows[0].calibration.permuted else ""),
+OUTPUT_RESULTS: Columns = {
+    "output error": lambda rows: f"{max(row.calibration.output_error for row in rows):.3f}",
+    "plain error": lambda rows: f"{max(row.calibration.plain_output_error for row in rows):.3f}",
 }
+"""Those of calibrated layers: the error of their outputs, beside that of the plain projection."""
+
+NOTE: Columns = {"role": lambda rows: rows[0].role, "why": lambda rows: rows[0].calibration.note}
 
 
-def _calibrated_table(rows: Sequence[Row]) -> str:
-    """The calibrated layers; of those that are alike the one with the largest error."""
-    known = [row for row in rows if row.calibration is not None]
-    return layer_table("calibrated", known, lambda row: (row.role, row.calibration.permuted, row.calibration.note), CALIBRATED)
-
-
-def _worst(rows: Sequence[Any]) -> RowCalibration:
-    return max((row.calibration for row in rows), key=lambda found: found.output_error)
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
-    return low if low == high else f"{low} to {high}"
-
-
-def permutation_tables(permutations: Sequence[Permutation]) -> str:
+def _permutation_tables(permutations: Sequence[Permutation]) -> str:
     """The mean errors of each role before and after, and the features that kept their order, with the reasons."""
     by_role: dict[tuple[str, str], list[tuple[bool, PermutedLayer]]] = {}
     for each in permutations:
@@ -288,17 +262,16 @@ def measures(found: Fidelity) -> list[tuple[str, str]]:
     return [(what, _shown(what, value)) for what, (_, value) in _values(found).items() if value is not None]
 
 
-def fidelity_rows(found: Fidelity, reconstruction: Reconstruction | None = None) -> list[tuple[str, str, str, str]]:
-    """Rows of name, before, after and change. Before is the dense model, or the projection where there is a reconstruction."""
-    start = None if reconstruction is None else _values(reconstruction.before)
+def fidelity_rows(after: Fidelity, before: Fidelity | None = None, how: str = "") -> list[tuple[str, ...]]:
+    """Rows for ``changes_table``. Before is the dense model where there is nothing else; ``how`` says what was done."""
+    start = None if before is None else _values(before)
     rows = []
-    for what, (dense, after) in _values(found).items():
-        before = dense if start is None else start[what][1]
-        if before is not None and after is not None:
-            change = f"{100 * (after - before):+.2f} points" if what == TOP_CLASS else f"{after - before:+.3f}"
-            rows.append((what, _shown(what, before), _shown(what, after), change))
-    first = f"{rows[0][0]}, {found.samples} held-out samples" + ("" if start is None else ", projected and reconstructed")
-    return [(first, *rows[0][1:]), *rows[1:]]
+    for what, (dense, value) in _values(after).items():
+        old = dense if start is None else start[what][1]
+        if old is not None and value is not None:
+            change = f"{100 * (value - old):+.2f} points" if what == TOP_CLASS else f"{value - old:+.3f}"
+            rows.append((what, _shown(what, old), _shown(what, value), change))
+    return [(f"{rows[0][0]}, {after.samples} held-out samples{how}", *rows[0][1:]), *rows[1:]]
 
 
 def block_errors(found: Fidelity) -> str | None:

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from textwrap import fill, wrap
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,7 +15,7 @@ Item = TypeVar("Item")
 Columns: TypeAlias = Mapping[str, Callable[[list[Any]], str | None]]
 """The cell of each column for layers that are alike, by title."""
 
-LEFT = ("role", "out x in", "family", "architecture", "reason", "note")
+LEFT = ("role", "out x in", "family", "architecture", "why", "note", "replaced by", "obstacles")
 """The columns of texts; numbers are set to the right."""
 
 GAPS = (2, 1)
@@ -76,29 +77,29 @@ def grouped(items: Iterable[Item], name: Callable[[Item], str], alike: Callable[
     return [(_shared_name([name(item) for item in members]), members) for members in groups.values()]
 
 
-def layer_table(title: str, layers: Iterable[Any], alike: Callable[[Any], object], columns: Columns) -> str:
+def layer_table(
+    title: str, layers: Iterable[Any], alike: Callable[[Any], object], columns: Columns, name: Callable[[Any], str] = attrgetter("fqn")
+) -> str:
     """One line for each group of layers that are ``alike``: its name, its size, and ``columns``. No layers give no table."""
     rows = [
-        (name, str(len(members)), *(cell(members) or "" for cell in columns.values()))
-        for name, members in grouped(layers, lambda layer: layer.fqn, alike)
+        (shared, str(len(members)), *(cell(members) or "" for cell in columns.values())) for shared, members in grouped(layers, name, alike)
     ]
-    right = [column for column in ("layers", *columns) if column not in LEFT]
-    return text_table((title, "layers", *columns), rows, right=right) if rows else ""
+    right = [column for column in ("n", *columns) if column not in LEFT]
+    return text_table((title, "n", *columns), rows, right=right) if rows else ""
 
 
-def replaced_table(title: str, layers: Iterable[Any], counted: str, further: Columns) -> str:
-    """The layers that are replaced, rows of a plan or of a report; ``counted`` is "weights" or "params"."""
+def replaced_table(title: str, layers: Iterable[Any], further: Columns) -> str:
+    """The layers that are replaced, rows of a plan or of a report."""
     columns: Columns = {
         "role": lambda layers: layers[0].role,
-        "out x in": lambda layers: layers[0].size,
-        counted: lambda layers: short_count(total(layers, f"{counted}_before")),
-        "after": lambda layers: short_count(total(layers, f"{counted}_after")),
-        "share": lambda layers: share(total(layers, f"{counted}_after"), total(layers, f"{counted}_before")),
         **further,
+        "params": lambda layers: _change(layers, "params"),
+        "FLOPs": lambda layers: _change(layers, "flops"),
         "family": lambda layers: layers[0].family,
-        "architecture": lambda layers: layers[0].architecture,
+        "architecture": lambda layers: layers[0].architecture.replace("),(", "), ("),
     }
-    return layer_table(title, layers, lambda layer: (layer.role, layer.size, layer.architecture), columns)
+    replaced = [layer for layer in layers if layer.status == "replace"]
+    return layer_table(title, replaced, lambda layer: (layer.role, layer.size, layer.architecture), columns)
 
 
 def kept_table(layers: Iterable[Any]) -> str:
@@ -106,10 +107,29 @@ def kept_table(layers: Iterable[Any]) -> str:
     columns: Columns = {
         "role": lambda layers: layers[0].role,
         "out x in": lambda layers: layers[0].size,
-        "reason": lambda layers: layers[0].reason and f"{layers[0].reason.code}: {layers[0].reason.text}",
+        "why": lambda layers: layers[0].reason and f"{layers[0].reason.code}: {layers[0].reason.text}",
     }
     kept = [layer for layer in layers if layer.status == "keep"]
-    return layer_table("keep dense", kept, lambda layer: (layer.role, layer.size, layer.reason), columns)
+    return layer_table("kept dense", kept, lambda layer: (layer.role, layer.size, layer.reason), columns)
+
+
+def changes_table(what: str, rows: Sequence[Sequence[str]]) -> str:
+    """Rows of something before and after, and the change."""
+    return text_table((what, "before", "after", "change"), rows, right=("before", "after", "change")) if rows else ""
+
+
+def layer_totals(layers: Sequence[Any]) -> list[tuple[str, ...]]:
+    """Rows for ``changes_table`` on the layers of a plan or of a report. FLOPs are those of one sample's forward."""
+    replaced = [layer for layer in layers if layer.status == "replace"]
+    return [
+        count_row("parameters of the replaced layers", total(replaced, "params_before"), total(replaced, "params_after")),
+        count_row("FLOPs of all linear layers", total(layers, "flops_before"), total(layers, "flops_after")),
+    ]
+
+
+def count_row(what: str, before: int, after: int) -> tuple[str, ...]:
+    """A row for ``changes_table`` with large numbers."""
+    return (what, short_count(before), short_count(after), f"{after / before - 1:+.1%}" if before else "")
 
 
 def blocks_of_text(*blocks: object) -> str:
@@ -122,11 +142,6 @@ def total(layers: Iterable[Any], name: str) -> int:
     return sum(getattr(layer, name) for layer in layers)
 
 
-def change(before: int, after: int) -> str:
-    """Two large numbers and the share that is left: ``21.4 M -> 8.2 M (38.3%)``."""
-    return f"{short_count(before)} -> {short_count(after)} ({share(after, before)})"
-
-
 def short_count(count: int) -> str:
     """A large number in three digits: ``21.4 M``."""
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -135,9 +150,9 @@ def short_count(count: int) -> str:
     return str(count)
 
 
-def share(after: int, before: int) -> str:
-    """``after`` in percent of ``before``."""
-    return f"{after / before:.1%}" if before else "-"
+def _change(layers: Iterable[Any], name: str) -> str:
+    counts = (total(layers, f"{name}_{when}") for when in ("before", "after"))
+    return " -> ".join(short_count(count).replace(" ", NO_BREAK) for count in counts)
 
 
 def _shared_name(names: Sequence[str]) -> str:

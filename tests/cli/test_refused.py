@@ -65,8 +65,8 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--device", "abacus"), 2, ("'abacus'",)),
     (("--device", "cuda:99"), 2, ("'cuda:99'",)),
     (("--evaluate", "no/such/data"), 1, ("no/such/data",)),
-    (("--samples", "20"), 2, ("--samples", "--calibrate")),
-    (("--sequential", "--permute"), 2, ("--sequential and --permute need data", "--calibrate")),
+    (("--samples", "20"), 2, ("samples needs data", "--calibrate")),
+    (("--sequential", "--permute"), 2, ("sequential and permute need data", "--calibrate")),
     (("--calibrate", "nowhere"), 1, ("there is no data set 'nowhere'",)),
     (("--out", "model.safetensors"), 1, ("model.safetensors is the name of a file", "give a folder, such as", "/model")),
     (("--out", "."), 1, ("the folder that this runs in",)),
@@ -74,23 +74,23 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--budget", 0.4, "--max-error", 0.1), 2, ("give one of them",)),
     (("--latency", "t.csv"), 2, ("needs a budget",)),
     (("--plot", "p.png"), 2, ("--budget, --max-error or --fidelity",)),
-    (("--fidelity", 0.9), 2, ("--fidelity needs data to calibrate with",)),
+    (("--fidelity", 0.9), 2, ("fidelity needs data to calibrate with",)),
     (("--fidelity", 1.5, *DIGITS), 2, ("above 0 and below 1",)),
-    (("--fidelity", 0.9, "--rank", 8, *DIGITS), 2, ("--rank",)),
-    (("--budget", 0.4, "--nblocks", 8), 2, ("--nblocks",)),
-    (("--budget", 0.4, "--arch", "gonon"), 2, ("--arch",)),
+    (("--fidelity", 0.9, "--rank", 8, *DIGITS), 2, ("so rank cannot",)),
+    (("--budget", 0.4, "--nblocks", 8), 2, ("so nblocks cannot",)),
+    (("--budget", 0.4, "--arch", "gonon"), 2, ("so arch cannot",)),
     (("--budget", "nan"), 2, ("budget", "nan")),
     (("--budget", 0.001), 2, ("smallest reachable share",)),
     (("--max-error", 0), 2, ("above 0",)),
     (("--budget", 0.4, "--dry-run", "--plot", "p.png"), 2, ("--dry-run",)),
     (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
-    (("--measure", "--arch", "gonon"), 2, ("--arch gonon", "--arch auto")),
-    (("--arch", "auto"), 2, ("--arch auto", "--measure, --budget, --max-error or --fidelity")),
-    (("--arch", "auto", "--ms", 2), 2, ("--ms", "--measure")),
+    (("--measure", "--arch", "gonon"), 2, ("measure", "so arch cannot")),
+    (("--arch", "auto"), 2, ("arch 'auto' needs", "measure, a budget, max-error, latency or fidelity")),
+    (("--arch", "auto", "--ms", 2), 2, ("ms are those", "measure")),
     (("--arch", "auto", "--batch", 2), 2, ("--batch", "--measure")),
     ((*MEASURE, "--ms", 0), 2, ("positive number",)),
     ((*MEASURE, "--ms", 2, "--budget", 0.5), 2, ("budget and ms", "give one of them")),
-    ((*MEASURE, "--nblocks", 8), 2, ("--nblocks", "--measure")),
+    ((*MEASURE, "--nblocks", 8), 2, ("so nblocks cannot", "measure")),
     ((*MEASURE, "--latency", "t.csv"), 2, ("latency", "measuring")),
 ]
 
@@ -213,8 +213,7 @@ def test_cached_weights_need_no_network(monkeypatch: pytest.MonkeyPatch) -> None
     check_available(NAME)
 
 
-@pytest.mark.parametrize("name", ["vit_pytorch:ViT", "vit_small_patch16_36x1_224"])
-def test_models_without_published_weights_are_named(name: str) -> None:
-    with pytest.raises(ModelError, match=r"publishes no weights|no weights are published") as caught:
+def test_models_without_published_weights_are_named() -> None:
+    name = "vit_small_patch16_36x1_224"
+    with pytest.raises(ModelError, match=f"publishes no weights for {name}; .*--checkpoint FILE"):
         check_available(name)
-    assert name in str(caught.value) and "--checkpoint FILE" in str(caught.value)

@@ -146,7 +146,7 @@ def test_bounds_that_cannot_be_kept_or_contradict_each_other(vit: nn.Module, vit
         (OptionError, "budget is the share", {"budget": 0.0}),
         (OptionError, "budget is the share", {"budget": float("nan")}),
         (OptionError, "max-error is a relative error", {"max_error": 1.0}),
-        (OptionError, "a fidelity is measured on samples; give data", {"fidelity": FidelityGoal(0.9)}),
+        (OptionError, "fidelity needs data", {"fidelity": FidelityGoal(0.9)}),
         (DataError, "at least 3 samples, to fit to, to choose by and to report on; there are 2", {"budget": 0.4, "calibrate": many[:2]}),
     ):
         with pytest.raises(kind, match=message):

@@ -117,7 +117,7 @@ def test_the_report_counts_and_measures(vit: nn.Module, vit_plan: Plan) -> None:
     assert document["calibration"] is None and document["totals"]["replaced"] == 6
     assert document["rows"][0]["parts"][0]["name"] == "q" and document["rows"][-1]["reason"]["code"] == "head"
     text = str(report)
-    assert "replaced 6 of 9 linear layers" in text and "one forward called each" in text and "keep dense" in text
+    assert "replaced 6 of 9 linear layers" in text and "one forward called each" in text and "kept dense" in text
 
 
 def test_the_plan_stays_with_the_model_its_copies_and_pickles(vit: nn.Module, vit_plan: Plan) -> None:

@@ -147,12 +147,13 @@ def test_any_damage_is_a_plan_error_or_another_valid_plan(place: str, value: Any
         assert str(plan)
 
 
-def test_the_table_shows_groups_totals_and_reasons() -> None:
+def test_the_table_shows_groups_totals_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     text = str(a_plan())
     assert "plan for a_model: 2 of 3 linear layers to replace" in text
-    assert "weights in them: 5.12 k -> 2.3 k (45.0%)" in text  # 96*32 + 64*32 and 1536 + 768
     up = next(line for line in text.splitlines() if line.startswith("block.up"))
-    assert up.split() == ["block.up", "1", "ffn_in", "64x32", "2.05", "k", "768", "37.5%", "other", str(UP)]
+    assert up.split() == f"block.up 1 ffn_in 64x32 2.11 k -> 832 65.5 k -> 24.6 k other {UP}".replace("),(", "), (").split()
+    assert "parameters of the replaced layers  5.28 k  2.46 k  -53.3%" in text  # 97*32 + 64*33 and 1536 + 768 and biases
     assert "not-selected: not selected" in text
 
 
