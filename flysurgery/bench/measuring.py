@@ -12,6 +12,7 @@ from torch import Tensor
 from flysurgery.bench.ceilings import Work, measure_ceilings
 from flysurgery.bench.rows import Record
 from flysurgery.bench.timing import Run, Timing, in_mode, time_interleaved
+from flysurgery.bench.timing import synchronize as synchronize
 from flysurgery.errors import first_line
 
 WORST_ERROR = 16.0
@@ -227,9 +228,3 @@ def one_line(error: BaseException) -> str:
     """Give the first line of an error's message, short enough for a table."""
     text = first_line(error)
     return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device where that means something."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

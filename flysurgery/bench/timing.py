@@ -91,7 +91,7 @@ def time_interleaved(
     for name, run in candidates.items():
         own = inputs[name]
         if not own.is_cuda:
-            samplers[name], launches[name] = cpu_sampler(run, own), "eager"
+            samplers[name], launches[name] = sampler_by_clock(run, own), "eager"
             continue
         if id(own) not in copies:
             copies[id(own)] = rotating(own)
@@ -137,13 +137,15 @@ def rotating(x: Tensor) -> list[Tensor]:
         return [x, *(x.clone() for _ in range(copies))]
 
 
-def cpu_sampler(run: Run, x: Tensor) -> Sample:
-    """Sample one call by the wall clock, with the caches as its own last call left them."""
+def sampler_by_clock(run: Run, x: Tensor) -> Sample:
+    """Sample one call by the wall clock, with the caches as its own last call left them: on a CPU, or a GPU without CUDA."""
 
     def sample(calls: int) -> float:
+        synchronize(x.device)
         start = time.perf_counter()
         for _ in range(calls):
             run(x)
+        synchronize(x.device)
         return (time.perf_counter() - start) * 1e3 / calls
 
     def after_itself(calls: int) -> float:
@@ -154,6 +156,12 @@ def cpu_sampler(run: Run, x: Tensor) -> Sample:
         return lambda: sample(1)
     calls = max(1, round(SAMPLE_MS / after_itself(1)))
     return lambda: after_itself(calls)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU, of whatever kind; calls on a CPU end when they return."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def all_calls(run: Run, inputs: Sequence[Tensor], launch: str, pool: Any) -> tuple[Callable[[], None], str]:
