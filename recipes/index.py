@@ -23,14 +23,11 @@ which table or figure. `python recipes/NAME.py --help` says how a recipe measure
 What they share:
 
 - `--quick` takes fewer cases and answers within two minutes, on a CPU too, where kernels have the status `needs CUDA`.
-  `sanitize_kernels.py` always needs a CUDA device.
 - `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
   device, versions and commit stay, whatever their options.
-- `--device`, `--threads`, `--seed` and mostly `--seconds`, for the samples of one candidate, set the measurement; `--plot FILE` draws.
 - Each candidate is compared with float64 before it is timed. A wrong one has a row that says so.
 - Dense, or else the candidate that ratios refer to, is timed twice in the same shuffled run. If the two differ by more than 3 % (10 % on
   a CPU), all rows of that run say noisy.
-- The column `launch` says whether a time is that of a CUDA graph over inputs larger than the L2 cache, or of calls from Python.
 
 | recipe | what it does | needs | rows |
 |---|---|---|---|
