@@ -136,6 +136,19 @@ def test_calibration_keeps_the_digits(run_recipe: RunRecipe) -> None:
         assert float(calibrated[f"error_{role}"]) <= 0.7 * float(svd[f"error_{role}"])
 
 
+def test_every_way_from_scratch_makes_the_same_updates(run_recipe: RunRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_recipe("from_scratch.py fractals", "--seconds", "0.01")
+    dense, projected, monarch, low_rank, half, most = first
+    assert [row["way"] for row in first[:4]] == ["dense", "dense, projected", "monarch", "low rank"]
+    assert {row["updates"] for row in first} == {"4"} and {row["samples"] for row in first} == {"500"}
+    sizes = [int(row["model_params"]) for row in (low_rank, monarch, projected, dense, half, most)]
+    assert sizes[0] <= sizes[1] == sizes[2] < sizes[3] == sizes[4] == sizes[5]
+    assert half["top1"] == most["top1"], "of two epochs both have one before their factors are multiplied out"
+    assert [bool(row["forward_ms"]) for row in first] == [bool(row["top1_finetuned"]) for row in first] == [True] * 2 + [False] * 4
+    monkeypatch.setattr("flysurgery.finetune.train", None)
+    assert run_recipe("from_scratch.py fractals") == first, "nothing is trained again"
+
+
 @pytest.fixture
 def cases() -> Any:
     import kernel_cases
