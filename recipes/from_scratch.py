@@ -11,7 +11,7 @@ The data, each with a ViT, an MLP-Mixer, a ConvMixer and a MobileNet, of which t
 The ways:
 
     dense, monarch, low rank    random weights; Monarch has 4 blocks, and low rank as many weights
-    monarch N %, then dense     reverse sparsification, as in Dao et al. 2022: after a share of the epochs the factors are multiplied out
+    monarch N %, then dense     reverse sparsification (arXiv:2204.00595): after a share of the epochs the factors are multiplied out
     dense, projected            the trained dense model, whose weights are projected onto Monarch
 
 All ways of one model and seed have the same dense start, the same images in the same order, and AdamW at the same rate, times the ratio
