@@ -69,12 +69,15 @@ def convert(
     from flysurgery.bench import check_plot, draw_tradeoff
     from flysurgery.cli.source import find_dense
     from flysurgery.cli.tables import accuracy_rows, print_json, progress, tell_skipped
+    from flysurgery.fidelity import Settings
 
     surgery.check_calibration(
         calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct, fidelity=fidelity
     )
     if minutes is not None and not reconstruct:
         raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
+    if minutes is not None:
+        Settings(minutes)  # which checks them, before anything is loaded
     if batch is not None and not measure:
         raise OptionError("--batch is of the model that --measure times; give --arch auto --measure with it")
     check_shared(shared=reconstruct and not (measure or fidelity or dry_run))

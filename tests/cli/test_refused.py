@@ -84,6 +84,7 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--max-error", 0), 2, ("above 0",)),
     (("--budget", 0.4, "--dry-run", "--plot", "p.png"), 2, ("--dry-run",)),
     (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
+    (("--reconstruct", "--minutes", 0, *DIGITS), 2, ("minutes must be a positive number",)),
     (("--measure", "--arch", "gonon"), 2, ("measure", "so arch cannot")),
     (("--arch", "auto"), 2, ("arch 'auto' needs", "measure, a budget, max-error, latency or fidelity")),
     (("--arch", "auto", "--ms", 2), 2, ("ms are those", "measure")),
