@@ -12,7 +12,6 @@ from torch import Tensor
 from flysurgery.bench.ceilings import Work, measure_ceilings
 from flysurgery.bench.rows import Record
 from flysurgery.bench.timing import Run, Timing, in_mode, time_interleaved
-from flysurgery.bench.timing import synchronize as synchronize
 from flysurgery.errors import first_line
 
 WORST_ERROR = 16.0
