@@ -48,9 +48,9 @@ from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, plan_of
 from flysurgery import surgery
 from flysurgery.bench import Case, Measured, Protocol, Record, check_plot, in_mode, measure
 from flysurgery.bench.measuring import checked_rows
-from flysurgery.bench.timing import synchronize
 from flysurgery.bench.plots import pyplot, save
 from flysurgery.bench.rows import read_table
+from flysurgery.bench.timing import synchronize
 from flysurgery.bench.variants import by_definition, fused_modules
 from flysurgery.calibration import Samples
 from flysurgery.cli.options import device_of
