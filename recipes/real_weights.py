@@ -43,7 +43,7 @@ import torch
 from focus_model import FocusModel, Sight, check, compare, from_onnx, load_focus, read_wheel, save_focus, seen
 from photograph_crops import Photographs, calibration_crops, judging_crops, photographs_in
 from torch import nn
-from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, plan_of, ways_of
+from weight_ways import COMPILED, DENSE, RIVALS, STEPS, Way, linears_of, ways_of
 
 from flysurgery import surgery
 from flysurgery.bench import Case, Measured, Protocol, Record, check_plot, in_mode, measure
@@ -144,7 +144,7 @@ class Workshop:
         if way.family in RIVALS:
             RIVALS[way.family].convert(model, self.linears)
         else:
-            done = surgery.apply(plan_of(way, model), model, **options).reconstruction
+            done = surgery.apply(surgery.plan(model, **way.arch), model, **options).reconstruction
         synchronize(self.device)
         return model.requires_grad_(False).eval(), time.perf_counter() - started, done
 

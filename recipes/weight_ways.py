@@ -20,11 +20,11 @@ from vit_parts import INT8_ERROR
 from flysurgery import surgery
 from flysurgery.errors import FlysurgeryError, OptionError
 from flysurgery.patterns import named
-from flysurgery.surgery import LayerPlan, Plan
+from flysurgery.surgery import LayerPlan
 
 DENSE, COMPILED = "dense", "dense compiled"
-MIXED = "mixed"
 MIDDLE_DENSE = "monarch 3 with dense middle"
+DENSE_V = {"qkv.v$": "dense"}
 RANK = 96
 SMALLER_RANKS = (64, 48, 32)
 
@@ -32,13 +32,20 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gonon": {"arch": "gonon"},
     "monarch 4": {"arch": "monarch", "nblocks": 4},
     f"rank {RANK}": {"arch": "lowrank", "rank": RANK},
-    MIXED: {"arch": "monarch", "nblocks": 4},
+    "mixed": {"arch": "monarch", "nblocks": 4, "per_layer": {"qkv|fc1": f"lowrank:{RANK}"}},
+    "monarch 4 with dense v": {"arch": "monarch", "nblocks": 4, "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:8"}},
     "monarch 2": {"arch": "monarch", "nblocks": 2},
     MIDDLE_DENSE: {"arch": "monarch", "nblocks": 3, "exclude": r"blocks\.[5-7]\."},
+    "monarch 3 with dense v and middle": {
+        "arch": "monarch",
+        "nblocks": 3,
+        "per_layer": {**DENSE_V, "qkv.[qk]$": "monarch:4", r"blocks\.[6-9]\.mlp": "dense"},
+    },
     **{f"rank {rank}": {"arch": "lowrank", "rank": rank} for rank in SMALLER_RANKS},
 }
 """Options of ``surgery.plan``. In ``mixed``, q, k, v and the first layer of feed-forward blocks get low rank instead. In
-``monarch 3 with dense middle`` the blocks 5 to 7 of 12 stay dense, where dense blocks help patch tokens most.
+``monarch 3 with dense middle`` the blocks 5 to 7 of 12 stay dense, where dense blocks help patch tokens most. With a dense v, q and k get
+more blocks, so that ``monarch 4`` keeps its size; ``with dense v and middle``, the feed-forward parts of blocks 6 to 9 stay dense too.
 
 Rank 96 has the size of ``monarch 4``. The smaller ranks are there to find the one that takes its milliseconds.
 """
@@ -197,13 +204,6 @@ def ways_of(text: str | None, *, quick: bool = False) -> tuple[Way, ...]:
             names = ", ".join((DENSE, *FAMILIES, *RIVALS, *STEPS))
             raise OptionError(f"--ways knows no '{part}'; choose families or steps out of {names}, or both as in 'gonon plain'")
     return tuple(way for way in WAYS if way.family == DENSE or {way.name, way.family, way.step} & set(parts))
-
-
-def plan_of(way: Way, model: nn.Module) -> Plan:
-    plan = surgery.plan(model, **way.arch)
-    if way.family != MIXED:
-        return plan
-    return replace(plan, layers=tuple(low_rank(layer, RANK) if layer.role in ("qkv", "ffn_in") else layer for layer in plan.layers))
 
 
 def low_rank(layer: LayerPlan, rank: int | None = None) -> LayerPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from flysurgery.patterns import ARCHITECTURES, OF_BLOCKS, Architecture, named
 from flysurgery.surgery.base import find_base
 from flysurgery.surgery.change import refuse_converted
 from flysurgery.surgery.plan import ExampleInput, LayerPlan, Part, Plan, Reason
-from flysurgery.walker import Example, Target, example_input, positional, select, walk
+from flysurgery.walker import Example, Slice, Target, example_input, positional, select, walk
 
 DEFAULT_NBLOCKS = 4
 
@@ -70,6 +71,52 @@ class Rule:
         return found
 
 
+class Dense(Rule):
+    """Keeps what it is asked about dense."""
+
+    def choose(self, out_features: int, in_features: int) -> Reason:
+        return Reason("not-selected", "per_layer keeps it dense")
+
+
+class Rules:
+    """The rule of most layers, and those of layers and parts whose names match an expression; of several that match the last counts."""
+
+    def __init__(self, usual: Rule, per_layer: Mapping[str, str]) -> None:
+        self.usual, self._unmet = usual, dict.fromkeys(per_layer)
+        try:
+            self._others = [(re.compile(expression), _rule_of(choice)) for expression, choice in per_layer.items()]
+        except re.error as error:
+            raise SelectionError(f"per_layer: {error.pattern!r} is no regular expression: {error}") from error
+
+    def of(self, target: Target, part: Slice | None = None) -> Rule:
+        """The rule of a layer, or of a part of it."""
+        names = (target.fqn,) if part is None else (f"{target.fqn}.{part.name}", target.fqn)
+        found = self.usual
+        for expression, rule in self._others:
+            if any(map(expression.search, names)):
+                found = rule
+                self._unmet.pop(expression.pattern, None)
+        return found
+
+    def check_met(self) -> None:
+        """Raise ``SelectionError`` for an expression that has matched nothing."""
+        if self._unmet:
+            raise SelectionError(f"per_layer: {next(iter(self._unmet))!r} matches no selected layer and no part of one")
+
+
+def _rule_of(choice: str) -> Rule:
+    """The rule of a text: "dense", or a family, with its ``nblocks`` or ``rank`` behind a colon."""
+    family, _, number = choice.partition(":")
+    if choice == "dense":
+        return Dense()
+    takes_number = family == "lowrank" or family in OF_BLOCKS
+    if family not in ARCHITECTURES or (number and not (takes_number and number.isdecimal())):
+        raise OptionError(f"per_layer: expected dense, or a family such as gonon, monarch:8 or lowrank:64, got {choice!r}")
+    if not number:
+        return Rule(family)
+    return Rule(family, rank=int(number)) if family == "lowrank" else Rule(family, nblocks=int(number))
+
+
 def plan(
     model: nn.Module,
     arch: str = "monarch",
@@ -80,6 +127,7 @@ def plan(
     nblocks: int = DEFAULT_NBLOCKS,
     rank: int | None = None,
     patterns: str | Architecture | Sequence[object] | None = None,
+    per_layer: Mapping[str, str] | None = None,
     base: str | None = None,
     base_args: Mapping[str, Any] | None = None,
     example: Example | None = None,
@@ -101,6 +149,9 @@ def plan(
             "block" or "deformable" (with ``nblocks``). The kaleidoscope has no projection; see ``init`` of ``apply``.
         patterns: architectures instead of a family, such as "(1,192,48,2),(2,48,192,1)", or a list of them; each layer
             gets the first that has its size. With ``include``, every included layer must have one.
+        per_layer: other choices for the selected layers, or parts of fused projections, that a regular expression finds: "dense", or
+            a family with its number, as in ``{"qkv.v$": "dense", "qkv.[qk]$": "monarch:8", "blocks.5": "lowrank:64"}``. A part is
+            named after its layer, as in "blocks.0.attn.qkv.v". Of several expressions that match, the last counts.
         base, base_args: how to build the dense model again when a checkpoint is loaded; timm models have this information.
         example: the arguments of one forward: a tensor, a tuple by position, or a mapping by name, as image processors of transformers
             give it. Models of timm and vit-pytorch need none, nor do those models of transformers that take images.
@@ -111,13 +162,14 @@ def plan(
     Takes seconds: the walk runs on shapes, not on numbers.
 
     Raises:
-        SelectionError: a selector matched nothing, or one of ``patterns`` has no selected layer's size.
+        SelectionError: a selector or an expression of ``per_layer`` matched nothing, or one of ``patterns`` has no selected layer's size.
         OptionError: an option out of its range, or two that contradict each other.
         PatternError: an included layer that none of ``patterns`` fits; the message gives both sizes.
         PlanError: nothing would be replaced; the message says why.
         WalkError: the model's graph cannot be read.
     """
     rule = Rule(arch, nblocks, rank, read_architectures(patterns))
+    rules = Rules(rule, per_layer or {})
     refuse_converted(model)
     name, arguments = find_base(model, base, base_args)
     inputs = positional(model, example_input(model) if example is None else example)
@@ -125,10 +177,11 @@ def plan(
     wanted = _default_roles(targets) if roles is None else roles
     chosen = {target.fqn for target in select(targets, roles=wanted, include=include, exclude=exclude, blocks=blocks, min_size=min_size)}
     samples = samples_of(inputs)
-    layers = tuple(_plan_layer(target, rule, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
+    layers = tuple(_plan_layer(target, rules, samples, selected=target.fqn in chosen, convs=convs) for target in targets)
     selected = [layer for layer in layers if layer.fqn in chosen]
     if include is not None and rule.architectures:
         _check_patterns_fit(selected)
+    rules.check_met()
     _check_patterns_match(rule, [target for target in targets if target.fqn in chosen])
     _check_not_empty(selected)
     replaced = {layer.fqn for layer in layers if layer.is_replaced}
@@ -142,7 +195,7 @@ def _default_roles(targets: Sequence[Target]) -> tuple[str, ...]:
     return tuple(role for role in DEFAULT_ROLES if role in present) or DEFAULT_ROLES
 
 
-def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool, convs: bool) -> LayerPlan:
+def _plan_layer(target: Target, rules: Rules, samples: int, *, selected: bool, convs: bool) -> LayerPlan:
     is_conv = any(obstacle.code == "conv1x1" for obstacle in target.obstacles)
     obstacles = [obstacle for obstacle in target.obstacles if not (convs and obstacle.code == "conv1x1")]
     obstacles.sort(key=lambda obstacle: not obstacle.blocking)
@@ -152,7 +205,7 @@ def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool, con
     elif not selected:
         outcome = Reason("not-selected", "it is not among the selected roles and names")
     else:
-        outcome = _parts(target, rule)
+        outcome = _parts(target, rules)
     is_kept = isinstance(outcome, Reason)
     return LayerPlan(
         fqn=target.fqn,
@@ -170,16 +223,17 @@ def _plan_layer(target: Target, rule: Rule, samples: int, *, selected: bool, con
     )
 
 
-def _parts(target: Target, rule: Rule) -> tuple[Part, ...] | Reason:
+def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
     slices = target.split or ()
-    choices = [rule.choose(each.stop - each.start, target.in_features) for each in slices]
+    applied = [rules.of(target, each) for each in slices]
+    choices = [rule.choose(each.stop - each.start, target.in_features) for rule, each in zip(applied, slices, strict=True)]
     if any(isinstance(choice, Architecture) for choice in choices):
         return tuple(
             Part(each.name, each.start, each.stop, choice if isinstance(choice, Architecture) else None)
             for each, choice in zip(slices, choices, strict=True)
         )
-    whole = rule.choose(target.out_features, target.in_features)
-    if isinstance(whole, Architecture):
+    whole = rules.of(target).choose(target.out_features, target.in_features)
+    if isinstance(whole, Architecture) and all(rule is rules.usual for rule in applied):
         return (Part(None, 0, target.out_features, whole),)
     return next((choice for choice in choices if isinstance(choice, Reason)), whole)
 

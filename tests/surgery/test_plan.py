@@ -222,6 +222,32 @@ def test_explicit_patterns_go_where_they_fit(vit: nn.Module) -> None:
         plan(vit, patterns=[monarch(256, 64), monarch(100, 64)])
 
 
+def test_layers_and_parts_get_the_architectures_that_are_named_for_them(vit: nn.Module) -> None:
+    made = layers(plan(vit, per_layer={"qkv.v$": "dense", "qkv.[qk]$": "monarch:8", "mlp": "lowrank:5", r"blocks\.1\.mlp\.fc1": "dense"}))
+    q, k, v = made["blocks.0.attn.qkv"].parts
+    assert (q.architecture, k.architecture, v.architecture) == (monarch(64, 64, 8), monarch(64, 64, 8), None)
+    assert made["blocks.0.mlp.fc1"].parts[0].architecture == low_rank(256, 64, 5)
+    kept = made["blocks.1.mlp.fc1"]
+    assert not kept.is_replaced and kept.reason is not None and "per_layer keeps it dense" in kept.reason.text
+    assert not layers(plan(vit, per_layer={r"blocks\.0\.attn\.qkv": "dense"}))["blocks.0.attn.qkv"].is_replaced
+
+
+@pytest.mark.parametrize(
+    ("per_layer", "error", "message"),
+    [
+        ({"attention": "dense"}, SelectionError, "'attention' matches no selected layer and no part of one"),
+        ({"attn.proj": "dense"}, SelectionError, "'attn.proj' matches no selected layer"),
+        ({"(": "dense"}, SelectionError, "is no regular expression"),
+        ({"mlp": "monarchs"}, OptionError, "expected dense, or a family such as gonon, monarch:8 or lowrank:64, got 'monarchs'"),
+        ({"mlp": "gonon:8"}, OptionError, "got 'gonon:8'"),
+        ({"mlp": "monarch:-8"}, OptionError, "got 'monarch:-8'"),
+    ],
+)
+def test_wrong_choices_for_layers_are_one_sentence(vit: nn.Module, per_layer: dict[str, str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message.replace("(", r"\(")):
+        plan(vit, per_layer=per_layer)
+
+
 def test_square_architectures_leave_other_layers_dense_and_the_deformable_one_takes_them(vit: nn.Module) -> None:
     for arch in ("dyadic", "kaleidoscope", "block"):
         made = layers(plan(vit, arch))
