@@ -17,9 +17,6 @@ VIEWS = {"cuda": 64, "cpu": 8}
 REACH = 0.5
 """The share of the gradient that passes from a block to the one before it, see ``Pull``. In the trials it is better than 0 and 1."""
 
-MIXED = 0.25
-"""The share of views that are two in one. The measured rows have it; no trial shows a gain or a loss."""
-
 OUTPUT_WEIGHT = 0.2
 """The weight of the error of what the model returns, beside the blocks' and the tokens' own. No other was tried."""
 

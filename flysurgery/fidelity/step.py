@@ -12,9 +12,9 @@ from flysurgery.calibration import Pictures
 from flysurgery.fidelity.copies import HalfCopy, learning, precision
 from flysurgery.fidelity.measure import first_tensor
 from flysurgery.fidelity.optimizer import Muon, parameter_groups
-from flysurgery.fidelity.settings import MIXED, OUTPUT_WEIGHT, REACH, Settings
+from flysurgery.fidelity.settings import OUTPUT_WEIGHT, REACH, Settings
 from flysurgery.fidelity.stream import Pull, Stream, relative_error
-from flysurgery.fidelity.views import Source, views
+from flysurgery.fidelity.views import Source, variety, views
 from flysurgery.walker import Cut
 
 
@@ -41,9 +41,9 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._student = student if self._half is None else self._half.model
         self._teacher = teacher if self._half is None else HalfCopy(teacher).model
         self._precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self._source = Source(pictures, settings.batch, self._device)
-        self._highest, self._average = rate, average
-        self._rate = torch.zeros((), device=self._device)
+        self._pictures, self._source = pictures, Source(pictures, settings.batch, self._device)
+        self._highest, self._average, self._batch = rate, average, settings.batch
+        self._rate, self._varied = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         self._optimizer = Muon([{**group, "lr": self._rate} for group in parameter_groups(student)])
         used = [cut for cut in cuts if cut.kind != "other"]
         self._theirs = Stream(self._teacher, used)
@@ -59,6 +59,10 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self._mine.__exit__(None, None, None)
         self._theirs.__exit__(None, None, None)
         self._graph = None
+
+    def expect(self, updates: int) -> None:
+        """Set how much the views of a picture differ, by how often this process will see it in so many updates."""
+        self._varied.fill_(variety(updates * self._batch / len(self._pictures)))
 
     def update(self, share: float) -> None:
         """Make one update at this share of the highest rate."""
@@ -95,7 +99,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
 
     def _views(self) -> Tensor:
         pictures, chosen = self._source.draw()
-        x = views(pictures, chosen, mixed=MIXED)
+        x = views(pictures, chosen, self._varied)
         return x if self._half is None else x.bfloat16()
 
     def _once(self) -> None:

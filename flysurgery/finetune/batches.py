@@ -17,7 +17,7 @@ from flysurgery.calibration import Pictures
 from flysurgery.errors import DataError, OptionError
 from flysurgery.evaluation import Fractals, Preparation
 from flysurgery.evaluation.data import MAX_WORKERS, sentence_of
-from flysurgery.fidelity import MIXED, views
+from flysurgery.fidelity import views
 from flysurgery.finetune.devices import seed_everything
 from flysurgery.finetune.settings import BATCH, Settings
 
@@ -170,4 +170,4 @@ class ViewedBatches(Batches):
         for index in range(start, len(self)):
             seed_everything(seed, number, self._here.process, index)
             batch = index * self._here.processes + self._here.process
-            yield views(self._pictures, order[batch * self.size : (batch + 1) * self.size], mixed=MIXED), none
+            yield views(self._pictures, order[batch * self.size : (batch + 1) * self.size]), none

@@ -39,10 +39,10 @@ student, teacher, cuts = pair()
 with torch.no_grad():
     student.blocks[0].attn.proj.weight.mul_(1 + rank)  # the first process's start is what counts
 drawn, views, affordable = [], step.views, reconstruction._affordable
-def recorded(pictures, chosen, **options):
+def recorded(pictures, chosen, varied):
     if chosen.device.type == "cpu":
         drawn.append(chosen.tolist())
-    return views(pictures, chosen, **options)
+    return views(pictures, chosen, varied)
 step.views = recorded
 reconstruction._affordable = lambda *given: affordable(*given) * 0 + 40 + rank  # two counts, of which the first process's holds
 student, teacher = student.to(device), teacher.to(device)

@@ -13,7 +13,7 @@ from flysurgery.calibration import Pictures, Samples
 from flysurgery.errors import SurgeryError
 from flysurgery.fidelity import Muon, Pull, Stream, parameter_groups, relative_error, views
 from flysurgery.fidelity.copies import HalfCopy, precision
-from flysurgery.fidelity.views import Source
+from flysurgery.fidelity.views import LEAST_AREA, OFTEN, Source, crops, variety
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import monarch
 from flysurgery.walker import Cut
@@ -30,7 +30,7 @@ def test_views_of_pictures_of_different_sizes_stay_within_each_and_half_of_them_
     pictures = Pictures.of_images(images, (20, 20), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     torch.manual_seed(0)
     for number, image in enumerate(images):
-        seen = views(pictures, torch.full((400,), number)) * 255
+        seen = crops(pictures, torch.full((400,), number), LEAST_AREA) * 255
         assert seen.shape == (400, 3, 20, 20) and torch.allclose(seen[:, 2], torch.tensor(7.0))
         for channel, side in enumerate(image.shape[1:]):
             low, high = (float(each) for each in seen[:, channel].aminmax())
@@ -42,12 +42,24 @@ def test_views_of_pictures_of_different_sizes_stay_within_each_and_half_of_them_
 def test_bytes_are_normalized_and_inputs_are_not() -> None:
     flat = torch.full((3, 30, 30), 51, dtype=torch.uint8)
     pictures = Pictures.of_images([flat], (8, 8), (0.1, 0.2, 0.3), (0.5, 0.25, 0.1))
-    seen = views(pictures, torch.zeros(4, dtype=torch.long))
+    seen = crops(pictures, torch.zeros(4, dtype=torch.long), LEAST_AREA)
     assert torch.allclose(seen[0, :, 0, 0], torch.tensor([0.2, 0.0, -1.0]), atol=1e-6)
     inputs = torch.randn(2, 1, 1, 1).expand(2, 3, 8, 8).contiguous()
-    assert torch.allclose(views(Pictures.of_inputs(inputs), torch.tensor([0, 1, 1])), inputs[[0, 1, 1]])
+    assert torch.allclose(crops(Pictures.of_inputs(inputs), torch.tensor([0, 1, 1]), LEAST_AREA), inputs[[0, 1, 1]])
     other = torch.randn(5, 3, 2, 8, 8)  # no images, which are given as they are
     assert torch.equal(views(Pictures.of_inputs(other), torch.tensor([4, 0])), other[[4, 0]])
+
+
+def test_views_differ_more_where_pictures_are_seen_often() -> None:
+    assert variety(1) < 0.01 and variety(OFTEN) == variety(9 * OFTEN) == 1
+    gray = torch.full((3, 30, 30), 128, dtype=torch.uint8)
+    pictures = Pictures.of_images([gray, gray], (8, 8), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    chosen = torch.zeros(500, dtype=torch.long)
+    assert float(views(pictures, chosen).std()) < 1e-6, "one colour stays as it is"
+    seen = views(pictures, chosen, torch.tensor(1.0))
+    assert 0.1 < float(seen.std()) < 0.3 and float(seen.abs().max()) < 0.6
+    inputs = torch.randn(5, 3, 2, 8, 8)
+    assert torch.equal(views(Pictures.of_inputs(inputs), torch.tensor([4, 0]), 1.0), inputs[[4, 0]])
 
 
 def test_pictures_that_do_not_fit_come_batch_by_batch() -> None:
