@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
 from flysurgery.errors import WalkError
@@ -18,7 +18,6 @@ Made = TypeVar("Made")
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift_fresh"))
 _CASTS = frozenset(("to", "_to_copy", "type_as"))
 _DROPOUTS = frozenset(("dropout", "feature_dropout"))
-_SPLITS = frozenset(("chunk", "split"))
 
 
 def is_idle(node: Node) -> bool:
@@ -92,23 +91,27 @@ def attempt(make: Callable[..., Made], *args: Any) -> Made | Reason:
         return unfit.reason
 
 
-class Half(NamedTuple):
-    """One half of a value's last dimension: the value, the half's place (0 or 1), and the node that split it."""
-
-    whole: Node
-    place: int
-    split: Node
-
-
-def half_of(node: Node) -> Half | None:
-    """The half that a node is; None where it is none."""
-    split, place = node.args[:2] if name_of(node) == "getitem" else (None, None)
-    if not isinstance(split, Node) or name_of(split) not in _SPLITS or not isinstance(split.args[0], Node) or len(split.meta["val"]) != 2:
+def attention_among(nodes: Iterable[Node]) -> Node | None:
+    """The only call of scaled_dot_product_attention, without mask and dropout; None where there is no such call."""
+    calls = [node for node in nodes if name_of(node) == "scaled_dot_product_attention"]
+    if len(calls) != 1 or attention_operands(*calls[0].args, **calls[0].kwargs) is None:
         return None
-    whole, after = shape_of(split.args[0]), shape_of(node)
-    if not isinstance(place, int) or place not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
-        return None
-    return Half(split.args[0], place, split)
+    return calls[0] if all(len(shape_of(node) or ()) == 4 for node in calls[0].args[:3] if isinstance(node, Node)) else None
+
+
+def attention_operands(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> tuple[Any, Any, Any] | None:
+    """The operands of a call of scaled_dot_product_attention; None where the call does more than the kernel."""
+    return None if attn_mask is not None or dropout_p or is_causal or enable_gqa else (query, key, value)
 
 
 def _kind(node: object) -> tuple[Any, ...] | None:
@@ -140,10 +143,6 @@ class Calls:
     def one_of_one_tensor(self) -> bool:
         """Whether there was one call, with one tensor and nothing else."""
         return len(self) == 1 and len(self.arguments[0][0]) == 1 and isinstance(self.first_input, Tensor) and not self.arguments[0][1]
-
-    def take(self, value: object) -> bool:
-        """Whether there was one call, with this tensor and nothing else."""
-        return self.one_of_one_tensor and self.first_input is value
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record one call."""

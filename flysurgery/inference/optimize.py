@@ -15,11 +15,11 @@ from flysurgery.errors import InferenceError
 from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
-from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
+from flysurgery.inference.replacement import Candidate, Replacement, find_replacements, fused_block
 from flysurgery.inference.standin import StandIn, put, restore, view
 from flysurgery.surgery import Reason, grouped, is_optimized, text_table
 from flysurgery.torch_state import autocast_dtype
-from flysurgery.walker import Example, example_input
+from flysurgery.walker import Example, Survey, example_input
 
 _HEADER = ("group", "n", "kind", "status", "own modules ms", "fused ms", "why not, or the launches")
 _HINDRANCES = {
@@ -140,15 +140,21 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     device, dtype = _place_of(model)
     measured_as = (training and autocast_dtype(device.type)) or dtype
     found = find_groups(model, _example(model, device) if example is None else example)
-    built = find_replacements(model, found, trains=bool(training))
+    replacements = find_replacements(model, found, trains=bool(training))
     measured: dict[object, Times] = {}
     with rehearsed(model) if training else nullcontext():
-        for replacement in built.replacements:
-            _decide(replacement, dtype, device, measured)
-        fused, whole = _not_slower(model, built.replacements, found.seen.example, training)
+        for replacement in replacements:
+            hindrance = replacement.condition.obstacle()
+            for candidate in replacement.candidates:
+                if hindrance is None:
+                    _decide(candidate, dtype, device, measured)
+                else:
+                    code, module = hindrance
+                    candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
+        fused, whole = _not_slower(model, found.seen, replacements, training)
     put(model, fused)
-    rows = [_row(candidate) for replacement in built.replacements for candidate in replacement.candidates]
-    rows += [OptimizeRow(fqn, group, "left", reason, None, None) for group, fqn, reason in built.without]
+    rows = [_row(candidate) for replacement in replacements for candidate in replacement.candidates]
+    rows += [OptimizeRow(fqn, group, "left", reason, None, None) for fqn, (group, reason) in found.reasons.items()]
     order = {fqn: index for index, (fqn, _) in enumerate(found.seen.double.named_modules())}
     rows.sort(key=lambda row: order.get(row.fqn, len(order)))
     return OptimizeReport(tuple(rows), str(device), str(measured_as).removeprefix("torch."), perf_counter() - started, model, whole)
@@ -176,65 +182,44 @@ def _example(model: nn.Module, device: torch.device) -> Tensor | tuple[Any, ...]
     return example.new_zeros((MEASURED_IMAGES, *example.shape[1:])) if isinstance(example, Tensor) and device.type == "cuda" else example
 
 
-def _decide(replacement: Replacement, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
-    """Decide for each candidate whether it is fused: whether it may be, a kernel takes it and, on a real device, is faster.
+def _decide(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
+    """Decide whether a candidate is fused: whether a kernel takes it, or it has gradients, and on a real device is faster.
 
     ``measured`` keeps the milliseconds of equal groups.
     """
-    hindrance = replacement.condition.obstacle()
-    for candidate in replacement.candidates:
-        if hindrance is not None:
-            code, module = hindrance
-            candidate.leave(Reason(code, f"its {type(module).__name__} {_HINDRANCES[code]}"))
-            continue
-        if candidate.step.trains:
-            _decide_training(candidate, dtype, device, measured)
-            continue
+    step, shapes = candidate.step, candidate.shapes
+    if step.trains:
+        dtype = autocast_dtype(device.type) or dtype
+        calls, shapes = training_calls(step, shapes)
+        with torch.no_grad():
+            reason = calls[1](*clock.random_inputs(shapes, dtype, device))
+        if isinstance(reason, str):
+            candidate.leave(Reason("no-gradients", reason))
+            return
+        calls = [with_gradients(call, step.learned()) for call in calls]
+    else:
         with torch.no_grad():
             # No data is needed: the answer follows from shapes, dtypes and the device.
-            way = candidate.step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in candidate.shapes))
-            if isinstance(way, str):
-                candidate.leave(Reason("no-kernel", way))
-                continue
-            candidate.launches = way.launches()
-            if device.type != "meta":
-                _decide_by_times(candidate, dtype, device, measured)
-
-
-def _decide_training(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
-    """The same for calls with gradients, by the times of forward and backward."""
-    step = candidate.step
-    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
-    calls, shapes = training_calls(step, candidate.shapes)
-    inputs = clock.random_inputs(shapes, autocast_dtype(device.type) or dtype, device)
-    with torch.no_grad():
-        reason = calls[1](*inputs)
-    if isinstance(reason, str):
-        candidate.leave(Reason("no-gradients", reason))
-    elif device.type != "meta":
-        if key not in measured:
-            plain_ms, fused_ms = clock.medians_ms([with_gradients(call, step) for call in calls], inputs)
-            measured[key] = plain_ms, fused_ms
-        _leave_slower(candidate, measured[key])
-
-
-def _decide_by_times(candidate: Candidate, dtype: torch.dtype, device: torch.device, measured: dict[object, Times]) -> None:
-    step = candidate.step
-    key = (candidate.group, step.likeness(), candidate.shapes, dtype)
+            way = step.way(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+        if isinstance(way, str):
+            candidate.leave(Reason("no-kernel", way))
+            return
+        candidate.launches = way.launches()
+        calls = [step.plain, step.fused]
+    if device.type == "meta":
+        return
+    key = (candidate.group, step.likeness(), shapes)
     if key not in measured:
-        plain_ms, fused_ms = clock.medians_ms((step.plain, step.fused), clock.random_inputs(candidate.shapes, dtype, device))
+        with torch.no_grad():
+            plain_ms, fused_ms = clock.medians_ms(calls, clock.random_inputs(shapes, dtype, device))
         measured[key] = plain_ms, fused_ms
-    _leave_slower(candidate, measured[key])
-
-
-def _leave_slower(candidate: Candidate, times: Times) -> None:
-    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = times
+    candidate.plain_ms, candidate.fused_ms = plain_ms, fused_ms = measured[key]
     if fused_ms >= plain_ms:
         candidate.leave(Reason("slower", f"fused it takes {fused_ms:.3g} ms here, by its own modules {plain_ms:.3g} ms"))
 
 
 def _not_slower(
-    model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training
+    model: nn.Module, seen: Survey, replacements: Sequence[Replacement], training: Training
 ) -> tuple[dict[str, StandIn], Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
@@ -242,20 +227,22 @@ def _not_slower(
     if no group is fused, on the meta device, and if the example contains anything other than tensors.
     """
     while True:
-        fused = dict[str, StandIn]()
-        for replacement in replacements:
-            if any(candidate.reason is None for candidate in replacement.candidates):
-                replacement.put(fused)
-        if not fused or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+        candidates = [candidate for replacement in replacements for candidate in replacement.candidates if candidate.reason is None]
+        fused: dict[str, StandIn] = {
+            replacement.block.fqn: fused_block(model, seen, replacement)
+            for replacement in replacements
+            if any(candidate.reason is None for candidate in replacement.candidates)
+        }
+        if not fused or not all(isinstance(each, Tensor) and not each.is_meta for each in seen.example):
             return fused, None
         ways, most = [model, view(model, fused)], clock.MOST_COPIES
         if training:
-            ways, most = [with_gradients(each, model) for each in ways], clock.MOST_BACKWARD
+            ways, most = [with_gradients(each, model.parameters()) for each in ways], clock.MOST_BACKWARD
         with torch.no_grad():
-            plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most)
+            plain_ms, fused_ms = clock.medians_ms(ways, seen.example, most_copies=most)
         if fused_ms <= plain_ms:
             return fused, (plain_ms, fused_ms)
-        _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))
+        _leave_least(candidates, (plain_ms, fused_ms))
 
 
 def _leave_least(fused: Sequence[Candidate], whole: Times) -> None:

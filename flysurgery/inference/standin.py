@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flysurgery.errors import InferenceError
 from flysurgery.ops import forget_moved
@@ -24,41 +24,37 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class Condition:
-    """Whether fused modules may run: no covered module is in training mode or has hooks on its call.
+    """Whether a fused module may replace ``module``: it is not in training mode, no module in it is, and none in it has hooks.
 
-    Those that train may run in training mode where no covered module drops anything then: dropouts and paths have a rate of zero. Hooks
-    on ``itself``, the module that is replaced, are called by what replaces it.
+    One that ``trains`` may run in training mode where no module drops anything then: dropouts and paths have a rate of zero. Hooks on
+    ``module`` itself are called by what replaces it.
 
-    After ``settle``, the covered modules and ``holders`` must also keep the children that they had then, and no covered module or child
-    may get another forward. A compiler skips this check, which would cost it hundreds of guards.
+    After ``settle``, the modules must also keep the children that they had then, and none of them may get another forward. A compiler
+    skips this check, which would cost it hundreds of guards.
     """
 
-    def __init__(
-        self, covered: Iterable[nn.Module], holders: Iterable[nn.Module] = (), *, itself: nn.Module | None = None, trains: bool = False
-    ) -> None:
-        self.covered, self._holders = tuple(covered), tuple(holders)
-        self._hooked = [module for module in self.covered if module is not itself]
-        self._hooks = tuple(getattr(module, name) for module in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
-        self._rates = [(module, name) for module in self.covered for name in rates_of(module)] if trains else None
+    def __init__(self, module: nn.Module, *, trains: bool = False) -> None:
+        self.covered = tuple(module.modules())
+        self._hooked = self.covered[1:]
+        self._hooks = tuple(getattr(each, name) for each in self._hooked for name in _HOOKS)  # the dictionaries, which stay the same
+        self._rates = [(each, name) for each in self.covered for name in rates_of(each)] if trains else None
         self._places = list[tuple[dict[str, Any], str]]()
-        self._forwards, self._settled = list[nn.Module](), list[Any]()
+        self._settled: list[Any] | None = None
         self._dictionaries, self._names = list[dict[str, Any]](), list[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_dictionaries": []}  # the ``vars`` of modules, which a copy of a module has anew
 
     def settle(self) -> None:
-        """Store the present children and forwards as those from which the fused modules were made."""
-        self._places = [(module._modules, name) for module in (*self.covered, *self._holders) for name in module._modules]
-        children = (place[name] for place, name in self._places)
-        self._forwards = [*{id(module): module for module in (*self.covered, *children) if module is not None}.values()]
+        """Store the present children and forwards as those from which the fused module was made."""
+        self._places = [(module._modules, name) for module in self.covered for name in module._modules]
         self._settled = self._present()
 
     def holds(self) -> bool:
         """Whether the fused modules may run. Every call asks this, so it takes a third of the time of ``obstacle``."""
         if torch.compiler.is_compiling():
             return not any(self._hooks) and not any(module.training for module in self.covered)
-        return not any(self._hooks) and not self._differ() and self._settled == self._present()
+        return not any(self._hooks) and not self._differ() and (self._settled is None or self._settled == self._present())
 
     def _differ(self) -> bool:
         """Whether covered modules compute something else in their training mode."""
@@ -68,7 +64,7 @@ class Condition:
 
     def _present(self) -> list[Any]:
         if not self._dictionaries:
-            places = [*self._places, *((vars(module), "forward") for module in self._forwards)]
+            places = [*self._places, *((vars(module), "forward") for module in self.covered)]
             self._dictionaries, self._names = [place for place, _ in places], [name for _, name in places]
         return [*map(dict.get, self._dictionaries, self._names)]
 
@@ -136,38 +132,6 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__[STANDS_FOR][0], name)
-
-
-class Stepped(StandIn):
-    """A module that ``step`` computes, for calls with one argument."""
-
-    def __init__(self, original: nn.Module, step: nn.Module, condition: Condition) -> None:
-        super().__init__(original, condition)
-        self._step = (step,)  # in a tuple, so that it is no child: it refers to modules that the model has already
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        fits = len(args) == 1 and not kwargs
-        return self._step[0](*args) if fits and self.condition.holds() else self.plain(*args, **kwargs)
-
-
-class Passed(StandIn):
-    """A module whose work a later fused module does: returns its only argument as long as that module runs."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.condition.holds():
-            return self.plain(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
-        return x
-
-
-class Undropped(nn.Dropout):
-    """A dropout in evaluation mode with all its attributes. It does not call PyTorch's function, which modes would see."""
-
-    def __init__(self, original: nn.Dropout) -> None:
-        self.__dict__ = original.__dict__
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input
 
 
 def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: Mapping[tuple[str, str], Any] | None = None) -> nn.Module:
