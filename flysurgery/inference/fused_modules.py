@@ -12,7 +12,7 @@ from torch.nn import functional
 from flysurgery import ops
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Stage, Way
+from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Way
 from flysurgery.torch_state import product_dtype
 
 UNKNOWN = "it is of a class that the kernels do not know, or has a forward of its own"
@@ -245,23 +245,22 @@ class PatchesStep(Step):
         self.convolution = convolution
 
     def operation(self, x: Tensor, *others: Tensor) -> Operation | str:
-        operation = ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
-        return operation.wrong(x) or operation
+        return ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
 
-    def way(self, x: Tensor, *others: Tensor) -> Way | str:
-        operation = self.operation(x)
-        if isinstance(operation, str):
-            return operation
-        way = ops.way(x, operation)
-        stages = (Stage((), lambda y, x, given: given.by_product(x)),) if isinstance(way, str) else way.stages
-        return Way((*stages, Stage((), _as_image)), x, operation)
+    def fused(self, x: Tensor, *others: Tensor) -> Tensor | None:
+        y = super().fused(x)
+        return None if y is None else self._as_image(y, x)
 
     def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
         operation = ops.PatchEmbedding(self.convolution.weight, self.convolution.bias)
-        return operation.wrong_sizes(x) or _as_image(operation.by_product(x), x, operation)
+        return operation.wrong_sizes(x) or self._as_image(operation.by_product(x), x)
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.convolution(x)
+
+    def _as_image(self, y: Tensor, x: Tensor) -> Tensor:
+        high, wide = self.convolution.weight.shape[2:]
+        return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))
 
 
 def linear_of(linear: nn.Module | None) -> Linear | None:
@@ -296,8 +295,3 @@ def _under_autocast(x: Tensor) -> bool:
 
 def _scaled(branch: Tensor, scale: Tensor | None) -> Tensor:
     return branch if scale is None else branch * scale
-
-
-def _as_image(y: Tensor, x: Tensor, given: ops.PatchEmbedding) -> Tensor:
-    _, _, high, wide = given.weight.shape
-    return y.transpose(1, 2).unflatten(2, (x.shape[2] // high, x.shape[3] // wide))
