@@ -19,19 +19,19 @@ def form_of(fqn: str, parts: Sequence[BlockPart], calls: Mapping[str, Calls]) ->
     alone += [part.norm for part in attentions if part.norm is not None]
     once = [fqn, *map(_reader, parts), *(part.attention for part in attentions)]
     once += [part.projection.norm.fqn for part in attentions if part.projection is not None]
-    if any(len(calls[each]) != 1 for each in once):
+    if any(calls[each].count != 1 for each in once):
         raise UnfitError("calls", "it is called more than once in one forward")
     own, arguments = calls[fqn], _behind_first(calls[fqn])
-    if own.first_input is None or calls[_reader(parts[0])].first_input is not own.first_input or not isinstance(own.first_result, Tensor):
+    if own.first_input is None or calls[_reader(parts[0])].first_input is not own.first_input or not isinstance(own.result, Tensor):
         raise UnfitError("call-form", "its first argument is not its input")
     foreign = next((each for each in arguments.values() if not isinstance(each, (*_SWITCHES, Tensor))), None)
     if foreign is not None:
         raise UnfitError("call-form", f"it is called with a {type(foreign).__name__}")
-    if not all(calls[each].one_of_one_tensor and isinstance(calls[each].first_result, Tensor) for each in alone):
+    if not all(calls[each].one_of_one_tensor for each in alone):
         raise UnfitError("call-form", "one of its modules is not called with one tensor alone, for another one")
     handed = {}
     for part in attentions:
-        normed = None if part.norm is None else calls[part.norm].first_result
+        normed = None if part.norm is None else calls[part.norm].result
         handed[part.attention] = _handed_to(calls[part.attention], normed, arguments)
     return Form({key: Tensor if isinstance(value, Tensor) else value for key, value in arguments.items()}, handed)
 
@@ -46,7 +46,7 @@ def _reader(part: BlockPart) -> str:
 def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Arguments:
     """The arguments of an attention besides its input, which is ``normed`` if there is a norm: switches, or tensors of the block's."""
     x, given = attention.first_input, {id(value): Given(key) for key, value in arguments.items() if isinstance(value, Tensor)}
-    if not isinstance(attention.first_result, Tensor):
+    if not isinstance(attention.result, Tensor):
         raise UnfitError("call-form", "its attention gives more than one tensor")
     if not isinstance(x, Tensor) or id(x) in given or (normed is not None and x is not normed):
         raise UnfitError("call-form", "its attention's first argument is not its input or the normed input")
@@ -60,5 +60,4 @@ def _handed_to(attention: Calls, normed: object, arguments: Arguments) -> Argume
 
 
 def _behind_first(calls: Calls) -> Arguments:
-    args, kwargs = calls.arguments[0]
-    return {**dict(enumerate(args[1:])), **kwargs}
+    return {**dict(enumerate(calls.args[1:])), **calls.kwargs}

@@ -27,7 +27,7 @@ from flysurgery.inference.match import BlockMatcher, Matcher
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.surgery import Reason
-from flysurgery.walker import Call, Example, Survey, name_of, survey
+from flysurgery.walker import Call, Example, Survey, name_of, shape_of, survey
 
 Group = TypeVar("Group")
 
@@ -124,7 +124,7 @@ class _Search:
             source = node.args[0] if name_of(node) == "conv2d" else None
             if isinstance(source, Node) and origin(source) in self.seen.trace.inputs:
                 fqn = self.seen.owners.innermost(node) or ""
-                self._add("patches", [fqn], self._patches, fqn)
+                self._add("patches", [fqn], self._patches, fqn, source)
 
     def _add_norms(self) -> None:
         """Layer norms that are in no block."""
@@ -134,17 +134,17 @@ class _Search:
                 self._add("norm", [norm.fqn], self._norm, norm)
 
     def _feed_forward(self, group: FeedForwardGroup) -> Block:
-        first, *others = [self.around[node] for node in group.nodes if not is_idle(node)]
+        first, *others = [self.around[node] for node in group.nodes]
         whole = next((fqn for fqn in reversed(first) if all(fqn in other for other in others)), None)
         if whole is None or not self._consists_of(whole, group.nodes):
             raise UnfitError("open-group", "no module consists of its norm, its two linears and its activation alone")
         return self._lone(whole, replace(group, tail=Tail(None, None, group.tail.result)))
 
-    def _patches(self, fqn: str) -> Block:
+    def _patches(self, fqn: str, images: Node) -> Block:
         module = self.seen.owners.modules[fqn]
         if type(module) is not nn.Conv2d or not is_plain(module) or not _is_tiling(module):
             raise UnfitError("overlap", "its patches overlap, or it is no plain convolution")
-        return self._lone(fqn, Patches(fqn, tuple(self.calls[fqn].first_input.shape)))
+        return self._lone(fqn, Patches(fqn, shape_of(images) or ()))
 
     def _norm(self, norm: NormModule) -> Block:
         if not self._consists_of(norm.fqn, frozenset({norm.node})):

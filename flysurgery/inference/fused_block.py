@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flysurgery import ops
-from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, watched
+from flysurgery.inference.fused_modules import AttentionStep, FeedForwardStep, LinearResidualStep, Step, watched
 from flysurgery.inference.graph import attention_operands
 from flysurgery.inference.groups import Arguments, Form, Given
 from flysurgery.inference.standin import Condition, StandIn
@@ -36,53 +36,29 @@ class Attending(TorchFunctionMode):
         return func(*args, **named)
 
 
-class FusedPart:
-    """One part of a block: ``step(x)``."""
-
-    def __init__(self, step: nn.Module) -> None:
-        self.step = step
-
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        return self.step(x)
-
-
-class FusedAttended(FusedPart):
-    """``x + scale*attention(norm(x))``; ``step`` computes everything behind attention.
+class FusedAttended:
+    """``x + scale*attention(norm(x))``, and ``then``, if any, the feed-forward part behind it. ``out`` computes all behind attention.
 
     ``attention`` is a view of the block's own attention module without the output projection, called with ``handed`` behind its first
     argument. Where ``norm`` is None, it includes the norm. ``attending`` replaces its call of PyTorch's attention.
     """
 
     def __init__(
-        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, step: LinearResidualStep, handed: Arguments
+        self, norm: nn.Module | None, attention: nn.Module, attending: Attending | None, out: LinearResidualStep, handed: Arguments
     ) -> None:
-        super().__init__(step)
-        self.out = step
-        self.norm, self.attention, self.attending = norm, attention, attending
+        self.norm, self.attention, self.attending, self.out = norm, attention, attending, out
+        self.then: FeedForwardStep | None = None
         self._positional = [value for key, value in handed.items() if isinstance(key, int)]
         self._named = {key: value for key, value in handed.items() if isinstance(key, str)}
 
-    def attended(self, x: Tensor, arguments: Arguments) -> Tensor:
-        """What ``step`` takes beside x."""
+    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
         positional = [_present(value, arguments) for value in self._positional]
         named = {key: _present(value, arguments) for key, value in self._named.items()}
         with self.attending or nullcontext():
-            return self.attention(x if self.norm is None else self.norm(x), *positional, **named)
-
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        return self.out(self.attended(x, arguments), x)
-
-
-class FusedPair(FusedPart):
-    """A part with attention and the feed-forward part behind it, whose norm reads the moments that the first part's kernel writes."""
-
-    def __init__(self, first: FusedAttended, step: FeedForwardStep) -> None:
-        super().__init__(step)
-        self.first, self.out, self.then = first, first.out, step
-
-    def __call__(self, x: Tensor, arguments: Arguments) -> Tensor:
-        attended = self.first.attended(x, arguments)
-        if self.then.reads_moments(x) and self.out.leaves_moments(attended, x):
+            attended = self.attention(x if self.norm is None else self.norm(x), *positional, **named)
+        if self.then is None:
+            return self.out(attended, x)
+        if self.out.leaves_moments(attended, x) and self.then.reads_moments(x):  # the norm of the next part needs them
             return self.then(*self.out.with_moments(attended, x))
         return self.then(self.out(attended, x))
 
@@ -94,12 +70,12 @@ class FusedBlock(StandIn):
     that only launches kernels as one operator, which takes Python less time than one operator for each launch.
     """
 
-    def __init__(self, original: nn.Module, parts: Sequence[FusedPart], form: Form, condition: Condition) -> None:
+    def __init__(self, original: nn.Module, parts: Sequence[Step | FusedAttended], form: Form, condition: Condition) -> None:
         super().__init__(original, condition)
         self.form = form
-        self._parts = tuple(_paired(parts))  # in a tuple, so that they are no children
+        self._parts = tuple(parts)  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
-        self._sums = all(isinstance(part.step, FeedForwardStep | LinearResidualStep) for part in self._parts)
+        self._sums = all(isinstance(part, FeedForwardStep | FusedAttended) for part in self._parts)
         self.seal = ops.Seal(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,20 +95,8 @@ class FusedBlock(StandIn):
 
     def _fused(self, x: Tensor, arguments: Arguments = _NO_ARGUMENTS) -> Tensor:
         for part in self._parts:
-            x = part(x, arguments)
+            x = part(x, arguments) if isinstance(part, FusedAttended) else part(x)
         return x
-
-
-def _paired(parts: Iterable[FusedPart]) -> list[FusedPart]:
-    """The same parts, with attention and feed-forward joined to a ``FusedPair`` where possible: only a dense layer gives moments."""
-    found: list[FusedPart] = []
-    for part in parts:
-        before = found[-1] if found else None
-        if isinstance(before, FusedAttended) and type(before.out.linear) is nn.Linear and isinstance(part.step, FeedForwardStep):
-            found[-1] = FusedPair(before, part.step)
-        else:
-            found.append(part)
-    return found
 
 
 def _present(value: Any, arguments: Arguments) -> Any:

@@ -54,17 +54,6 @@ def sole_user(node: Node) -> Node | None:
     return found[0] if len(found) == 1 else None
 
 
-def between(start: Node, end: Node) -> set[Node]:
-    """The idle nodes through which ``end`` takes the value of ``start``."""
-    found: set[Node] = set()
-    pending = [start]
-    while pending:
-        idle = [user for user in pending.pop().users if user is not end and is_idle(user)]
-        found.update(idle)
-        pending += idle
-    return found
-
-
 def summands(node: Node) -> tuple[Node, Node] | None:
     """The two operands of a sum of tensors of one shape that is a new tensor; None for any other node."""
     if name_of(node) != "add" or is_in_place(node) or node.kwargs or len(node.args) != 2:
@@ -121,33 +110,29 @@ def _kind(node: object) -> tuple[Any, ...] | None:
 
 @dataclass
 class Calls:
-    """The calls of one module in one forward: positional arguments, named arguments and results."""
+    """How often one module is called in one forward, and the arguments and the result of the first call."""
 
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.results)
+    count: int = 0
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
 
     @property
     def first_input(self) -> Any:
-        """The first positional argument of the first call; None where there is none."""
-        return self.arguments[0][0][0] if self.arguments and self.arguments[0][0] else None
-
-    @property
-    def first_result(self) -> Any:
-        """The result of the first call; None where there is none."""
-        return self.results[0] if self.results else None
+        """The first positional argument; None where there is none."""
+        return self.args[0] if self.args else None
 
     @property
     def one_of_one_tensor(self) -> bool:
-        """Whether there was one call, with one tensor and nothing else."""
-        return len(self) == 1 and len(self.arguments[0][0]) == 1 and isinstance(self.first_input, Tensor) and not self.arguments[0][1]
+        """Whether there was one call, with one tensor and nothing else, for another one."""
+        alone = self.count == len(self.args) == 1 and not self.kwargs
+        return alone and isinstance(self.first_input, Tensor) and isinstance(self.result, Tensor)
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record one call."""
-        self.arguments.append((args, kwargs))
-        self.results.append(result)
+        if self.count == 0:
+            self.args, self.kwargs, self.result = args, kwargs, result
+        self.count += 1
 
 
 def watch(seen: Survey) -> dict[str, Calls]:

@@ -24,7 +24,7 @@ class NormModule:
 
 @dataclass(frozen=True)
 class Tail:
-    """The operators behind a linear: a layer scale, if any, and the sum with a residual stream, if any; ``nodes`` includes idle ones.
+    """The operators behind a linear: a layer scale, if any, and the sum with a residual stream, if any.
 
     ``scale`` is the name of a parameter.
     """

@@ -13,7 +13,6 @@ from flysurgery.inference.graph import (
     UnfitError,
     attempt,
     attention_among,
-    between,
     is_idle,
     origin,
     sole_user,
@@ -76,7 +75,7 @@ class Matcher:
             raise UnfitError("norm-shared", text)
         if not _is_plain(call):
             raise UnfitError("weight-read", "the weight is not used by a linear module that its parent calls")
-        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node} | between(node, call.node)))
+        return ProjectionGroup(norm, call.fqn, _operand(node), frozenset({node, call.node}))
 
     def feed_forward(self, call: Call) -> FeedForwardGroup:
         """[LN -> FFN -> layer scale -> residual], from the last linear."""
@@ -95,10 +94,9 @@ class Matcher:
         for node in nodes[1:]:
             if not {*users(node)} <= {*nodes}:
                 raise UnfitError("shared", f"the result of its {name_of(node)} is used by something else as well")
-        covered = {*nodes}.union(*(between(node, call.node) for node in nodes[1:]))
         first = tuple(each.fqn for each in gated.first)
         source, tail = _operand(norm_node), self.tail(call.node)
-        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(covered), tail)
+        return FeedForwardGroup(norm, first, gated.gate, gated.activation, inner, call.fqn, source, frozenset(nodes), tail)
 
     def attention_out(self, call: Call) -> AttentionOut:
         """[attention output projection -> layer scale -> residual], from the linear."""
@@ -123,15 +121,15 @@ class Matcher:
         nodes, scale, last = set[Node](), None, node
         user = sole_user(last)
         if user is not None and (found := self._scale(last, user)) is not None:
-            nodes |= {user} | between(last, user)
             scale, last = found, user
+            nodes.add(user)
             user = sole_user(last)
         added = summands(user) if user is not None else None
         left, right = added or (last, last)
         residual = right if origin(left) is last else left
         if user is None or origin(residual) is last:  # the sum of a value with itself is none with a residual
             return Tail(scale, None, last, frozenset(nodes))
-        return Tail(scale, origin(residual), user, frozenset(nodes | {user} | between(last, user)))
+        return Tail(scale, origin(residual), user, frozenset({*nodes, user}))
 
     def _scale(self, node: Node, user: Node) -> str | None:
         """The name of the layer scale by which ``user`` multiplies ``node``."""
@@ -176,7 +174,7 @@ class Matcher:
         if not isinstance(split, Node) or name_of(split) not in _SPLITS or len(split.meta["val"]) != 2:
             return None
         call, whole, after = self.calls.get(_operand(split)), shape_of(_operand(split)), shape_of(node)
-        if call is None or half not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
+        if call is None or not isinstance(half, int) or half not in (0, 1) or not after or whole != (*after[:-1], 2 * after[-1]):
             return None
         return _Units(call, half, (node, split))
 

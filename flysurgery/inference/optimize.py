@@ -95,10 +95,10 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """Replace groups of layers by fused modules, in place, for inference on the device and in the dtype that the model has now.
 
     The groups are found by dataflow, in a trace of the forward pass: [LN -> q, k, v]; attention itself; [its output projection -> layer
-    scale -> residual]; [LN -> FFN -> layer scale -> residual]; the patch embedding; and single norms, such as a model's last one. Layers
-    may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
-    its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
-    itself is one, it gets a fused forward.
+    scale -> residual]; [LN -> FFN -> layer scale -> residual]; patches; and single norms, such as a model's last one. Layers may be
+    converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before its last
+    layer. Groups are fused in modules that compute nothing else: a block, one half of it, or many in a row; a feed-forward module with its
+    norm; a convolution; a norm. If ``model`` itself is one, it gets a fused forward.
 
     A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
     samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from flysurgery.inference.clock import Shapes
 from flysurgery.inference.find_groups import Findings
-from flysurgery.inference.fused_block import Attending, FusedAttended, FusedBlock, FusedPart
+from flysurgery.inference.fused_block import Attending, FusedAttended, FusedBlock
 from flysurgery.inference.fused_modules import (
     AttentionStep,
     FeedForwardStep,
@@ -87,8 +87,16 @@ def find_replacements(model: nn.Module, found: Findings, *, trains: bool = False
 
 def fused_block(model: nn.Module, seen: Survey, replacement: Replacement) -> FusedBlock:
     """The block with the candidates that are to be fused."""
-    block = replacement.block
-    parts = [_part(model, seen, block, part, own) for part, own in zip(block.parts, replacement.parts, strict=True)]
+    block, parts = replacement.block, list[Step | FusedAttended]()
+    for part, own in zip(block.parts, replacement.parts, strict=True):
+        if isinstance(part, Attended):
+            parts.append(_attended(model, seen, block, part, own))
+            continue
+        (candidate,), before = own.values(), parts[-1] if parts else None
+        if isinstance(candidate.step, FeedForwardStep) and isinstance(before, FusedAttended) and before.then is None:
+            before.then = candidate.step
+        else:
+            parts.append(candidate.step)
     return FusedBlock(replacement.original, parts, block.form, replacement.condition)
 
 
@@ -121,11 +129,7 @@ def _candidates(model: nn.Module, part: BlockPart) -> Own:
     return own
 
 
-def _part(model: nn.Module, seen: Survey, block: Block, part: BlockPart, own: Own) -> FusedPart:
-    if not isinstance(part, Attended):
-        (candidate,) = own.values()
-        return FusedPart(candidate.step)
-
+def _attended(model: nn.Module, seen: Survey, block: Block, part: Attended, own: Own) -> FusedAttended:
     def inside(fqn: str) -> str:
         """The name below the attention's module."""
         return fqn[len(part.attention) + 1 :]

@@ -163,7 +163,7 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
         parent, _, name = path.rpartition(".")
         copy_of(parent)._modules[name] = new
     for (path, name), value in (attributes or {}).items():
-        vars(copy_of(path))[name] = value  # a module here is no child, and hides a method of the class
+        vars(copy_of(path))[name] = value
     return copies[""]
 
 

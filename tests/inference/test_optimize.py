@@ -22,7 +22,7 @@ from tests.support.tolerance import assert_equal
 
 MASKED = [name for name in WHOLE if name != "attention"]
 SPLIT = [name for name in WHOLE if name != "norm_linear"]
-WRITTEN = ["layer_norm", "layer_norm", *["norm_linear", "linear_residual", "ffn"] * 2]
+WRITTEN = ["layer_norm", "layer_norm", *["norm_linear", "linear_residual", "ffn"] * 2, "layer_norm"]
 VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 2, "heads": 2, "mlp_dim": 96, "dim_head": 24}
 
 
