@@ -75,7 +75,8 @@ class FusedBlock(StandIn):
         self.form = form
         self._parts = tuple(parts)  # in a tuple, so that they are no children
         self._repeating = ops.Repeating()
-        self._sums = all(isinstance(part, FeedForwardStep | FusedAttended) for part in self._parts)
+        # Sums have the shape of their input, which a seal needs.
+        self._sums = all(isinstance(part, FusedAttended) or (isinstance(part, FeedForwardStep) and part.residual) for part in self._parts)
         self.seal = ops.Seal(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
