@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from recipe import VIT_S, Run
 from torch import nn
-from vit_parts import parts, step_case
+from vit_parts import step_case
+from vit_units import parts
 
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
 from flysurgery.bench.measuring import NOISE, checked_rows, one_line

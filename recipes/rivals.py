@@ -17,7 +17,7 @@ from weight_ways import INT8, prune, quantize, store_sparse
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import checked_rows, one_line
-from flysurgery.bench.units import layer_sizes
+from flysurgery.bench.multiply import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
 from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear

@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache
 from typing import Any, Literal
 
 import timm
 import torch
 from recipe import VIT_S, Place, Run
 from torch import Tensor, nn
+from vit_units import parts, vit_sizes
 
 import flysurgery
 from flysurgery.bench import TIMED_MODES, Case
-from flysurgery.bench.ceilings import Work, work_of_step
+from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import checked_rows, one_line
-from flysurgery.bench.units import Unit, units, vit_sizes
 from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear
@@ -52,12 +50,6 @@ PAPER_SHARES = {
     "vit_huge_patch14_224": {"fp16": 0.53, "fp32": 0.61},
 }
 """Shares in Table 5 of Gonon et al. 2024."""
-
-
-@cache
-def parts(protocol: str, model: str, arch: str) -> Mapping[str, Unit]:
-    """The parts of a converted model by name; the model is built once."""
-    return {unit.name: unit for unit in units(protocol, model, {}, arch, seed=0)}
 
 
 class BoundLinear(nn.Module):
@@ -166,7 +158,7 @@ def share_case(place: Place, *, model: str, batch: int, mode: str) -> Case:
 
     The linears have biases, as those of the model; the paper leaves them out.
     """
-    sizes, prefix_tokens = vit_sizes(model, {})
+    sizes, prefix_tokens = vit_sizes(model)
     dtype, rows = TIMED_MODES[mode], checked_rows(batch, 1)
     shapes = {COMPLETE: (batch, 3, sizes.image, sizes.image), LINEARS: (batch, sizes.tokens + prefix_tokens, sizes.width)}
     with place.device:  # where drawing weights takes least time
@@ -192,19 +184,12 @@ def linears_of_ffns(width: int, depth: int) -> nn.Sequential:
 TRAINED = ("dense", "dense optimized", "converted", "converted optimized", "dense compiled", "converted compiled")
 
 
-@torch.enable_grad()
 def training_case(
     place: Place, *, model: str, arch: str, batch: int, mode: str, steps: int, launch: str, candidates: tuple[str, ...]
 ) -> Case:
-    """Some steps of a dense model and of the converted one, and what these must spend."""
+    """Some steps of a dense model and of the converted one, as they are, optimized and compiled."""
     training = "captured" if launch == "graph" else True
-    dtype = TIMED_MODES[mode]
-    ready = step_case(model, arch, batch, place.device, dtype, candidates=candidates, steps=steps, training=training)
-    module, labels = parts("today", model, arch)["model"].make(), torch.zeros(batch, dtype=torch.int64)
-    plain = {"dense": dense_copy(module), "converted": by_definition(module)}
-    one = {name: work_of_step(each, ready.input("dense").cpu(), labels) for name, each in plain.items()}
-    works = {name: one[name.split()[0]] for name in ready.runs}
-    return replace(ready, works={name: Work(steps * work.bytes_moved, steps * work.flops) for name, work in works.items()})
+    return step_case(model, arch, batch, place.device, TIMED_MODES[mode], candidates=candidates, steps=steps, training=training)
 
 
 @torch.enable_grad()

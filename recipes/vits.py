@@ -35,10 +35,10 @@ from functools import partial
 from typing import Any
 
 from recipe import VIT_S, Place, Table, run
-from vit_parts import INT8, PAPER, PAPER_SHARES, TRAINED, part_case, parts, share_case, training_case
+from vit_parts import INT8, PAPER, PAPER_SHARES, TRAINED, part_case, share_case, training_case
+from vit_units import PROTOCOLS, parts
 
 from flysurgery.bench import Record
-from flysurgery.bench.units import PROTOCOLS
 
 CANDIDATES = ("dense", "layer", "two launches", "fused modules", "bmm", "einsum", "bsr")
 WHOLE = ("dense", "dense optimized", "converted", "optimized", "dense compiled", "optimized compiled")

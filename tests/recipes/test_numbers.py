@@ -18,6 +18,8 @@ from PIL import Image
 from torch import nn
 
 from flysurgery import surgery
+from flysurgery.bench.ceilings import work_of
+from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.calibration import Samples
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import FlysurgeryError, OptionError
@@ -42,6 +44,24 @@ def test_output_errors_are_those_of_the_layers() -> None:
         lost = new.attn.qkv(x) - wanted  # pyright: ignore
     assert found["qkv"] == pytest.approx(float(lost.norm() / (wanted - block.attn.qkv.bias.detach()).norm()), rel=1e-4)  # pyright: ignore
     assert found.keys() == {"qkv", "ffn_in", "ffn_out"}
+
+
+@pytest.mark.parametrize("protocol", ["paper", "today"])
+def test_parts_are_in_eval_mode_and_have_fewer_operations_than_dense(protocol: str) -> None:
+    """In training mode ``optimize`` would leave them as they are."""
+    from vit_units import parts
+
+    found = parts(protocol, "test_vit", "monarch")
+    assert not any(module.training for unit in found.values() for module in unit.make().modules())
+    model, x = found["model"].make(), torch.zeros(2, *found["model"].shape)
+    assert work_of(by_definition(model), x).flops < work_of(dense_copy(model), x).flops
+
+
+def test_a_model_that_cannot_be_taken_apart_is_refused() -> None:
+    from vit_units import parts
+
+    with pytest.raises(OptionError, match="resnet18"):
+        parts("paper", "resnet18", "gonon")
 
 
 @pytest.fixture
