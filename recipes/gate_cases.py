@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from recipe import VIT_S, Run
 from torch import nn
-from vit_parts import step_case
+from vit_parts import VARIANTS, step_case
 from vit_units import parts
 
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
 from flysurgery.bench.measuring import NOISE, checked_rows, one_line
 from flysurgery.bench.rows import cell
-from flysurgery.bench.variants import by_definition, dense_copy, fused_modules
+from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, Pattern
@@ -40,7 +40,7 @@ ROW = ("case", "candidate", "status", "launch", "ms", "noise", "reference", "ref
 
 @dataclass(frozen=True)
 class Entry:
-    """What is measured: ``part`` is a part of ``flysurgery.bench.units``, ``STEP`` or ``FACTOR``; each of ``own`` gets a row.
+    """What is measured: ``part`` is a part of ``vit_units.parts``, ``STEP`` or ``FACTOR``; each of ``own`` gets a row.
 
     ``batch`` counts samples. ``arch`` is a family of architectures, or of a factor its pattern.
     """
@@ -104,12 +104,7 @@ def module_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
     rows = checked_rows(entry.batch, 4)
     with torch.no_grad():
         truth = by_definition(module).double()(x[rows].double())
-    ways: dict[str, Callable[[], nn.Module]] = {
-        "converted": lambda: module,
-        "optimized": lambda: fused_modules(module, x),
-        "dense optimized": lambda: fused_modules(dense, x),
-    }
-    runs = {**{name: ways[name]() for name in entry.own}, "dense": dense}
+    runs = {**{name: VARIANTS[name](module, x) for name in entry.own}, "dense": dense}
     return Case(runs, x, truth, rows, base=x[rows] if entry.part == "FFN" else None)
 
 

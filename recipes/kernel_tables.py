@@ -38,7 +38,8 @@ WIDE = (("monarch", 768), ("monarch", 512), ("monarch", 1024), ("gonon", 768))
 HALVES_AND_FLOAT = ("fp16", "fp32")
 GROUP, FFN = "norm and q, k, v", "feed-forward"
 ON_TOKENS: Mapping[str, Any] = {"quick": {"rows": (TOKENS,)}, "needs_cuda": True, "few": 1}
-ON_PATCHES = ON_TOKENS | {"quick": {"rows": (PATCHES,)}}
+ON_PATCHES: Mapping[str, Any] = {**ON_TOKENS, "quick": {"rows": (PATCHES,)}}
+FOUR_PARTS: Mapping[str, Any] = {**ON_TOKENS, "few": 4}
 
 TABLES = {
     "attention": Table(
@@ -84,7 +85,7 @@ TABLES = {
         },
         block_part,
         candidates=("dense", "dense fused", "fused"),
-        **ON_TOKENS | {"few": 4},
+        **FOUR_PARTS,
     ),
     "gated_ffn": Table(
         {"model": tuple(GATED_BLOCKS), "mode": HALVES_AND_FLOAT, "rows": (128 * TOKENS,)},

@@ -77,7 +77,7 @@ def _plain() -> list[Case]:
     t2t = {"t2t_layers": ((7, 4), (3, 2)), "patch_size": None}
     loops = {"depth": None, "pre_loop_depth": 1, "num_looped_blocks": 1, "post_loop_depth": 1, "loop_depth": 2}
     variants: list[tuple[str, str, dict[str, Any]]] = [
-        *((*name.split(":"), {}) for name in PLAIN.split()),
+        *((module, name, {}) for module, _, name in (each.partition(":") for each in PLAIN.split())),
         ("distill", "DistillableT2TViT", t2t),
         ("cait", "CaiT", {"cls_depth": 1}),
         ("t2t", "T2TViT", t2t),
