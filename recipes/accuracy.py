@@ -1,13 +1,14 @@
 """The accuracy of a model converted in many ways, each before and after the same short fine-tuning with its dense self as teacher.
 
     python recipes/accuracy.py digits --out build/rows.csv
-    python recipes/accuracy.py fractals --folder build/fractals --minutes 9 --out build/rows.csv
+    python recipes/accuracy.py fractals --minutes 9 --out build/rows.csv
 
-The models:
+The tables, each of one model:
 
     digits    the demo model in checkpoints/digits_vit, fine-tuned for 6 epochs of the 120 that it was trained for. One of the 599 held-out
               digits is 0.17 points
-    fractals  a ViT-S/16 of 100 classes of generated images. The first call trains it for --train-minutes and keeps it in --folder
+    fractals  a ViT-S/16 of 100 classes of generated images. The first call trains it for 4.5 minutes and keeps it in build/fractals; it
+              is fine-tuned on 2 % as many images
 
 A target fixes how many weights each matrix keeps, and a method chooses them: projections onto the target's architectures (svd, calibrated,
 sequential, permuted), plain low rank with as many parameters, or the entries of largest magnitude. The first row is the dense model, which
@@ -21,7 +22,6 @@ Rows: recipes/results/accuracy.csv
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import recipe
 import torch
+from recipe import VIT_S, Place, Table, run
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from weight_ways import low_rank
@@ -39,7 +39,6 @@ from weight_ways import low_rank
 from flysurgery import surgery
 from flysurgery.bench import Record
 from flysurgery.checkpoint import build_base, load_dense, save_dense
-from flysurgery.errors import FlysurgeryError
 from flysurgery.evaluation import ImageData, evaluate, load_calibration, load_data
 from flysurgery.finetune import Outcome, Settings, train, training_data
 from flysurgery.surgery import LayerPlan, Plan
@@ -68,23 +67,16 @@ METHODS: Mapping[str, Mapping[str, bool]] = {
 
 DENSE = "dense"
 DEMO, DEMO_EPOCHS = Path(__file__).parents[1] / "checkpoints" / "digits_vit", 120
+FOLDER, TRAIN_MINUTES, FINETUNE_SHARE = Path("build/fractals"), 4.5, 0.02
 VIT: dict[str, Any] = {"num_classes": 100}
 TINY_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
 TINY_IMAGES = 960
-
-
-ERRORS = ("error_qkv", "error_ffn_in", "error_ffn_out")
-ACCURACIES = ("top1", "top1_finetuned", "samples", "finetune_share")
-"""Shares of ``samples``. ``finetune_share`` is the images of the fine-tuning over those of the training."""
-
-COLUMNS = ("model", "target", "method", "replaced_share", "model_params", *ERRORS, *ACCURACIES)
 
 
 @dataclass(frozen=True)
 class Subject:
     """A dense model on its device and what its rows are made with. ``fine_tune`` trains its argument in place."""
 
-    name: str
     dense: nn.Module
     base: str
     base_args: Mapping[str, Any]
@@ -93,27 +85,36 @@ class Subject:
     fine_tune: Callable[[nn.Module], object]
     finetune_share: float
 
-    def plan(self, target: str) -> Plan:
-        """The architecture of each layer."""
-        plan = surgery.plan(self.dense, base=self.base, base_args=self.base_args, **TARGETS[target])
-        if target in BUDGETS:
-            plan, _ = surgery.allocate(plan, self.dense, budget=BUDGETS[target], calibrate=self.calibration)
-        return plan
 
-    def row(self, target: str, method: str, plan_of: Callable[[str], Plan]) -> Record:
-        """Convert a copy, measure, fine-tune and measure again."""
-        model, share, errors = copy.deepcopy(self.dense), 1.0, dict[str, float]()
-        if target != DENSE:
-            plan, share = convert(model, plan_of(target), method, self.calibration)
-            if method != "permuted":
-                images = torch.stack([self.held_out.dataset[index][0] for index in range(min(64, self.held_out.samples))])
-                errors = output_errors(self.dense, model, plan, images.to(self.calibration.device))
-        row: Record = {"model": self.name, "target": target, "method": method, "replaced_share": share, "model_params": parameters(model)}
-        row |= {f"error_{role}": error for role, error in errors.items()}
-        row["top1"] = evaluate(model, self.held_out, batch_size=128).top1
-        self.fine_tune(model)
-        row["top1_finetuned"] = evaluate(model, self.held_out, batch_size=128).top1
-        return row | {"samples": self.held_out.samples, "finetune_share": self.finetune_share}
+@cache
+def subject_of(model: str, place: Place) -> Subject:
+    return (digits if model == "digits" else fractals)(place)
+
+
+@cache
+def plan_of(model: str, place: Place, target: str) -> Plan:
+    """The architecture of each layer."""
+    subject = subject_of(model, place)
+    plan = surgery.plan(subject.dense, base=subject.base, base_args=subject.base_args, **TARGETS[target])
+    if target in BUDGETS:
+        plan, _ = surgery.allocate(plan, subject.dense, budget=BUDGETS[target], calibrate=subject.calibration)
+    return plan
+
+
+def rows(place: Place, *, model: str, target: str, method: str) -> list[Record]:
+    """Convert a copy, measure, fine-tune and measure again."""
+    subject = subject_of(model, place)
+    made, share, errors = copy.deepcopy(subject.dense), 1.0, dict[str, float]()
+    if target != DENSE:
+        plan, share = convert(made, plan_of(model, place, target), method, subject.calibration)
+        if method != "permuted":
+            images = torch.stack([subject.held_out.dataset[index][0] for index in range(min(64, subject.held_out.samples))])
+            errors = output_errors(subject.dense, made, plan, images.to(place.device))
+    row: Record = {"replaced_share": share, "model_params": parameters(made)} | {f"error_{role}": each for role, each in errors.items()}
+    row["top1"] = evaluate(made, subject.held_out, batch_size=128).top1
+    subject.fine_tune(made)
+    row["top1_finetuned"] = evaluate(made, subject.held_out, batch_size=128).top1
+    return [row | {"samples": subject.held_out.samples, "finetune_share": subject.finetune_share}]
 
 
 def convert(model: nn.Module, plan: Plan, method: str, calibration: Tensor) -> tuple[Plan, float]:
@@ -165,53 +166,52 @@ def output_errors(dense: nn.Module, model: nn.Module, plan: Plan, images: Tensor
     return {role: sum(values) / len(values) for role, values in errors.items()}
 
 
-def digits(options: argparse.Namespace, device: torch.device) -> Subject:
+def digits(place: Place) -> Subject:
     """The demo model."""
     dense, base, base_args = load_dense(DEMO)
-    dense = dense.eval().to(device)
-    epochs = options.epochs or (1 if options.quick else 6)
-    settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, seed=options.seed, cpu=device.type == "cpu")
+    dense = dense.eval().to(place.device)
+    epochs = 1 if place.quick else 6
+    cpu, seed = place.device.type == "cpu", place.protocol.seed
+    settings = Settings(epochs=epochs, smoothing=0.0, log_every=1000, workers=0, seed=seed, cpu=cpu)
 
     def fine_tune(model: nn.Module) -> None:
         train(model, training_data("digits", model, settings), settings, teacher=dense)
 
-    calibration = load_calibration("digits", dense).inputs.to(device)
-    return Subject("digits", dense, base, base_args, calibration, load_data("digits", dense), fine_tune, epochs / DEMO_EPOCHS)
+    calibration = load_calibration("digits", dense).inputs.to(place.device)
+    return Subject(dense, base, base_args, calibration, load_data("digits", dense), fine_tune, epochs / DEMO_EPOCHS)
 
 
-def fractals(options: argparse.Namespace, device: torch.device) -> Subject:
+def fractals(place: Place) -> Subject:
     """The ViT on generated images, which is trained where the folder has none."""
-    if not (options.folder / "images.json").is_file():
-        _train_dense(options, device)
-    dense, base, base_args = load_dense(options.folder / "dense")
-    dense = dense.eval().to(device)
-    trained = json.loads((options.folder / "images.json").read_text(encoding="utf-8"))
-    images = int(options.finetune_share * trained)
+    if not (FOLDER / "images.json").is_file():
+        _train_dense(place)
+    dense, base, base_args = load_dense(FOLDER / "dense")
+    dense = dense.eval().to(place.device)
+    images = int(FINETUNE_SHARE * json.loads((FOLDER / "images.json").read_text(encoding="utf-8")))
 
     def fine_tune(model: nn.Module) -> None:
-        _learn(model, options, seed=options.seed + 2, images=images, teacher=dense)
+        _learn(model, place, images=images, teacher=dense)
 
-    calibration = load_calibration("fractals", dense, samples=64 if options.quick else 512).inputs.to(device)
-    return Subject("fractals", dense, base, base_args, calibration, load_data("fractals", dense), fine_tune, options.finetune_share)
+    calibration = load_calibration("fractals", dense, samples=64 if place.quick else 512).inputs.to(place.device)
+    return Subject(dense, base, base_args, calibration, load_data("fractals", dense), fine_tune, FINETUNE_SHARE)
 
 
-def _train_dense(options: argparse.Namespace, device: torch.device) -> None:
-    torch.manual_seed(options.seed)
-    args = TINY_VIT if options.quick else VIT
-    model = build_base(recipe.VIT_S, args).to(device)
-    found = _learn(model, options, seed=options.seed, images=TINY_IMAGES if options.quick else None)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    save_dense(found.model, options.folder / "dense", recipe.VIT_S, args, force=True)
-    (options.folder / "images.json").write_text(f"{found.images}\n", encoding="utf-8")
+def _train_dense(place: Place) -> None:
+    torch.manual_seed(place.protocol.seed)
+    args = TINY_VIT if place.quick else VIT
+    model = build_base(VIT_S, args).to(place.device)
+    found = _learn(model, place, images=TINY_IMAGES if place.quick else None)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    save_dense(found.model, FOLDER / "dense", VIT_S, args, force=True)
+    (FOLDER / "images.json").write_text(f"{found.images}\n", encoding="utf-8")
     print(f"the dense model is trained on {found.images} images in {found.seconds:.0f} s", flush=True)
 
 
-def _learn(model: nn.Module, options: argparse.Namespace, *, seed: int, images: int | None, teacher: nn.Module | None = None) -> Outcome:
-    """Train in place on about so many new images, never the same twice; without a number for ``--train-minutes``."""
-    device = next(model.parameters()).device
+def _learn(model: nn.Module, place: Place, *, images: int | None, teacher: nn.Module | None = None) -> Outcome:
+    """Train in place on about so many new images, never the same twice; without a number for ``TRAIN_MINUTES``."""
     tuning = teacher is not None
-    batch, rate = (16, 3e-4 if tuning else 1e-3) if options.quick else (128, 1e-4) if tuning else (256, 1e-3)
-    length: dict[str, Any] = {"minutes": options.train_minutes}
+    batch, rate = (16, 3e-4 if tuning else 1e-3) if place.quick else (128, 1e-4) if tuning else (256, 1e-3)
+    length: dict[str, Any] = {"minutes": TRAIN_MINUTES}
     if images is not None:
         length = {"epochs": 1, "images_per_epoch": max(1, images // batch) * batch}
     settings = Settings(
@@ -220,57 +220,27 @@ def _learn(model: nn.Module, options: argparse.Namespace, *, seed: int, images: 
         learning_rate=rate,
         optimizer="adamw",
         smoothing=0.0,
-        precision="no" if options.quick else "bf16",
+        precision="no" if place.quick else "bf16",
         log_every=25,
-        seed=seed,
-        cpu=device.type == "cpu",
+        seed=place.protocol.seed + 2 * tuning,
+        cpu=place.device.type == "cpu",
     )
     return train(model, training_data("fractals", model, settings), settings, teacher=teacher)
 
 
-def main() -> None:
-    """Convert, measure and write."""
-    parser = recipe.parser_of(__doc__)
-    recipe.add_options(parser)
-    parser.add_argument("model", choices=("digits", "fractals"), metavar="MODEL", help="one of the models above")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS)
-    parser.add_argument("--methods", nargs="+", choices=METHODS)
-    parser.add_argument("--minutes", type=recipe.duration, help="begin no row after this many minutes")
-    parser.add_argument("--epochs", type=recipe.count, help="of a fine-tuning on digits, 6 by default, 1 with --quick")
-    parser.add_argument("--folder", type=Path, default=Path("build/fractals"), help="where the dense model of fractals is kept")
-    parser.add_argument("--train-minutes", type=recipe.duration, default=4.5, help="length of its training")
-    parser.add_argument("--finetune-share", type=recipe.duration, default=0.02, help="images of its fine-tuning over those of its training")
-    options = parser.parse_args()
-    if options.model == "digits":
-        options.device = options.device or "cpu"
-    device, _ = recipe.device_and_modes(options)
-    if options.model == "fractals" and device.type == "cpu" and not options.quick:
-        raise SystemExit("this needs a CUDA device, and PyTorch finds none; --quick runs anywhere")
-    targets = options.targets or (("monarch",) if options.quick else TARGETS)
-    methods = options.methods or (("svd", "calibrated") if options.quick else METHODS)
+def table_of(model: str, **more: Any) -> Table:
+    errors = ("error_qkv", "error_ffn_in", "error_ffn_out")
+    return Table(
+        {"model": (model,), "target": (DENSE, *TARGETS), "method": (DENSE, *METHODS)},
+        rows=rows,
+        quick={"target": (DENSE, "monarch"), "method": (DENSE, "svd", "calibrated")},
+        columns=("replaced_share", "model_params", *errors, "top1", "top1_finetuned", "samples", "finetune_share"),
+        keep=lambda place, head: (head["target"] == DENSE) == (head["method"] == DENSE),
+        **more,
+    )
 
-    @cache
-    def subject() -> Subject:
-        return (digits if options.model == "digits" else fractals)(options, device)
 
-    plan_of = cache(lambda target: subject().plan(target))
-
-    def rows_of(target: str, method: str) -> list[Record]:
-        return [subject().row(target, method, plan_of)]
-
-    cases = [(DENSE, DENSE), *((target, method) for target in targets for method in methods)]
-    jobs = [({"model": options.model, "target": target, "method": method}, partial(rows_of, target, method)) for target, method in cases]
-    shown = ("target", "method", "replaced_share", "top1", "top1_finetuned", *ERRORS)
-
-    def prepared(todo: list[recipe.Job]) -> list[recipe.Job]:
-        """The jobs, once their dense model is there: without it none can run."""
-        if todo:
-            subject()
-        return todo
-
-    failing = (FlysurgeryError, RuntimeError)
-    recipe.make(options, device, COLUMNS, jobs, shown=shown, minutes=options.minutes, may_fail=failing, order=prepared)
-
+TABLES = {"digits": table_of("digits", device="cpu"), "fractals": table_of("fractals", needs_cuda=True)}
 
 if __name__ == "__main__":
-    recipe.main(main)
+    run(__doc__, TABLES)

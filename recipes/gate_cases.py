@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from itertools import groupby
 from typing import Any
 
 import torch
 from recipe import VIT_S, Run
-from torch import Tensor, nn
+from torch import nn
+from vit_parts import VARIANTS, step_case
+from vit_units import parts
 
-import flysurgery
 from flysurgery.bench import Case, Protocol, Record, in_mode, measure, take_stamp
 from flysurgery.bench.measuring import NOISE, checked_rows, one_line
 from flysurgery.bench.rows import cell
-from flysurgery.bench.units import Unit, units
-from flysurgery.bench.variants import by_definition, dense_copy, fused_modules
+from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import Architecture, Pattern
@@ -42,7 +40,7 @@ ROW = ("case", "candidate", "status", "launch", "ms", "noise", "reference", "ref
 
 @dataclass(frozen=True)
 class Entry:
-    """What is measured: ``part`` is a part of ``flysurgery.bench.units``, ``STEP`` or ``FACTOR``; each of ``own`` gets a row.
+    """What is measured: ``part`` is a part of ``vit_units.parts``, ``STEP`` or ``FACTOR``; each of ``own`` gets a row.
 
     ``batch`` counts samples. ``arch`` is a family of architectures, or of a factor its pattern.
     """
@@ -97,92 +95,17 @@ QUICK = (
 )
 
 
-@cache
-def parts(model: str, arch: str) -> Mapping[str, Unit]:
-    """The parts of a converted model by name; the model is built once."""
-    return {unit.name: unit for unit in units("today", model, {}, arch, seed=0)}
-
-
 def module_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:
     """A model, or a feed-forward block with norm and residual, for inference."""
-    unit = parts(entry.model, entry.arch)[entry.part]
+    unit = parts("today", entry.model, entry.arch)[entry.part]
     module = unit.make().to(device, dtype)
     dense = dense_copy(module)
     x = torch.randn(entry.batch, *unit.shape).to(device, dtype)
     rows = checked_rows(entry.batch, 4)
     with torch.no_grad():
         truth = by_definition(module).double()(x[rows].double())
-    ways: dict[str, Callable[[], nn.Module]] = {
-        "converted": lambda: module,
-        "optimized": lambda: fused_modules(module, x),
-        "dense optimized": lambda: fused_modules(dense, x),
-    }
-    runs = {**{name: ways[name]() for name in entry.own}, "dense": dense}
+    runs = {**{name: VARIANTS[name](module, x) for name in entry.own}, "dense": dense}
     return Case(runs, x, truth, rows, base=x[rows] if entry.part == "FFN" else None)
-
-
-def step_case(
-    model: str,
-    arch: str,
-    batch: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    compile_too: bool = False,
-    optimized_too: bool = False,
-) -> Case:
-    """A training step under autocast: forward, cross entropy, backward, AdamW. It gives a gradient of the first feed-forward layer.
-
-    The learning rate is zero, so that every step gives the same gradient; it takes as long as any other. With
-    ``optimized_too`` there are candidates that are optimized for captured steps.
-    """
-    unit = parts(model, arch)["model"]
-    module: Any = unit.make().to(device)
-    x = torch.randn(batch, *unit.shape).to(device)
-    labels = torch.randint(0, module.num_classes, (batch,)).to(device)
-
-    def backward(run: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> None:
-        (nn.functional.cross_entropy(run(x), labels, reduction="sum") / batch).backward()
-
-    def gradient(model: Any) -> Tensor:
-        found = max(model.blocks[0].mlp.fc1.parameters(), key=Tensor.numel).grad
-        assert found is not None
-        return found
-
-    def exact(model: nn.Module) -> Tensor:
-        double = by_definition(model).double().requires_grad_(True).train()
-        with torch.enable_grad():
-            for few, their in zip(x.double().split(8), labels.split(8), strict=True):  # all at once would need much memory
-                backward(double, few, their)
-        return gradient(double)
-
-    def step(model: nn.Module, *, compiled: bool = False) -> Run:
-        model.requires_grad_(True).train()
-        forward = torch.compile(model) if compiled else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=device.type == "cuda")
-
-        @torch.enable_grad()
-        def run(x: Tensor) -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-            with torch.autocast(device.type, dtype, cache_enabled=not capturing):
-                backward(forward, x, labels)
-            optimizer.step()
-            return gradient(model)
-
-        return run
-
-    models = {"converted": module, "dense": dense_copy(module)}
-    truths, runs = {name: exact(each) for name, each in models.items()}, {name: step(each) for name, each in models.items()}
-    for name, each in models.items() if optimized_too else ():
-        optimized = copy.deepcopy(each).requires_grad_(True).train()
-        with torch.autocast(device.type, dtype):
-            print(f"{name} optimized: {flysurgery.optimize(optimized, x, training='captured')}", flush=True)
-        runs[f"{name} optimized"], truths[f"{name} optimized"] = step(optimized), truths[name]
-    if compile_too:
-        runs |= {f"{name} compiled": step(copy.deepcopy(each), compiled=True) for name, each in models.items()}
-        truths |= {f"{name} compiled": truths[name] for name in models}
-    return Case(runs, x, truths)
 
 
 def factor_case(entry: Entry, device: torch.device, dtype: torch.dtype) -> Case:

@@ -15,13 +15,16 @@ INTRODUCTION = """# Recipes
 
 `python recipes/index.py` writes this page from the recipes' docstrings.
 
-A recipe is one program for a task or for a family of tables. Its committed rows are in `recipes/results`, where
-`python recipes/publish.py` puts them; the column `table` names the table of a row. [Performance](../docs/performance.md),
-[fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them, and [the papers](../docs/papers.md) which command answers
-which table or figure. `python recipes/NAME.py --help` says how a recipe measures and what its columns mean.
+A recipe is one program for a task or for a family of tables, which are data over one engine, `recipe.py`. Its committed rows are in
+`recipes/results`, where `python recipes/publish.py` puts them; the column `table` names the table of a row.
+[Performance](../docs/performance.md), [fidelity](../docs/sight.md) and [accuracy](../docs/accuracy.md) show them, and
+[the papers](../docs/papers.md) which command answers which table or figure. `python recipes/NAME.py --help` says how a recipe measures
+and what its columns mean.
 
 What they share:
 
+- Each column that tells cases apart is an option: `--batch 1,8 --mode fp16 --arch monarch` names other values. `--only REGEX` takes the
+  cases in whose columns it is found, `--candidates` some of the candidates, `--joules` measures energy, `--minutes` ends a run in time.
 - `--quick` takes fewer cases and answers within two minutes, on a CPU too, where kernels have the status `needs CUDA`.
 - `--out FILE` keeps the rows, each with a stamp. The same command goes on where it stopped; `--fresh` starts anew. Rows of the same
   device, versions and commit stay, whatever their options.

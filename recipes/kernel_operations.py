@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from recipe import NEEDS_CUDA, Run
+from recipe import Place, Run
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from flysurgery import ops
-from flysurgery.bench import TIMED_MODES, Case, in_mode
+from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.gpu.gradients import all_gradients
 from flysurgery.gpu.kernel import device_arch
 from flysurgery.layers import ButterflyLinear, SplitLinear
-from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, Problem, explain, ks_linear
+from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, ks_linear
 from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
 from flysurgery.ops.wide import wide_ffn, wide_group
 from flysurgery.patterns import Architecture, gonon, monarch
@@ -32,44 +32,21 @@ HEAD = 64
 PATCHES, TOKENS = 196, 197
 """Rows of one image without and with its class token."""
 
-SHARED_LIMIT = 227 * 1024
-"""Shared memory of a block on compute capability 9.0."""
-
 FAMILIES: Mapping[str, Callable[[int, int], Architecture]] = {"gonon": gonon, "monarch": monarch}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where cases are made: a device, and how many images a case has where none of its columns says so."""
-
-    device: torch.device
-    images: int = 128
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def kernel(self, run: Run) -> Run | str:
-        """A candidate that launches kernels, or why it cannot."""
-        return run if self.on_cuda else NEEDS_CUDA
-
-    def compiled(self, run: Run, mode: str = "default") -> Run | str:
-        """A module or function through ``torch.compile``, or why not."""
-        return torch.compile(run, mode=mode) if self.on_cuda else "left out on a CPU"
-
-
-@dataclass(frozen=True)
 class Drawn:
-    """Random weights of the sizes of a trained block's, and inputs, in one dtype on one device.
+    """Random weights of the sizes of a trained block's, and inputs, in one mode on one device.
 
     They are drawn on the CPU: a graph that could not be captured, of the case before, leaves CUDA's generator unusable.
     """
 
-    device: torch.device
-    dtype: torch.dtype
+    place: Place
+    mode: str
 
     def tensor(self, *shape: int, deviation: float = 1.0, mean: float = 0.0) -> Tensor:
-        return (torch.randn(shape) * deviation + mean).to(self.device, self.dtype)
+        return (torch.randn(shape) * deviation + mean).to(self.place.device, TIMED_MODES[self.mode])
 
     def norm(self, features: int) -> Norm:
         return Norm(self.tensor(features, deviation=0.2, mean=1.0), self.tensor(features, deviation=0.2), 1e-6)
@@ -101,43 +78,31 @@ class Operation:
     def dense(self) -> Operation:
         return replace(self, operands=tuple(map(_dense, self.operands)))
 
-    def weights(self) -> list[Tensor]:
-        return [each for operand in self.operands for each in _weights(operand)]
+    def work(self, moved: int, rows: int) -> Work:
+        """What it must spend: ``moved`` bytes of inputs and outputs, weights once, and the products with these."""
+        weights = [each for operand in self.operands for each in _weights(operand)]
+        return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
 
-    def case(
-        self,
-        x: Tensor,
-        runs: Mapping[str, Run | str],
-        *,
-        checked: int | None = None,
-        flops: int | None = None,
-        copy: bool = False,
-        **more: Any,
-    ) -> Case:
-        """A case of this operation, of which the first ``checked`` rows are held against float64.
+    def runs(self, place: Place) -> dict[str, Run | str]:
+        """The candidates that every operation has."""
+        dense = self.dense.by(plainly)
+        return {
+            "fused": place.kernel(self.by(ops.run)),
+            "composed": self.by(plainly),
+            "dense": dense,
+            "dense fused": place.kernel(self.dense.by(ops.run)),
+            "dense compiled": place.compiled(dense, "max-autotune-no-cudagraphs"),
+        }
 
-        ``flops`` are given where it has no weights. With ``copy`` a copy that moves as many bytes of inputs and outputs is timed too.
-        """
+    def case(self, x: Tensor, runs: Mapping[str, Run | str], *, checked: int | None = None, flops: int | None = None, **more: Any) -> Case:
+        """A case of which the first ``checked`` rows are held against float64; ``flops`` are given where it has no weights."""
         exact = replace(self, operands=pytree.tree_map_only(Tensor, Tensor.double, self.operands))
         with torch.no_grad():
             truth = exact.by(plainly)(x[:checked].double())
         moved = x.nbytes + len(x) * truth[0].numel() * x.element_size()
-        rows = range(len(truth))
-        if flops is not None:
-            return Case(runs, x, truth, rows, Work(moved, flops), **more)
-        own, dense = (work_of(moved, operation.weights(), len(x)) for operation in (self, self.dense))
+        own, dense = (Work(moved, flops) if flops else each.work(moved, len(x)) for each in (self, self.dense))
         works = {name: dense if name.startswith("dense") else own for name in runs}
-        if not copy:
-            return Case(runs, x, truth, rows, works, **more)
-        block = torch.ones(moved // 2, dtype=torch.uint8, device=x.device)
-        inputs, truths = dict.fromkeys(runs, x) | {"copy": block}, dict.fromkeys(runs, truth) | {"copy": block[: len(truth)].double()}
-        return Case({**runs, "copy": torch.clone}, inputs, truths, rows, works | {"copy": Work(moved, 0)}, **more)
-
-
-def work_of(moved: int, weights: Iterable[Tensor], rows: int) -> Work:
-    """What products with these matrices or factors must spend: ``moved`` bytes of inputs and outputs, weights once."""
-    weights = list(weights)
-    return Work(moved + sum(each.nbytes for each in weights), 2 * rows * sum(each.numel() for each in weights))
+        return Case(runs, x, truth, range(len(truth)), works, **more)
 
 
 def _dense(operand: Any) -> Any:
@@ -173,21 +138,17 @@ def _residual(compute: Compute, x: Tensor, linear: Linear) -> Tensor:
     return compute(x, ops.LinearResidual(linear, x))
 
 
-def linears_of_group(_: Compute, x: Tensor, group: list[Linear]) -> Tensor:
+def _linears(_: Compute, x: Tensor, group: list[Linear]) -> Tensor:
     run = [functional.linear(x, *each) if isinstance(each, Dense) else ks_linear(x, each.factors, each.bias) for each in group]
     return run[0] if len(run) == 1 else torch.cat(run, dim=-1)
 
 
-def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens, 3 * heads * HEAD), (images, heads, tokens, HEAD)
+def _attention(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens, 3 * width), (images, tokens, width)
     q, k, v = x.unflatten(2, (3, -1, HEAD)).permute(2, 0, 3, 1, 4).unbind(0)
-    return compute(q, ops.Attention(k, v))
+    return compute(q, ops.Attention(k, v)).transpose(1, 2).flatten(2)
 
 
-def _attended(compute: Compute, x: Tensor) -> Tensor:  # shapes: (images, tokens, 3 * width), (images, tokens, width)
-    return _attention(compute, x).transpose(1, 2).flatten(2)
-
-
-def attention(place: Place, mode: str, *, images: int, tokens: int, heads: int) -> Case:
+def attention(place: Place, *, images: int, tokens: int, heads: int, mode: str) -> Case:
     """q, k and v as views of what one linear gives."""
     operation = Operation(_attention)
 
@@ -204,44 +165,59 @@ def attention(place: Place, mode: str, *, images: int, tokens: int, heads: int) 
         "flash": by(SDPBackend.FLASH_ATTENTION),
         "flysurgery": place.kernel(operation.by(ops.run)),
     }
-    x = Drawn(place.device, TIMED_MODES[mode]).tensor(images, tokens, 3 * heads * HEAD)
-    return operation.case(x, runs, checked=8, flops=4 * images * heads * tokens * tokens * HEAD, baseline="pytorch")
+    x = Drawn(place, mode).tensor(images, tokens, 3 * heads * HEAD)
+    return operation.case(x, runs, checked=8, flops=4 * images * heads * tokens * tokens * HEAD, baseline="pytorch", worst=1.25)
 
 
-def norm_linear(place: Place, mode: str, *, architecture: str, rows: int) -> Case:
-    """The norm and q, k and v of a ViT-S/16."""
-    drawn = Drawn(place.device, TIMED_MODES[mode])
-    norm, group = drawn.norm(384), [drawn.linear(FAMILIES[architecture](384, 384)) for _ in range(3)]
-    operation = Operation(_norm_linear, (norm, group))
+def block_part(
+    place: Place,
+    *,
+    part: str,
+    architecture: str,
+    width: int,
+    rows: int,
+    mode: str,
+    candidates: tuple[str, ...],
+    activation: str = "gelu",
+) -> Case:
+    """A part of a block, converted, and those of its candidates that are named."""
+    drawn, family = Drawn(place, mode), FAMILIES[architecture]
+    norm, x, square, flops = drawn.norm(width), drawn.tensor(rows, width), family(width, width), None
+    ways: dict[str, Run] = {}
+    if part == "feed-forward":
+        up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
+        operation = Operation(_ffn, (norm, up, down, activation))
+        ways = {
+            "factor by factor": lambda x: wide_ffn(x, norm, up, down, activation, None, True),
+            "a launch a layer": lambda x: linear_epilogue(fused_norm_linear(x, norm, [up], activation), down, residual=x),
+        }
+    elif part == "norm and q, k, v":
+        group = [drawn.linear(square) for _ in range(3)]
+        operation = Operation(_norm_linear, (norm, group))
 
-    def two_launches(x: Tensor) -> Tensor:
-        normed = torch.ops.flysurgery.layer_norm(x, norm.weight, norm.bias, norm.eps)
-        return ops.ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
+        def two_launches(x: Tensor) -> Tensor:
+            normed = torch.ops.flysurgery.layer_norm(x, norm.weight, norm.bias, norm.eps)
+            return ops.ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
 
-    dense = operation.dense.by(plainly)
-    runs = {
-        "fused": place.kernel(operation.by(ops.run)),
-        "two launches": place.kernel(two_launches),
-        "dense": dense,
-        "dense compiled": place.compiled(dense),
-    }
-    return operation.case(drawn.tensor(rows, 384), runs, copy=True)
-
-
-def ffn(place: Place, mode: str, *, width: int, architecture: str, activation: str, rows: int) -> Case:
-    """A feed-forward block with its norm and residual."""
-    drawn, family = Drawn(place.device, TIMED_MODES[mode]), FAMILIES[architecture]
-    layers = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
-    operation = Operation(_ffn, (drawn.norm(width), *layers, activation))
-    dense = operation.dense.by(plainly)
-    runs = {
-        "fused": place.kernel(operation.by(ops.run)),
-        "composed": operation.by(plainly),
-        "dense": dense,
-        "dense compiled": place.compiled(dense, "max-autotune-no-cudagraphs"),
-    }
-    x = drawn.tensor(rows, width)
-    return operation.case(x, runs, base=x)
+        ways = {
+            "factor by factor": lambda x: wide_group(x, norm, group),
+            "one launch": lambda x: fused_norm_linear(x, norm, group, "none"),
+            "two launches": two_launches,
+        }
+    elif part == "output projection":
+        operation = Operation(_residual, (drawn.linear(square),))
+    else:
+        operation, x = Operation(_attention), drawn.tensor(rows // TOKENS, TOKENS, 3 * width)
+        flops = 4 * rows * TOKENS * width
+    launched = {name: place.kernel(run) for name, run in ways.items()}
+    if place.on_cuda and device_arch(0) != "sm_90a" and "factor by factor" in ways:
+        launched["factor by factor"] = "no: a launch a factor needs sm_90a"
+    known = operation.runs(place) | launched
+    if part == "attention":  # it has no weights
+        known = {name: run for name, run in known.items() if name in ("dense", "dense fused")}
+    is_ffn = part == "feed-forward"
+    runs = {name: known[name] for name in candidates if name in known}
+    return operation.case(x, runs, flops=flops, base=x if is_ffn else None, worst=3 if is_ffn else 2)
 
 
 @dataclass(frozen=True)
@@ -263,50 +239,18 @@ GATED_BLOCKS = {
 }
 
 
-def gated_ffn(place: Place, mode: str, *, model: str, rows: int) -> Case:
+def gated_ffn(place: Place, *, model: str, rows: int, mode: str) -> Case:
     """A gated feed-forward block with norm, residual, and what else the model has there; Monarch with four blocks."""
-    block, drawn = GATED_BLOCKS[model], Drawn(place.device, TIMED_MODES[mode])
+    block, drawn = GATED_BLOCKS[model], Drawn(place, mode)
     width, hidden = block.width, block.hidden
     sizes = [hidden, hidden] if block.apart else [2 * hidden]
     up, down = Gated(tuple(drawn.linear(monarch(size, width)) for size in sizes)), drawn.linear(monarch(width, hidden))
     scale, inner = drawn.tensor(width, deviation=0.1) if block.scaled else None, drawn.norm(hidden) if block.inner else None
-    converted = Operation(_ffn, (drawn.norm(width), up, down, "silu", scale, True, inner))
-    runs: dict[str, Run | str] = {}
-    launches: dict[str, str | None] = {}
-    x = drawn.tensor(rows, width)
-    for name, operation in {"dense": converted.dense, "converted": converted}.items():
-        runs |= {name: operation.by(plainly), f"{name} fused": place.kernel(operation.by(ops.run))}
-        if place.on_cuda:
-            with in_mode(mode):
-                found = ops.way(x, ops.FeedForward(*operation.operands))
-                launches[f"{name} fused"] = None if isinstance(found, str) else " | ".join(found.launches())
-    checked = min(4096, rows)
-    return converted.case(
-        x, runs, checked=checked, base=x[:checked], columns={"width": width, "hidden": hidden}, notes={"launches": launches}
-    )
-
-
-def few_rows(place: Place, mode: str, *, width: int, rows: int, part: str) -> Case:
-    """A part of a block in the architectures of Gonon et al., dense and converted, for a few images."""
-    drawn = Drawn(place.device, TIMED_MODES[mode])
-    if part == "attention":
-        operation = Operation(_attended)
-        plain, x = operation.by(plainly), drawn.tensor(rows // TOKENS, TOKENS, 3 * width)
-        return operation.case(x, {"dense": plain, "dense fused": place.kernel(operation.by(ops.run))}, flops=4 * rows * TOKENS * width)
-    norm, square = drawn.norm(width), gonon(width, width)
-    if part == "norm and q, k, v":
-        operation = Operation(_norm_linear, (norm, [drawn.linear(square) for _ in range(3)]))
-    elif part == "output projection":
-        operation = Operation(_residual, (drawn.linear(square),))
-    else:
-        operation = Operation(_ffn, (norm, drawn.linear(gonon(4 * width, width)), drawn.linear(gonon(width, 4 * width))))
-    dense = operation.dense
-    runs = {
-        "dense": dense.by(plainly),
-        "dense fused": place.kernel(dense.by(ops.run)),
-        "converted fused": place.kernel(operation.by(ops.run)),
-    }
-    return operation.case(drawn.tensor(rows, width), runs)
+    operation = Operation(_ffn, (drawn.norm(width), up, down, "silu", scale, True, inner))
+    x, checked = drawn.tensor(rows, width), min(4096, rows)
+    runs = operation.runs(place)
+    del runs["dense compiled"]
+    return operation.case(x, runs, checked=checked, base=x[:checked], columns={"width": width, "hidden": hidden}, worst=2)
 
 
 LAYERS: dict[str, tuple[Architecture, int]] = {
@@ -321,12 +265,12 @@ LAYERS: dict[str, tuple[Architecture, int]] = {
 """The layers of a ViT-S/16's block, and how many linears each is."""
 
 
-def linear(place: Place, mode: str, *, layer: str, rows: int) -> Case:
+def linear(place: Place, *, layer: str, rows: int, mode: str) -> Case:
     """A ButterflyLinear (for q, k and v a SplitLinear) as it stands in a model, beside the multiplications that others prepare."""
     (architecture, linears), dtype = LAYERS[layer], TIMED_MODES[mode]
     # Weights that do not train, made outside inference mode, are packed once; others at each call, so that changes are seen.
     parts = [ButterflyLinear(architecture, device=place.device, dtype=dtype).requires_grad_(False) for _ in range(linears)]
-    operation = Operation(linears_of_group, ([FusedFactors(tuple(part.factors), part.bias) for part in parts],))
+    operation = Operation(_linears, ([FusedFactors(tuple(part.factors), part.bias) for part in parts],))
     runs: dict[str, Run | str] = {
         "dense": operation.dense.by(plainly),
         "layer": parts[0] if linears == 1 else SplitLinear(dict(zip("qkv", parts, strict=True))),
@@ -334,40 +278,14 @@ def linear(place: Place, mode: str, *, layer: str, rows: int) -> Case:
     for name in ("bmm", "einsum"):
         bound = [BACKENDS[name].bind(tuple(part.factors), part.bias) for part in parts]
         runs[name] = lambda x, bound=bound: bound[0](x) if len(bound) == 1 else torch.cat([run(x) for run in bound], dim=-1)
-    choice = explain(Problem(architecture, rows, dtype, place.device.type, bias=True, allow_tf32=mode == "tf32")).choice
-    x = Drawn(place.device, dtype).tensor(rows, architecture.in_features)
-    return operation.case(
-        x, runs, columns={"architecture": architecture, "linears": linears}, notes={"backend": {"layer": choice}}, copy=True
-    )
+    x = Drawn(place, mode).tensor(rows, architecture.in_features)
+    return operation.case(x, runs, columns={"architecture": architecture, "linears": linears})
 
 
-def wide(place: Place, mode: str, *, part: str, architecture: str, width: int, rows: int) -> Case:
-    """The launches between which the operators choose; what decides stands in ``flysurgery/ops/wide.py``."""
-    reason = "no: a launch a factor needs sm_90a" if place.on_cuda and device_arch(0) != "sm_90a" else None
-    drawn, family = Drawn(place.device, TIMED_MODES[mode]), FAMILIES[architecture]
-    norm, x = drawn.norm(width), drawn.tensor(rows, width)
-    if part == "feed-forward":
-        up, down = drawn.linear(family(4 * width, width)), drawn.linear(family(width, 4 * width))
-        operation = Operation(_ffn, (norm, up, down, "gelu"))
-        ways: dict[str, Run] = {
-            "factor by factor": lambda x: wide_ffn(x, norm, up, down, "gelu", None, True),
-            "a launch a layer": lambda x: linear_epilogue(fused_norm_linear(x, norm, [up], "gelu"), down, residual=x),
-        }
-    else:
-        group = [drawn.linear(family(width, width)) for _ in range(3)]
-        operation = Operation(_norm_linear, (norm, group))
-        ways = {
-            "factor by factor": lambda x: wide_group(x, norm, group),
-            "one launch": lambda x: fused_norm_linear(x, norm, group, "none"),
-        }
-    runs = {name: reason or place.kernel(run) for name, run in ways.items()} | {"dense": operation.dense.by(plainly)}
-    return operation.case(x, runs, base=x if part == "feed-forward" else None)
-
-
-def factor_gradients(place: Place, mode: str, *, layer: str) -> Case:
+def factor_gradients(place: Place, *, layer: str, rows: int, mode: str) -> Case:
     """The gradients of a layer's factors. x holds the layer's inputs and its outputs' gradient."""
-    (architecture, linears), rows = LAYERS[layer], place.images * PATCHES
-    drawn = Drawn(place.device, TIMED_MODES[mode])
+    architecture, linears = LAYERS[layer]
+    drawn = Drawn(place, mode)
     factors = [factor for _ in range(linears) for factor in drawn.linear(architecture).factors]
 
     def parts(both: Tensor) -> tuple[Tensor, Tensor]:  # shapes: (rows, in_features), (rows, linears * out_features)
@@ -390,5 +308,5 @@ def factor_gradients(place: Place, mode: str, *, layer: str) -> Case:
 
     both = drawn.tensor(rows * (architecture.in_features + linears * architecture.out_features))
     truth = einsum(both.double())
-    work = work_of(both.nbytes, [truth.to(both.dtype)], rows)
+    work = Work(both.nbytes + truth.numel() * both.element_size(), 2 * rows * truth.numel())
     return Case({"cuda": place.kernel(kernel), "einsum": einsum}, both, truth, range(len(truth)), work, "einsum")

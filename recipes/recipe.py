@@ -1,4 +1,7 @@
-"""What the recipes that measure share: their options, and measuring, printing and keeping their rows."""
+"""The engine of the recipes: tables as data, and their options, measuring, printing and keeping of rows.
+
+A recipe that measures is a mapping of names to ``Table``, and ``run(__doc__, TABLES)``.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,27 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from energy import EnergyMeter, with_joules
 from torch import Tensor
 
-from flysurgery.bench import Protocol, Record, modes_of
-from flysurgery.bench.measuring import one_line
+from flysurgery.bench import Case, Protocol, Record, modes_of, rows_of_case
+from flysurgery.bench.measuring import MEASURED, one_line
 from flysurgery.bench.rows import Job
 from flysurgery.cli.app import sentence_if_full
+from flysurgery.cli.bench import TIMES
 from flysurgery.cli.bench_run import BenchRun, print_records
 from flysurgery.cli.options import device_of
 from flysurgery.errors import FlysurgeryError, OptionError
 
 Number = TypeVar("Number", int, float)
-Item = TypeVar("Item")
 Run = Callable[[Tensor], Tensor]
 
 VIT_S = "vit_small_patch16_224"
@@ -32,12 +39,179 @@ NEEDS_CUDA = "needs CUDA"
 """The status of what cannot run on a CPU."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where and how cases are measured: a device, a way to time, and whether the run is a quick one."""
+
+    device: torch.device
+    protocol: Protocol = field(default_factory=Protocol)
+    quick: bool = False
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def kernel(self, run: Run) -> Run | str:
+        """A candidate that launches kernels, or why it cannot."""
+        return run if self.on_cuda else NEEDS_CUDA
+
+    def compiled(self, run: Run, mode: str = "default") -> Run | str:
+        """A module or function through ``torch.compile``, or why not."""
+        return torch.compile(run, mode=mode) if self.on_cuda else "left out on a CPU"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as data: its cases, and what makes them.
+
+    Args:
+        axes: columns and their values. A case is one combination of them. Each is an option too, which names other values.
+        make: makes a case ready to be timed, given a ``Place`` and the columns by name, and ``candidates`` where the table names them.
+        rows: measures a case that is not timed, given the same; it stands in the place of ``make``.
+        cases: columns whose values are no combination of axes, for each case; each is combined with the axes.
+        quick: the values of axes with ``--quick``, which takes float32 unless it says otherwise.
+        few: with ``--quick`` only so many cases, the first.
+        columns: what ``make`` or ``rows`` says beside the columns above.
+        candidates: what ``--candidates`` may choose from, and its default.
+        free: axes of names whose option takes other names than those of the table.
+        keep: whether a combination is a case.
+        needs_cuda: on a CPU the table runs with ``--quick`` alone.
+        joules: measure joules without being asked to.
+        device, threads: the defaults of these options.
+        seconds: time for the samples of one candidate.
+        rounds: samples of one candidate at most.
+        summary: prints what all rows say together.
+    """
+
+    axes: Mapping[str, tuple[Any, ...]]
+    make: Callable[..., Case] | None = None
+    rows: Callable[..., Iterable[Record]] | None = None
+    cases: Sequence[Record] | Callable[[], Sequence[Record]] = ({},)
+    quick: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    few: int | None = None
+    columns: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
+    keep: Callable[[Place, Record], bool] = lambda place, head: True
+    needs_cuda: bool = False
+    joules: bool = False
+    device: str | None = None
+    threads: int | None = None
+    seconds: float = 0.5
+    rounds: int = 15
+    summary: Callable[[list[Record]], None] | None = None
+
+    def heads(self, place: Place, **given: tuple[Any, ...]) -> list[Record]:
+        """The columns that tell the cases apart; ``given`` are other values of axes."""
+        axes = {**self.axes, **(self.quick if place.quick else {}), **given}
+        cases = self.cases() if callable(self.cases) else self.cases
+        combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+        return [head for case in cases for each in combinations if self.keep(place, head := {**case, **each})]
+
+
+def run(doc: str | None, tables: Mapping[str, Table]) -> None:
+    """The program of a recipe: ask which table, and measure it."""
+    main(partial(_run, doc, tables))
+
+
+def _run(doc: str | None, tables: Mapping[str, Table]) -> None:
+    parser = parser_of(doc)
+    commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
+    for name, table in tables.items():
+        command = commands.add_parser(name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_options(command, seconds=table.seconds, seeded="seed" not in table.axes)
+        command.set_defaults(device=table.device, threads=table.threads)
+        command.add_argument("--minutes", type=duration, help="begin no case after this many minutes")
+        command.add_argument("--only", type=expression, default="", metavar="REGEX", help="the cases in whose columns it is found")
+        if table.make is not None:
+            command.add_argument("--joules", action="store_true", default=table.joules, help="measure the joules of a call too")
+        if table.candidates:
+            command.add_argument("--candidates", type=some_of(*table.candidates), help=f"out of {', '.join(table.candidates)}")
+        for axis, values in table.axes.items():
+            usual = ", ".join(map(str, values))
+            command.add_argument(f"--{axis}", type=_reader(axis, table), metavar="VALUE,...", help=f"by default {usual}".replace("%", "%%"))
+    measure_table(tables, parser.parse_args())
+
+
+def _reader(axis: str, table: Table) -> Callable[[str], tuple[Any, ...]]:
+    """What reads other values of an axis: numbers, the names that the table has, or any names."""
+    values = table.axes[axis]
+    if axis == "mode" or axis in table.free:
+        return lambda text: tuple(part.strip() for part in text.split(","))
+    if axis == "seed":
+        return whole_numbers
+    if isinstance(values[0], int):
+        return counts
+    return some_of(*values)
+
+
+def measure_table(tables: Mapping[str, Table], options: argparse.Namespace) -> list[Record]:
+    """Measure the cases of a table that have no rows yet, and print all its rows."""
+    table = tables[options.table]
+    usual = table.quick.get("mode", ("fp32",)) if options.quick else table.axes.get("mode", ("fp32",))
+    device, modes = device_and_modes(options, usual)
+    if table.needs_cuda and device.type != "cuda" and not options.quick:
+        raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few cases and without the kernels")
+    seconds, rounds = (options.seconds / 10, 5) if options.quick else (options.seconds, table.rounds)
+    place = Place(device, Protocol("graph", rounds, seconds, 0 if "seed" in table.axes else options.seed), options.quick)
+    given = {axis: values for axis in table.axes if (values := getattr(options, axis)) is not None}
+    if "mode" in table.axes:
+        given["mode"] = modes
+    known = table.heads(place, **given)
+    chosen = [head for head in known if options.only.search(name_of(head))][: table.few if place.quick else None]
+    if not chosen:
+        cases = "; ".join(name_of(head) for head in known[:20])
+        raise OptionError(f"there is nothing to measure by these options on this device; cases are {cases or 'none'}")
+    head, extra = tuple(chosen[0]), {}
+    if table.candidates:
+        extra["candidates"] = options.candidates or table.candidates
+    if table.make is None:
+        columns = shown = (*head, *table.columns)
+        jobs = [(head, partial(_untimed, table, place, head, extra)) for head in chosen]
+    else:
+        meter = EnergyMeter(device) if options.joules and place.on_cuda else None
+        joules = ("joules",) if options.joules else ()
+        columns = (*head, "candidate", *table.columns, *joules, *(name for name in MEASURED if name not in head))
+        shown = (*dict.fromkeys((*head, "candidate", *table.columns, *joules, "launch", *TIMES)),)
+        # The first candidate stands for all: others may be launched otherwise, where they cannot be captured.
+        first = {"candidate": extra["candidates"][0]} if extra else {}
+        jobs = [(head | first, partial(_timed, table, place, head, extra, meter)) for head in chosen]
+    may_fail = (torch.OutOfMemoryError,) if table.make else (FlysurgeryError, RuntimeError)
+    records = make(options, device, columns, jobs, shown=shown, minutes=options.minutes, may_fail=may_fail)
+    if table.summary is not None:
+        table.summary(records)
+    return records
+
+
+def name_of(head: Mapping[str, Any]) -> str:
+    """How a case is named, and what ``--only`` looks into."""
+    return ", ".join(map(str, head.values()))
+
+
+def _untimed(table: Table, place: Place, head: Record, extra: Mapping[str, Any]) -> Iterable[Record]:
+    assert table.rows is not None
+    return [head | row for row in table.rows(place, **head, **extra)]
+
+
+def _timed(table: Table, place: Place, head: Record, extra: Mapping[str, Any], meter: EnergyMeter | None) -> list[Record]:
+    """Check, time and meter the candidates of one case."""
+    assert table.make is not None
+    ready = cache(partial(table.make, place, **head, **extra))
+    protocol = Protocol(head.get("launch", "graph"), place.protocol.rounds, place.protocol.seconds, place.protocol.seed)
+    rows = rows_of_case(head, ready, head["mode"], protocol)
+    return rows if meter is None else with_joules(rows, ready(), head["mode"], meter)
+
+
 def count(text: str) -> int:
     return _above_zero(text, int)
 
 
 def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(","))
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def duration(text: str) -> float:
@@ -79,64 +253,24 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def tables_of(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """What adds a table to a recipe: its name, the function that measures it, and defaults of ``add_options``."""
-    commands = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
-
-    def add(name: str, work: Callable[[argparse.Namespace], object], **defaults: Any) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, description=parser.description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        add_options(command, **defaults)
-        command.set_defaults(work=work)
-        return command
-
-    return add
-
-
-def add_options(parser: argparse.ArgumentParser, *, modes: str | None = None, seconds: float | None = None) -> None:
-    """The options that every measuring recipe has; ``--modes`` and ``--seconds`` where there is a default."""
-    parser.add_argument("--quick", action="store_true", help="fewer cases and samples, on a CPU of one image: an answer within two minutes")
+def add_options(parser: argparse.ArgumentParser, *, seconds: float, seeded: bool = True) -> None:
+    """The options that every measuring recipe has; ``seconds`` is the default of ``--seconds``. Without ``seeded`` it has its own seeds."""
+    parser.add_argument("--quick", action="store_true", help="fewer cases and samples: an answer within two minutes, on a CPU too")
     parser.add_argument("--device", help="cpu, cuda, ...; by default cuda where there is one")
     parser.add_argument("--threads", type=count, help="CPU threads")
     parser.add_argument("--out", type=Path, help="keep the rows in this CSV file; an interrupted run goes on where it stopped")
     parser.add_argument("--fresh", action="store_true", help="measure all again, and replace the rows in the file")
-    parser.add_argument("--seed", type=int, default=0)
-    if modes is not None:
-        parser.add_argument("--modes", default=modes, help=f"out of fp32, tf32 (CUDA), fp16, bf16, or all; {modes} by default")
-    if seconds is not None:
-        parser.add_argument("--seconds", type=duration, default=seconds, help="time for the samples of one candidate")
+    if seeded:
+        parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=duration, default=seconds, help="time for the samples of one candidate")
 
 
-def protocol(options: argparse.Namespace, rounds: int) -> Protocol:
-    """Up to ``rounds`` samples of a candidate within ``--seconds``; with ``--quick`` a few, in a tenth of that."""
-    if options.quick:
-        return Protocol("graph", 5, options.seconds / 10, options.seed)
-    return Protocol("graph", rounds, options.seconds, options.seed)
-
-
-def images(options: argparse.Namespace, device: torch.device, usual: int = 128) -> int:
-    """How many images a call has where no option says so: ``usual``, and one with ``--quick`` on a CPU."""
-    return 1 if options.quick and device.type == "cpu" else usual
-
-
-def few(options: argparse.Namespace, items: Iterable[Item], number: int = 1) -> list[Item]:
-    """All of them, or with ``--quick`` the first ``number``."""
-    return list(items)[: number if options.quick else None]
-
-
-def device_and_modes(options: argparse.Namespace, *, quick_on_cpu: bool = False) -> tuple[torch.device, tuple[str, ...]]:
-    """The device that is meant, and the modes that it has; threads are set.
-
-    With ``quick_on_cpu`` a CPU takes ``--quick`` alone, in float32, and ``--quick`` takes the first mode.
-    """
+def device_and_modes(options: argparse.Namespace, usual: Sequence[str] = ("fp32",)) -> tuple[torch.device, tuple[str, ...]]:
+    """The device that is meant, and the modes that ``--mode`` names or the usual ones; threads are set."""
     device = device_of(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if quick_on_cpu and device.type != "cuda":
-        if not options.quick:
-            raise SystemExit("this needs a CUDA device; --quick runs on a CPU too, on few rows and without the kernels")
-        return device, ("fp32",)
-    modes = modes_of(getattr(options, "modes", "fp32"), device)
-    return device, modes[:1] if quick_on_cpu and options.quick else modes
+    return device, modes_of(",".join(getattr(options, "mode", None) or usual), device)
 
 
 def make(
@@ -148,29 +282,24 @@ def make(
     shown: Sequence[str] = (),
     minutes: float | None = None,
     may_fail: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
-    order: Callable[[list[Job]], Iterable[Job]] = iter,
 ) -> list[Record]:
     """Measure the jobs that have no rows yet, print the columns ``shown`` of all rows, and give the rows.
 
     No job is begun once ``minutes`` are over. One that fails with one of ``may_fail``, by default for want of a GPU's memory, is
-    printed and gets no rows. ``order`` gives the jobs that are to do one after the other, and may prepare them.
+    printed and gets no rows.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     with BenchRun(device, columns, options.out, fresh=options.fresh, plot=getattr(options, "plot", None)) as run:
-        known = list(jobs)
-        if not known:
-            raise OptionError("there is nothing to measure by these options on this device; name others")
-        todo = [job for job in known if not run.has(job[0])]
-        for done, (head, rows_of) in enumerate(order(todo)):
-            name = ", ".join(map(str, head.values()))
+        todo = [job for job in jobs if not run.has(job[0])]
+        for done, (head, rows_of) in enumerate(todo):
             if time.monotonic() > end:
                 print(f"{len(todo) - done} of {len(todo)} measurements are left for the next run", flush=True)
                 break
             torch.compiler.reset()  # the compiler gives up on code that it has compiled for many models
             try:
-                run.add(rows_of(), name)
+                run.add(rows_of(), name_of(head))
             except may_fail as error:
-                print(f"{name} failed, and has no rows: {one_line(error)}", flush=True)
+                print(f"{name_of(head)} failed, and has no rows: {one_line(error)}", flush=True)
             torch.cuda.empty_cache()
     if shown:
         print_records(run.records, shown)

@@ -6,17 +6,18 @@ import copy
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from recipe import Run
+from recipe import Place, Run
 from torch import Tensor, nn
 from weight_ways import INT8, prune, quantize, store_sparse
 
-from flysurgery.bench import TIMED_MODES, Case, Protocol, Record, rows_of_case
+from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
-from flysurgery.bench.measuring import AGAIN, MEASURED, checked_rows, one_line
+from flysurgery.bench.measuring import checked_rows, one_line
+from flysurgery.bench.multiply import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
 from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear
@@ -38,19 +39,14 @@ TORCHAO = {
 
 CHECKED_ROWS = 256
 
-RIVAL_COLUMNS = (
-    *("layer", "arch", "out_features", "in_features", "rows", "mode", "device_type", "candidate", "density", "note"),
-    *MEASURED,
-)
-"""``density`` is the share of the dense weights that a candidate keeps."""
-
 
 @dataclass(frozen=True)
 class Rival:
     """One way. ``run`` is a text where it cannot run here: the reason.
 
-    ``exact`` is the same function in float64, ``allowed`` the relative rms error that its coarser numbers may have. With ``last`` it takes
-    x of shape (in_features, rows); the result has the shape (rows, out_features) in both cases.
+    ``density`` is the share of the dense weights that it keeps, ``exact`` the same function in float64, ``allowed`` the relative rms error
+    that its coarser numbers may have. With ``last`` it takes x of shape (in_features, rows); the result has the shape
+    (rows, out_features) in both cases.
     """
 
     name: str
@@ -62,36 +58,24 @@ class Rival:
     last: bool = False
 
 
-def rival_rows(head: Record, device: torch.device, protocol: Protocol, densities: Sequence[float]) -> list[Record]:
-    """Measure one layer with bias: dense, the butterfly of a family of architectures, and the rivals of both."""
-    found: dict[str, Rival] = {}
-
-    def make() -> Case:
-        out_features, in_features, dtype = head["out_features"], head["in_features"], TIMED_MODES[head["mode"]]
-        architecture = named(head["arch"], out_features, in_features)
-        found.update({_key(each): each for each in rivals(architecture, device, dtype, densities)})
-        x = torch.randn(head["rows"], in_features, device=device, dtype=dtype)
-        checked = checked_rows(len(x), CHECKED_ROWS)
-        wide, last = x[checked].double(), x.T.contiguous()
-        return Case(
-            {name: each.run for name, each in found.items()},
-            {name: last if each.last else x for name, each in found.items()},
-            {name: each.exact(wide) for name, each in found.items() if each.exact is not None},
-            checked,
-            {name: _work(each.density, out_features, x) for name, each in found.items()},
-            allowed={name: each.allowed for name, each in found.items()},
-        )
-
-    rows = []
-    for row in rows_of_case(head, make, head["mode"], protocol):
-        plain = row["candidate"].removesuffix(AGAIN)
-        rival = found[plain]
-        rows.append(row | {"candidate": row["candidate"].replace(plain, rival.name), "density": rival.density, "note": rival.note})
-    return rows
-
-
-def _key(rival: Rival) -> str:
-    return "dense" if rival.name == "dense" else f"{rival.name} {rival.density:.4f}"
+def rivals_case(place: Place, *, layer: str, arch: str, width: int, rows: int, mode: str) -> Case:
+    """One layer with bias: dense, the butterfly of a family of architectures, and the rivals of both."""
+    out_features, in_features = layer_sizes(width)[layer]
+    architecture = named(arch, out_features, in_features)
+    found = {each.name: each for each in rivals(architecture, place.device, TIMED_MODES[mode])}
+    x = torch.randn(rows, in_features, device=place.device, dtype=TIMED_MODES[mode])
+    checked = checked_rows(rows, CHECKED_ROWS)
+    wide, last = x[checked].double(), x.T.contiguous()
+    notes = {"density": {name: each.density for name, each in found.items()}, "note": {name: each.note for name, each in found.items()}}
+    return Case(
+        {name: each.run for name, each in found.items()},
+        {name: last if each.last else x for name, each in found.items()},
+        {name: each.exact(wide) for name, each in found.items() if each.exact is not None},
+        checked,
+        {name: _work(each.density, out_features, x) for name, each in found.items()},
+        allowed={name: each.allowed for name, each in found.items()},
+        notes=notes,
+    )
 
 
 def _work(density: float, out_features: int, x: Tensor) -> Work:
@@ -100,14 +84,14 @@ def _work(density: float, out_features: int, x: Tensor) -> Work:
     return Work(x.element_size() * (rows * (out_features + in_features) + weights + out_features), 2 * rows * weights)
 
 
-def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype, densities: Sequence[float] = DENSITIES) -> Iterator[Rival]:
+def rivals(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> Iterator[Rival]:
     """Dense, the butterfly, and their rivals for a layer with bias of the same size, with random weights."""
     layer = ButterflyLinear(architecture, device=device, dtype=dtype).requires_grad_(False)
     dense = dense_linear(layer)
     yield Rival("dense", 1.0, dense, by_definition(layer).double())
     yield Rival("butterfly", architecture.density, layer, by_definition(layer).double())
     yield from _low_rank(architecture, device, dtype)
-    for share in dict.fromkeys((architecture.density, *densities)):
+    for share in dict.fromkeys((architecture.density, *DENSITIES)):
         yield from _pruned_csr(dense, share)
     yield _semi_structured(dense)
     for name, (config, allowed) in TORCHAO.items():
@@ -136,9 +120,10 @@ def _bias(layer: ButterflyLinear) -> nn.Parameter:
 
 def _pruned_csr(dense: nn.Linear, share: float) -> Iterator[Rival]:
     weight, bias = dense.weight.detach(), dense.bias.detach()
+    names = (f"{CSR}, {share:.4g} of the weights", f"{CSR_LAST}, {share:.4g} of the weights")
     if weight.dtype not in (torch.float32, torch.float64):
         reason = f"no: PyTorch's CSR products sum in the weights' own dtype, {weight.dtype}, or do not exist"
-        yield from (Rival(name, share, reason) for name in (CSR, CSR_LAST))
+        yield from (Rival(name, share, reason) for name in names)
         return
     keep = max(1, round(share * weight.numel()))
     limit = weight.abs().flatten().kthvalue(weight.numel() - keep + 1).values
@@ -146,9 +131,13 @@ def _pruned_csr(dense: nn.Linear, share: float) -> Iterator[Rival]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
         stored = pruned.to_sparse_csr()
-    exact, column = _exact(pruned, bias), bias[:, None]
-    yield Rival(CSR, share, lambda x: nn.functional.linear(x, stored) + bias, exact)
-    yield Rival(CSR_LAST, share, lambda x: (stored @ x + column).T, exact, last=True)
+    wide, wide_bias, column = pruned.double(), bias.double(), bias[:, None]
+
+    def exact(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, wide, wide_bias)
+
+    yield Rival(names[0], share, lambda x: nn.functional.linear(x, stored) + bias, exact)
+    yield Rival(names[1], share, lambda x: (stored @ x + column).T, exact, last=True)
 
 
 def _semi_structured(dense: nn.Linear) -> Rival:
@@ -165,11 +154,6 @@ def _semi_structured(dense: nn.Linear) -> Rival:
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return Rival(name, 0.5, f"no: {one_line(error)}")
     return Rival(name, 0.5, model, exact)
-
-
-def _exact(weight: Tensor, bias: Tensor) -> Run:
-    wide, wide_bias = weight.double(), bias.double()
-    return lambda x: nn.functional.linear(x, wide, wide_bias)
 
 
 def _torchao(name: str, config: str, dense: nn.Linear, allowed: float) -> Iterator[Rival]:

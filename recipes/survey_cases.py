@@ -60,51 +60,38 @@ def vit_pytorch_cases() -> list[Case]:
     return [*_plain(), *_hierarchical(), *_of_other_inputs(), *_wrapped()]
 
 
+PLAIN = """
+    vit:ViT simple_vit:SimpleViT distill:DistillableViT deepvit:DeepViT local_vit:LocalViT rvt:RvT learnable_memory_vit:ViT
+    vit_with_patch_dropout:ViT vit_for_small_dataset:ViT vit_with_decorr:ViT vit_with_keel_post_ln:ViT vit_detpool:ViTDetPool vit_5:ViT
+    mp3:ViT normalized_vit:nViT vat:ViT simple_uvit:SimpleUViT simple_flash_attn_vit:SimpleViT
+    simple_vit_attn_residual:SimpleViTAttnResidual simple_vit_orthog_residual_update:SimpleViT simple_vit_with_patch_dropout:SimpleViT
+    simple_vit_with_qk_norm:SimpleViT simple_vit_with_register_tokens:SimpleViT simple_vit_with_relative_proj_pos_bias:SimpleViT
+    simple_vit_with_sparse_gating:SimpleViTWithSparseGating simple_vit_with_specialized_cls:SimpleViT
+    simple_vit_with_value_residual:SimpleViT attn_residual_with_dca_simple_vit:SimpleViT
+"""
+"""Classes that the common sizes are enough for."""
+
+
 def _plain() -> list[Case]:
     """Vision Transformers of one resolution that take an image."""
+    t2t = {"t2t_layers": ((7, 4), (3, 2)), "patch_size": None}
+    loops = {"depth": None, "pre_loop_depth": 1, "num_looped_blocks": 1, "post_loop_depth": 1, "loop_depth": 2}
     variants: list[tuple[str, str, dict[str, Any]]] = [
-        ("vit", "ViT", {}),
-        ("simple_vit", "SimpleViT", {}),
-        ("distill", "DistillableViT", {}),
-        ("distill", "DistillableT2TViT", {"t2t_layers": ((7, 4), (3, 2)), "patch_size": None}),
-        ("deepvit", "DeepViT", {}),
+        *((module, name, {}) for module, _, name in (each.partition(":") for each in PLAIN.split())),
+        ("distill", "DistillableT2TViT", t2t),
         ("cait", "CaiT", {"cls_depth": 1}),
-        ("t2t", "T2TViT", {"t2t_layers": ((7, 4), (3, 2)), "patch_size": None}),
-        ("local_vit", "LocalViT", {}),
-        ("rvt", "RvT", {}),
+        ("t2t", "T2TViT", t2t),
         ("parallel_vit", "ViT", {"num_parallel_branches": 2}),
-        ("learnable_memory_vit", "ViT", {}),
         ("ats_vit", "ViT", {"max_tokens_per_depth": (32, 16)}),
         ("vit_with_patch_merger", "ViT", {"patch_merge_layer": 1, "patch_merge_num_tokens": 4}),
-        ("vit_with_patch_dropout", "ViT", {}),
-        ("vit_for_small_dataset", "ViT", {}),
-        ("vit_with_decorr", "ViT", {}),
-        ("vit_with_keel_post_ln", "ViT", {}),
-        ("vit_detpool", "ViTDetPool", {}),
-        ("vit_5", "ViT", {}),
-        ("mp3", "ViT", {}),
-        ("normalized_vit", "nViT", {}),
         ("xcit", "XCiT", {"cls_depth": 1}),
         ("look_vit", "LookViT", {"mlp_dim": None, "highres_patch_size": 4, "patch_size": 8}),
         ("jumbo_vit", "JumboViT", {"dim": 32, "mlp_dim": 2, "jumbo_cls_k": 3}),
-        ("looped_vit", "LoopedViT", {"depth": None, "pre_loop_depth": 1, "num_looped_blocks": 1, "post_loop_depth": 1, "loop_depth": 2}),
+        ("looped_vit", "LoopedViT", loops),
         ("wwt", "WWT", {"num_slots": 8}),
-        ("vat", "ViT", {}),
         ("jet_vit", "JetViT", {"window_size": 4, "attn_layers": ["WA", "FA"]}),
-        ("simple_uvit", "SimpleUViT", {}),
-        ("simple_flash_attn_vit", "SimpleViT", {}),
-        ("simple_vit_attn_residual", "SimpleViTAttnResidual", {}),
-        ("simple_vit_orthog_residual_update", "SimpleViT", {}),
         ("simple_vit_with_fft", "SimpleViT", {"freq_patch_size": 8}),
         ("simple_vit_with_hyper_connections", "SimpleViT", {"num_residual_streams": 2}),
-        ("simple_vit_with_patch_dropout", "SimpleViT", {}),
-        ("simple_vit_with_qk_norm", "SimpleViT", {}),
-        ("simple_vit_with_register_tokens", "SimpleViT", {}),
-        ("simple_vit_with_relative_proj_pos_bias", "SimpleViT", {}),
-        ("simple_vit_with_sparse_gating", "SimpleViTWithSparseGating", {}),
-        ("simple_vit_with_specialized_cls", "SimpleViT", {}),
-        ("simple_vit_with_value_residual", "SimpleViT", {}),
-        ("attn_residual_with_dca_simple_vit", "SimpleViT", {}),
     ]
     return [_case(module, name, SIZES | arguments) for module, name, arguments in variants]
 

@@ -7,13 +7,15 @@ The tables:
     recovered  DFT, DCT, DST, Hadamard, Hartley and a circular convolution, as Figure 5 of Dao et al. 2019 has them, by hierarchical
                factorisation after the transform's own permutation, beside sparse, low rank, and sparse plus low rank of as many numbers
     learned    the same by Adam from random factors and relaxed permutations, as they learn them: the best of --starts, before and
-               after the permutations are rounded
+               after the permutations are rounded. ``found`` counts those below an rmse of 1e-4, ``choices`` are a, b and c of each level of
+               the best one's permutations
     times      the Fourier transform by factors of several radices, bit reversal included, beside torch.fft and the dense product
 
 Every transform has a Frobenius norm of sqrt(n), so that zeros have an rmse of n**-0.5. A real transform but Hadamard's is the real part of
 a complex product. ``butterfly, real`` has real factors twice as wide instead. ``numbers`` counts real numbers, two for a complex one, and
-no indices of sparse entries. DCT and DST take one permutation more than a butterfly has, and the convolution a second butterfly, so that
-two products are learned for each. Transforms are complex64 or float32; rivals are computed in float64.
+no indices of sparse entries; ``share`` is that over the dense matrix's. DCT and DST take one permutation more than a butterfly has, and
+the convolution a second butterfly, so that two products are learned for each. Transforms are complex64 or float32; rivals are computed in
+float64.
 
 Needs any device; learned a CPU and ten minutes.
 Rows: recipes/results/transforms.csv
@@ -21,36 +23,26 @@ Rows: recipes/results/transforms.csv
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
-import recipe
 import torch
 from learned_transforms import learn
+from recipe import Place, Run, Table, run
 from torch import Tensor
 
-from flysurgery.bench import Case, Record, rows_of_case
-from flysurgery.bench.measuring import MEASURED
-from flysurgery.cli.bench import TIMES
+from flysurgery.bench import Case, Record
 from flysurgery.factors import bit_reversal
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture, square_dyadic
 from flysurgery.projection import project
 
-SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 RADICES = (2, 8, 64)
 ROUNDS = 10
 """Alternations of sparse plus low rank."""
-
-RECOVERED = ("transform", "n", "candidate", "numbers", "share", "rmse", "seconds")
-"""``share`` is the numbers over those of the dense matrix."""
-
-LEARNED = ("transform", "n", "products", "starts", "steps", "seed", "found", "rmse_relaxed", "rmse", "choices", "seconds")
-"""``found`` counts the starts below an rmse of 1e-4, ``choices`` are a, b and c of each level of the best one's permutations."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +144,16 @@ def rmse(matrix: Tensor, target: Tensor) -> float:
     return float((difference if target.is_complex() else difference.real).abs().square().mean().sqrt())
 
 
-def recovered(name: str, n: int) -> Iterator[Record]:
+def recovered(place: Place, *, transform: str, n: int) -> Iterator[Record]:
     """A transform by butterflies, and by rivals of as many numbers."""
-    transform = TRANSFORMS[name](n)
-    target, order, each = transform.target, transform.order, 2 if transform.target.is_complex() else 1
+    known = TRANSFORMS[transform](n)
+    target, order, each = known.target, known.order, 2 if known.target.is_complex() else 1
 
     def row(candidate: str, numbers: int, make: Callable[[], Tensor]) -> Record:
         begun = time.perf_counter()
         error = rmse(make(), target)
         found = {"numbers": numbers, "share": numbers / (each * n * n), "rmse": error, "seconds": time.perf_counter() - begun}
-        return {"transform": name, "n": n, "candidate": candidate} | found
+        return {"candidate": candidate} | found
 
     def product(parts: tuple[Tensor, ...], architecture: Architecture) -> Tensor:
         narrow = torch.complex64 if parts[0].is_complex() else torch.float32
@@ -170,24 +162,23 @@ def recovered(name: str, n: int) -> Iterator[Record]:
             y = ks_linear(y[:, order], project(part[:, order].to(narrow), architecture).factors)
         return y.mT
 
-    numbers = sum(square_dyadic(n).num_parameters * (2 if part.is_complex() else 1) for part in transform.parts)
-    yield row("butterfly", numbers, lambda: product(transform.parts, square_dyadic(n)))
-    if each == 1 and len(transform.parts) == 1 and transform.parts[0].is_complex():
+    numbers = sum(square_dyadic(n).num_parameters * (2 if part.is_complex() else 1) for part in known.parts)
+    yield row("butterfly", numbers, lambda: product(known.parts, square_dyadic(n)))
+    if each == 1 and len(known.parts) == 1 and known.parts[0].is_complex():
         yield row("butterfly, real", real_butterfly(n).num_parameters, lambda: product((target,), real_butterfly(n)))
     yield row("sparse", numbers, lambda: sparse(target, numbers // each))
     yield row("low rank", numbers, lambda: low_rank(target, numbers // each // (2 * n)))
     yield row("sparse plus low rank", numbers, lambda: sparse_and_low_rank(target, numbers // each))
 
 
-def learned(name: str, n: int, starts: int, steps: int, seed: int) -> Iterator[Record]:
+def learned(place: Place, *, transform: str, n: int, starts: int, steps: int, seed: int) -> Iterator[Record]:
     """The best of several starts, and how many found the transform."""
-    transform, begun = TRANSFORMS[name](n), time.perf_counter()
-    relaxed, errors, choices = learn(transform.target, transform.products, starts=starts, steps=steps, seed=seed)
+    known, begun = TRANSFORMS[transform](n), time.perf_counter()
+    relaxed, errors, choices = learn(known.target, known.products, starts=starts, steps=steps, seed=seed)
     best = int(errors.argmin())
     found = {"found": int((errors < 1e-4).sum()), "rmse_relaxed": float(relaxed.min()), "rmse": float(errors[best])}
     text = " | ".join(" ".join("".join(map(str, level)) for level in product) for product in choices[best].tolist())
-    head = {"transform": name, "n": n, "products": transform.products, "starts": starts, "steps": steps, "seed": seed}
-    yield head | found | {"choices": text, "seconds": time.perf_counter() - begun}
+    yield found | {"products": known.products, "choices": text, "seconds": time.perf_counter() - begun}
 
 
 @cache
@@ -196,16 +187,17 @@ def fourier_factors(n: int, size: int) -> tuple[Tensor, ...]:
     return tuple(factor.to(torch.complex64) for factor in project(dft(n)[:, bit_reversal(n)], radix(n, size)).factors)
 
 
-def times_case(n: int, rows: int, device: torch.device) -> Case:
+def times_case(place: Place, *, n: int, rows: int, mode: str) -> Case:
     """A Fourier transform of complex rows by factors of each radix, dense, and by torch.fft."""
+    device = place.device
     x, order = torch.randn(rows, n, dtype=torch.complex64, device=device), bit_reversal(n).to(device)
 
-    def by_factors(size: int) -> recipe.Run:
+    def by_factors(size: int) -> Run:
         factors = [factor.to(device) for factor in fourier_factors(n, size)]
         return lambda x: torch.view_as_real(ks_linear(x[:, order], factors))
 
     matrix = dft(n).to(device, torch.complex64)
-    runs: dict[str, recipe.Run | str] = {
+    runs: dict[str, Run | str] = {
         "fft": lambda x: torch.view_as_real(torch.fft.fft(x, norm="ortho")),
         "dense": lambda x: torch.view_as_real(x @ matrix),
         **{f"radix {size}": by_factors(size) for size in RADICES if size == 2 or size < n},
@@ -213,57 +205,26 @@ def times_case(n: int, rows: int, device: torch.device) -> Case:
     return Case(runs, x, torch.view_as_real(torch.fft.fft(x.to(torch.complex128), norm="ortho")), baseline="fft")
 
 
-def measure_recovered(options: argparse.Namespace) -> None:
-    device, _ = recipe.device_and_modes(options)
-    cases = [(name, n) for n in options.sizes or ((8, 64) if options.quick else SIZES) for name in options.transforms]
-    jobs: list[recipe.Job] = [({"transform": name, "n": n}, partial(recovered, name, n)) for name, n in cases]
-    recipe.make(options, device, RECOVERED, jobs, shown=RECOVERED)
-
-
-def measure_learned(options: argparse.Namespace) -> None:
-    device, _ = recipe.device_and_modes(options)
-    steps = options.steps or (1000 if options.quick else 3000)
-    cases = [(name, n) for n in options.sizes or ((8,) if options.quick else SIZES[:3]) for name in options.transforms]
-    how = {"starts": options.starts, "steps": steps, "seed": options.seed}
-    jobs: list[recipe.Job] = [({"transform": name, "n": n} | how, partial(learned, name, n, **how)) for name, n in cases]
-    recipe.make(options, device, LEARNED, jobs, shown=LEARNED, minutes=options.minutes)
-
-
-def measure_times(options: argparse.Namespace) -> None:
-    device, _ = recipe.device_and_modes(options)
-    sizes = options.sizes or ((2, 64) if options.quick else [1 << bits for bits in range(1, 13)])
-    heads = [{"n": n, "rows": rows, "device_type": device.type} for n in sizes for rows in options.batches]
-    how = recipe.protocol(options, 15)
-    jobs: list[recipe.Job] = [
-        (head, partial(rows_of_case, head, partial(times_case, head["n"], head["rows"], device), "fp32", how)) for head in heads
-    ]
-    columns = ("n", "rows", "device_type", "candidate", *MEASURED)
-    recipe.make(options, device, columns, jobs, shown=("n", "rows", "candidate", *TIMES), minutes=options.minutes)
-
-
-def power_of_two(text: str) -> int:
-    number = recipe.count(text)
-    if number < 2 or number & (number - 1):
-        raise argparse.ArgumentTypeError(f"expected a power of two, got '{text}'")
-    return number
-
-
-def main() -> None:
-    parser = recipe.parser_of(__doc__)
-    add = recipe.tables_of(parser)
-    tables = add("recovered", measure_recovered), add("learned", measure_learned), add("times", measure_times, seconds=0.2)
-    for table in tables:
-        table.add_argument("--sizes", nargs="+", type=power_of_two, metavar="N", help="powers of two")
-    for table in tables[:2]:
-        table.add_argument("--transforms", nargs="+", choices=TRANSFORMS, default=[*TRANSFORMS])
-    for table in tables[1:]:
-        table.add_argument("--minutes", type=recipe.duration, default=9.0, help="begin nothing after this time")
-    tables[1].add_argument("--starts", type=recipe.count, default=16, help="random starts, fitted side by side")
-    tables[1].add_argument("--steps", type=recipe.count, help="of Adam, 3000 by default, 1000 with --quick")
-    tables[2].add_argument("--batches", type=recipe.counts, default=(1, 64, 1024), help="rows of x")
-    options = parser.parse_args()
-    options.work(options)
-
+TABLES = {
+    "recovered": Table(
+        {"transform": tuple(TRANSFORMS), "n": (8, 16, 32, 64, 128, 256, 512, 1024)},
+        rows=recovered,
+        quick={"n": (8, 64)},
+        columns=("candidate", "numbers", "share", "rmse", "seconds"),
+    ),
+    "learned": Table(
+        {"transform": tuple(TRANSFORMS), "n": (8, 16, 32), "starts": (16,), "steps": (3000,), "seed": (0,)},
+        rows=learned,
+        quick={"n": (8,), "steps": (1000,)},
+        columns=("products", "found", "rmse_relaxed", "rmse", "choices", "seconds"),
+    ),
+    "times": Table(
+        {"n": tuple(1 << bits for bits in range(1, 13)), "rows": (1, 64, 1024), "mode": ("fp32",)},
+        times_case,
+        quick={"n": (2, 64)},
+        seconds=0.2,
+    ),
+}
 
 if __name__ == "__main__":
-    recipe.main(main)
+    run(__doc__, TABLES)

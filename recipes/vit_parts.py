@@ -1,4 +1,4 @@
-"""Parts of a ViT as cases: each variant of a converted part beside dense."""
+"""Vision Transformers and their parts as cases: each variant of a converted part beside dense, and training steps."""
 
 from __future__ import annotations
 
@@ -9,26 +9,47 @@ from typing import Any
 
 import timm
 import torch
-from recipe import Run
+from recipe import VIT_S, Place, Run
 from torch import Tensor, nn
+from vit_units import parts, vit_sizes
 
+import flysurgery
 from flysurgery.bench import TIMED_MODES, Case
+from flysurgery.bench.ceilings import Work
 from flysurgery.bench.measuring import checked_rows, one_line
-from flysurgery.bench.units import Unit, vit_sizes
-from flysurgery.bench.variants import chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
+from flysurgery.bench.variants import by_definition, chosen_backends, definitions, dense_copy, fused_modules, problems, swapped
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, ks_linear
-
-FUSED = "fused modules"
-"""The variant in which whole modules are replaced for inference, not only their linears."""
 
 INT8, INT8_ERROR = "int8 dynamic", 0.2
 """What PyTorch itself offers on a CPU, and the most error that it may leave after a whole model. More than this is no rounding."""
 
-COMPILED = ("compile", "max-autotune")
-"""Launches by way of the compiler: with its default mode, and with the one that searches longest."""
+COMPILED = " compiled"
+"""Ends the names of candidates that go through ``torch.compile``."""
 
 COMPLETE, LINEARS = "dense", "linears of FFNs"
+
+PAPER = {
+    "linear N x N": (0.82, 0.50),
+    "linear N x N + bias": (0.97, 0.66),
+    "linear 4N x N": (0.80, 0.78),
+    "linear 4N x N + bias": (0.93, 0.90),
+    "linear N x 4N": (0.91, 0.58),
+    "linear N x 4N + bias": (0.94, 0.61),
+    "FFN": (0.91, 0.77),
+    "attention": (0.87, 0.79),
+    "block": (0.90, 0.78),
+    "model": (0.89, 0.78),
+}
+"""Time over dense of bmm and of their kernel in Tables 3 and 6 of Gonon et al. 2024 (A100, float32); theirs stands beside our layer."""
+
+PAPER_SHARES = {
+    "vit_small_patch16_224": {"fp16": 0.31, "fp32": 0.46},
+    "vit_base_patch16_224": {"fp16": 0.42, "fp32": 0.54},
+    "vit_large_patch16_224": {"fp16": 0.46, "fp32": 0.58},
+    "vit_huge_patch14_224": {"fp16": 0.53, "fp32": 0.61},
+}
+"""Shares in Table 5 of Gonon et al. 2024."""
 
 
 class BoundLinear(nn.Module):
@@ -65,22 +86,30 @@ def quantized(module: nn.Module) -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(dense_copy(module), {nn.Linear}, dtype=torch.qint8)
 
 
+def _bound(backend: str) -> Callable[[nn.Module, Tensor], nn.Module]:
+    return lambda module, _: swapped(module, ButterflyLinear, lambda layer: BoundLinear(layer, backend))
+
+
 VARIANTS: Mapping[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "dense": lambda module, _: dense_copy(module),
     "layer": lambda module, _: copy.deepcopy(module),
     "two launches": lambda module, _: swapped(module, ButterflyLinear, LaunchEachFactor),
-    FUSED: fused_modules,
-    **{
-        name: lambda module, _, name=name: swapped(module, ButterflyLinear, lambda layer: BoundLinear(layer, name))
-        for name in ("bmm", "einsum", "bsr")
-    },
+    "fused modules": fused_modules,
+    **{name: _bound(name) for name in ("bmm", "einsum", "bsr")},
     INT8: lambda module, _: quantized(module),
+    "dense optimized": lambda module, x: fused_modules(dense_copy(module), x),
+    "converted": lambda module, _: copy.deepcopy(module),
+    "optimized": fused_modules,
 }
-"""What a converted module is compared with. ``layer`` is the module itself, on CUDA with fused kernels where they fit."""
+"""What a converted module is compared with. ``layer`` and ``converted`` are the module itself."""
 
 
-def variant(name: str, module: nn.Module, x: Tensor, mode: str, launch: str = "graph") -> Run | str:
-    """A variant of a converted module, through the compiler where the launch is one of ``COMPILED``, or why it cannot run here."""
+def variant(name: str, module: nn.Module, x: Tensor, mode: str, compiled: str = "") -> Run | str:
+    """A variant of a converted module, through the compiler where its name or ``compiled`` says so, or why it cannot run here."""
+    if name.endswith(COMPILED):
+        name, compiled = name.removesuffix(COMPILED), "compile" if x.is_cuda else "left out on a CPU"
+    if compiled.startswith("left out"):
+        return compiled
     if name == INT8 and (x.is_cuda or x.dtype != torch.float32):
         return "no: PyTorch quantizes at each call on the CPU, from float32"
     backend = "cuda" if name == "two launches" else name
@@ -92,42 +121,56 @@ def variant(name: str, module: nn.Module, x: Tensor, mode: str, launch: str = "g
         found = VARIANTS[name](module, x)
     except Exception as error:  # the failure of one variant is its row
         return f"failed: {one_line(error)}"
-    if launch not in COMPILED:
+    if not compiled:
         return found
-    return torch.compile(found, mode=None if launch == "compile" else "max-autotune")
+    return torch.compile(found, mode=None if compiled == "compile" else compiled)
 
 
 def part_case(
-    unit: Unit, batch: int, mode: str, launch: str, candidates: tuple[str, ...], device: torch.device, paper: Mapping[str, float]
+    place: Place,
+    *,
+    model: str,
+    arch: str,
+    protocol: str,
+    unit: str,
+    batch: int,
+    mode: str,
+    candidates: tuple[str, ...],
+    compiled: str = "",
+    launch: str = "graph",
 ) -> Case:
-    """One part of a model, converted, and its variants; ``paper`` holds the ratios to dense that the paper reports."""
-    module = unit.make().to(device, TIMED_MODES[mode])
-    x = torch.randn(batch, *unit.shape).to(device, TIMED_MODES[mode])
+    """One part of a model, converted, and its variants; ``launch`` is what the engine does with them."""
+    part = parts(protocol, model, arch)[unit]
+    module = part.make().to(place.device, TIMED_MODES[mode])
+    # Drawn on the CPU: a graph that could not be captured leaves CUDA's generator unusable.
+    x = torch.randn(batch, *part.shape).to(place.device, TIMED_MODES[mode])
     rows, dense = checked_rows(batch, 2), dense_copy(module)
-    truths, works = definitions({name: dense if name in ("dense", INT8) else module for name in candidates}, x, rows)
-    runs = {name: variant(name, module, x, mode, launch) for name in candidates}
-    backend = chosen_backends(module, x, allow_tf32=mode == "tf32", rows=batch * unit.rows)
-    return Case(runs, x, truths, rows, works, allowed={INT8: INT8_ERROR}, notes={"backend": {"layer": backend}, "paper_ratio": paper})
+    truths, works = definitions({name: dense if name.startswith(("dense", INT8)) else module for name in candidates}, x, rows)
+    runs = {name: variant(name, module, x, mode, compiled) for name in candidates}
+    backend = chosen_backends(module, x, allow_tf32=mode == "tf32", rows=batch * part.rows)
+    paper = PAPER.get(unit, ()) if (model, arch) == (VIT_S, "gonon") else ()
+    notes = {"backend": {"layer": backend}, "paper_ratio": dict(zip(("bmm", "layer"), paper, strict=False))}
+    return Case(runs, x, truths, rows, works, allowed={INT8: INT8_ERROR}, notes=notes)
 
 
-def share_case(model: str, model_args: Mapping[str, Any], batch: int, mode: str, device: torch.device, paper: float | None) -> Case:
+def share_case(place: Place, *, model: str, batch: int, mode: str) -> Case:
     """A dense timm ViT beside the linears of its feed-forward networks, with random weights.
 
     The linears have biases, as those of the model; the paper leaves them out.
     """
-    sizes, prefix_tokens = vit_sizes(model, model_args)
+    sizes, prefix_tokens = vit_sizes(model)
     dtype, rows = TIMED_MODES[mode], checked_rows(batch, 1)
     shapes = {COMPLETE: (batch, 3, sizes.image, sizes.image), LINEARS: (batch, sizes.tokens + prefix_tokens, sizes.width)}
-    with device:  # where drawing weights takes least time
-        made = {COMPLETE: timm.create_model(model, pretrained=False, **model_args), LINEARS: linears_of_ffns(sizes.width, sizes.depth)}
-    parts = {name: module.eval().requires_grad_(False).to(dtype) for name, module in made.items()}
-    inputs = {name: torch.randn(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
+    with place.device:  # where drawing weights takes least time
+        made = {COMPLETE: timm.create_model(model, pretrained=False), LINEARS: linears_of_ffns(sizes.width, sizes.depth)}
+    modules = {name: module.eval().requires_grad_(False).to(dtype) for name, module in made.items()}
+    inputs = {name: torch.randn(shape, device=place.device, dtype=dtype) for name, shape in shapes.items()}
     truths: dict[str, Tensor] = {}
-    works = {}
-    for name, part in parts.items():
-        own_truths, own_works = definitions({name: part}, inputs[name], rows)
+    works: dict[str, Work] = {}
+    for name, module in modules.items():
+        own_truths, own_works = definitions({name: module}, inputs[name], rows)
         truths, works = truths | own_truths, works | own_works
-    return Case(parts, inputs, truths, rows, works, notes={"paper_ratio": {LINEARS: paper}})
+    return Case(modules, inputs, truths, rows, works, notes={"paper_ratio": {LINEARS: PAPER_SHARES.get(model, {}).get(mode)}})
 
 
 def linears_of_ffns(width: int, depth: int) -> nn.Sequential:
@@ -136,3 +179,83 @@ def linears_of_ffns(width: int, depth: int) -> nn.Sequential:
     for linear in linears:
         nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
     return nn.Sequential(*linears)
+
+
+TRAINED = ("dense", "dense optimized", "converted", "converted optimized", "dense compiled", "converted compiled")
+
+
+def training_case(
+    place: Place, *, model: str, arch: str, batch: int, mode: str, steps: int, launch: str, candidates: tuple[str, ...]
+) -> Case:
+    """Some steps of a dense model and of the converted one, as they are, compiled and, where they are captured, optimized."""
+    captured = launch == "graph"
+    return step_case(model, arch, batch, place.device, TIMED_MODES[mode], candidates=candidates, steps=steps, captured=captured)
+
+
+@torch.enable_grad()
+def step_case(
+    model: str,
+    arch: str,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    candidates: tuple[str, ...] = ("converted", "dense"),
+    steps: int = 1,
+    captured: bool = True,
+) -> Case:
+    """A training step under autocast: forward, cross entropy, backward, AdamW. It gives a gradient of the first feed-forward layer.
+
+    The learning rate is zero, so that every step gives the same gradient; it takes as long as any other. A call makes several ``steps``.
+    Optimized candidates are for steps that are captured.
+    """
+    unit = parts("today", model, arch)["model"]
+    module: Any = unit.make().to(device)
+    x = torch.randn(batch, *unit.shape).to(device)
+    labels = torch.randint(0, module.num_classes, (batch,)).to(device)
+
+    def backward(run: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor) -> None:
+        (nn.functional.cross_entropy(run(x), labels, reduction="sum") / batch).backward()
+
+    def gradient(model: Any) -> Tensor:
+        found = max(model.blocks[0].mlp.fc1.parameters(), key=Tensor.numel).grad
+        assert found is not None
+        return found
+
+    def exact(model: nn.Module) -> Tensor:
+        double = by_definition(model).double().requires_grad_(True).train()
+        for few, their in zip(x.double().split(8), labels.split(8), strict=True):  # all at once would need much memory
+            backward(double, few, their)
+        return gradient(double)
+
+    def step(model: nn.Module, kind: str) -> Run | str:
+        if kind and device.type != "cuda":
+            return "left out on a CPU"
+        if kind == "optimized" and not captured:
+            return "left out: optimized steps are captured"
+        model = copy.deepcopy(model).requires_grad_(True).train()
+        if kind == "optimized":
+            with torch.autocast(device.type, dtype):
+                print(flysurgery.optimize(model, x, training="captured"), flush=True)
+        forward = torch.compile(model) if kind == "compiled" else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=device.type == "cuda")
+
+        @torch.enable_grad()
+        def run(x: Tensor) -> Tensor:
+            for _ in range(steps):
+                optimizer.zero_grad(set_to_none=True)
+                capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+                with torch.autocast(device.type, dtype, cache_enabled=not capturing):
+                    backward(forward, x, labels)
+                optimizer.step()
+            return gradient(model)
+
+        return run
+
+    models = {"converted": module, "dense": dense_copy(module)}
+    truths = {name: exact(each) for name, each in models.items()}
+    runs: dict[str, Run | str] = {}
+    for name in candidates:
+        plain, _, kind = name.partition(" ")
+        runs[name] = step(models[plain], kind)
+    return Case(runs, x, {name: truths[name.split()[0]] for name in candidates})

@@ -78,16 +78,3 @@ def work_of_factor(pattern: Pattern, rows: int, element_bytes: int) -> Work:
     """Count bytes of x, y and the factor, each once, and the operations of the product."""
     entries = rows * (pattern.in_features + pattern.out_features) + pattern.nnz
     return Work(element_bytes * entries, rows * pattern.flops_per_row)
-
-
-def work_of_step(model: nn.Module, images: Tensor, labels: Tensor) -> Work:
-    """Count what a training step must spend.
-
-    Operations are those of all matrix products forward and backward, counted on one image. Bytes are those of the images, and of each
-    weight and its two moments, read and written by the optimizer.
-    """
-    model.requires_grad_(True)
-    with FlopCounterMode(display=False) as counter:
-        nn.functional.cross_entropy(model(images[:1]), labels[:1]).backward()
-    model.zero_grad(set_to_none=True)
-    return Work(images.nbytes + 6 * sum(each.nbytes for each in model.parameters()), len(images) * counter.get_total_flops())

@@ -209,18 +209,18 @@ def _own(each: Tensor | Mapping[str, Tensor], name: str) -> Tensor:
     return each if isinstance(each, Tensor) else each[name]
 
 
-def noise_of(timings: Mapping[str, Timing], baseline: str = "dense") -> float | None:
+def noise_of(timings: Mapping[str, Timing], baseline: str) -> float | None:
     """Give the share by which the times of the baseline and of its twin differ; None where they have none."""
     if baseline not in timings:
         return None
     return abs(timings[baseline + AGAIN].median_ms / timings[baseline].median_ms - 1)
 
 
-def status_of(noise: float | None, device_type: str, baseline: str = "dense", measured: str = "timed") -> str:
-    """Give the status of right rows of a run whose twins, ``measured`` both, differ by ``noise``: "ok", or that they are noisy."""
+def status_of(noise: float | None, device_type: str, baseline: str) -> str:
+    """Give the status of right rows of a run whose twins differ by ``noise``: "ok", or that they are noisy."""
     if noise is None or noise <= NOISE["cuda" if device_type == "cuda" else "cpu"]:
         return "ok"
-    return f"noisy: {baseline} {measured} twice differs by {noise:.0%}"
+    return f"noisy: {baseline} timed twice differs by {noise:.0%}"
 
 
 def one_line(error: BaseException) -> str:

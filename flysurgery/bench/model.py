@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from flysurgery.bench.measuring import MEASURED, Case, Protocol, checked_rows, one_line, rows_of_case
 from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
-from flysurgery.bench.units import reset
-from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules
+from flysurgery.bench.variants import OPTIMIZED, chosen_backends, definitions, dense_linear, fused_modules, reset
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.patterns import Architecture, gonon, low_rank, monarch
@@ -72,6 +71,11 @@ class ModelSettings:
     @property
     def head(self) -> Record:
         return {"model": self.name, "batch": self.batch, "mode": self.mode, "device_type": self.device.type}
+
+
+def model_name(model: str, model_args: Mapping[str, Any]) -> str:
+    """Name a model in rows with the arguments of its constructor, so that a run that goes on takes no other for it."""
+    return ", ".join((model, *(f"{name}={value}" for name, value in model_args.items())))
 
 
 def groups_of(plan: Plan) -> list[Group]:

@@ -1,4 +1,4 @@
-"""Draws result rows by pandas and matplotlib, which are an extra."""
+"""Draws by matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flysurgery.bench.rows import Record, check_file
+from flysurgery.bench.rows import check_file
 from flysurgery.errors import OptionError
 
 
@@ -15,36 +15,15 @@ def check_plot(path: Path | None) -> None:
     """Check before measuring that the picture can be drawn.
 
     Raises:
-        OptionError: pandas or matplotlib is missing, or knows no format of this name, or nothing can be written there.
+        OptionError: matplotlib is missing, or knows no format of this name, or nothing can be written there.
     """
     if path is None:
         return
     known = pyplot().gcf().canvas.get_supported_filetypes()
     pyplot().close("all")
-    _needed("pandas")
     if path.suffix.lstrip(".").lower() not in known:
         raise OptionError(f"--plot takes a file that ends in .{', .'.join(sorted(known))}, got {path}")
     check_file(path, "--plot")
-
-
-def draw_ratios(records: Sequence[Record], path: Path, *, group: Sequence[str], title: str) -> None:
-    """Draw bars of times over dense, one group for each combination of the columns ``group``, one colour for each candidate.
-
-    A bar that ends before the line at 1 is faster than dense.
-    """
-    bars = [
-        (", ".join(each[name] for name in group), each["candidate"], float(each["ratio_to_dense"]))
-        for each in records
-        if each["ratio_to_dense"]
-    ]
-    table = _needed("pandas").DataFrame(bars, columns=["group", "candidate", "ratio"])
-    table = table.pivot_table(index="group", columns="candidate", values="ratio", sort=False)
-    axes = table.plot.barh(logx=True, width=0.8, figsize=(8, 1.5 + 0.1 * table.size), title=title, ylabel="", xlabel="time / time of dense")
-    axes.axvline(1, color="grey", linewidth=0.8)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.invert_yaxis()
-    axes.legend(fontsize=7)
-    save(axes.figure, path)
 
 
 def draw_tradeoff(curve: Sequence[tuple[float, float]], chosen: tuple[float, float], path: Path, *, unit: str) -> None:

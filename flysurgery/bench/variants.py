@@ -33,6 +33,13 @@ def swapped(module: nn.Module, kind: Any, make: Callable[[Any], nn.Module]) -> n
     return module
 
 
+def reset(model: nn.Module) -> None:
+    """Draw the weights of every linear and converted layer anew; ``install`` leaves the new ones without values."""
+    for module in model.modules():
+        if isinstance(module, ButterflyLinear | nn.Linear):
+            module.reset_parameters()
+
+
 def dense_linear(layer: Layer) -> nn.Linear:
     """Multiply the factors of a layer out to one ``nn.Linear``, in float64, rounded once."""
     parts = [layer] if isinstance(layer, ButterflyLinear) else list(layer.children())

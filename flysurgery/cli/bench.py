@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,7 +29,6 @@ Quick = Annotated[bool, option(MEASUREMENT, "--quick", "Fewer sizes and samples:
 OUT_HELP = "Keep the rows in this CSV file; a run that was interrupted goes on where it stopped."
 Out = Annotated[Path | None, option(OUTPUT, "--out", OUT_HELP, "FILE")]
 Fresh = Annotated[bool, option(OUTPUT, "--fresh", "Measure all again, and replace the rows that the file holds.")]
-Plot = Annotated[Path | None, option(OUTPUT, "--plot", "Draw the rows into this file; needs matplotlib.", "FILE")]
 Rows = Annotated[int | None, option(MEASUREMENT, "--rows", "Rows of x, that is tokens of all images; by default 3152.", "N", 1)]
 MODE_HELP = "One precision: fp32, tf32 (CUDA), fp16 or bf16."
 OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
@@ -40,7 +39,6 @@ TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", 
 
 MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
 MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
-PROJECTION_SHOWN = ("arch", "layer", "out_features", "in_features", "density", "matrix", "seconds", "relative_error", "status")
 
 
 @app.callback(invoke_without_command=True)
@@ -64,25 +62,21 @@ def multiply(
     quick: Quick = False,
     out: Out = None,
     fresh: Fresh = False,
-    plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Time every backend on the layers of a transformer block."""
     from flysurgery.bench import modes_of
     from flysurgery.bench import multiply as multiplying
-    from flysurgery.bench.plots import draw_ratios
     from flysurgery.cli.bench_run import BenchRun, prepare, protocol_of
 
     target = prepare(device, threads)
     modes = modes_of(mode, target)
     protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.2, 1.0))
     count = rows or (QUICK_ROWS if quick else ROWS)
-    with BenchRun(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh, plot=plot) as run:
+    with BenchRun(target, multiplying.MULTIPLY_COLUMNS, out, fresh=fresh) as run:
         for name in modes:
             for family in arch or ("gonon", "monarch"):
                 run.fill(multiplying.multiply_jobs(family, width, count, name, target, protocol))
-    if plot is not None:
-        draw_ratios(run.records, plot, group=("arch", "layer", "mode"), title=f"{run.records[0]['device']}, {count} rows")
     run.print(MULTIPLY_SHOWN, as_json=as_json)
 
 
@@ -109,16 +103,13 @@ def model(
     table: Annotated[Path | None, option(OUTPUT, "--table", TABLE_HELP, "FILE")] = None,
     out: Out = None,
     fresh: Fresh = False,
-    plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Say whether conversion makes MODEL faster on this machine, and which layers should stay dense; needs no weights."""
     from flysurgery import surgery
     from flysurgery.bench import model as models
     from flysurgery.bench import modes_of, rows_of_case
-    from flysurgery.bench.plots import draw_ratios
     from flysurgery.bench.rows import check_apart, check_file, typed, write_records
-    from flysurgery.bench.units import model_name
     from flysurgery.cli.bench_run import BenchRun, prepare, print_records, protocol_of
     from flysurgery.cli.source import find_dense
     from flysurgery.cli.tables import print_json
@@ -141,15 +132,15 @@ def model(
         base_args=skeleton.base_args,
     )
     protocol = protocol_of(launch, rounds, seed, quick=quick, seconds=(0.1, 0.5))
-    name = model_name(source.name, options.model_arguments(model_args))
+    name = models.model_name(source.name, options.model_arguments(model_args))
     settings = models.ModelSettings(name, target, batch, precision, search=not quick, optimized=optimized, protocol=protocol)
     groups = models.groups_of(plan)
     launched = {"launch": protocol.on(target).launch}
     whole = models.whole_head(settings, plan)
-    check_apart({"--out": out, "--plot": plot, "--table": table})
+    check_apart({"--out": out, "--table": table})
     if table is not None:
         check_file(table, "--table")
-    with BenchRun(target, models.MODEL_COLUMNS, out, fresh=fresh, plot=plot) as run:
+    with BenchRun(target, models.MODEL_COLUMNS, out, fresh=fresh) as run:
         run.fill(models.layer_jobs(plan, settings))
         found = [row for group in groups for row in run.rows(models.layer_head(settings, group) | launched)]
         rows = list({(row["layer"], row["candidate"]): row for row in found}.values())  # the last where quick ones came before
@@ -160,33 +151,9 @@ def model(
         rows += run.rows(whole | launched)
     if table is not None:
         write_records(table, models.latency_table(rows, groups))
-    if plot is not None:
-        drawn = [each for each in rows if not each["candidate"].startswith("(")]  # the searched ones would fill the picture
-        draw_ratios(drawn, plot, group=("layer",), title=f"{source.name}, batch {batch}, {precision}")
     answer = models.sentence(rows, groups)
     if as_json:
         print_json({"answer": answer, "stay_dense": list(models.slower_layers(rows, groups)), **typed(rows)})
         return
     print_records(rows, MODEL_SHOWN)
     typer.echo(answer)
-
-
-@app.command("projection", cls=Command)
-def projection(
-    arch: Families = None,
-    width: Width = 384,
-    threads: Threads = None,
-    seed: options.Seed = 0,
-    quick: Quick = False,
-    out: Out = None,
-    fresh: Fresh = False,
-    as_json: options.Json = False,
-) -> None:
-    """Time the projection of the layers of a transformer block onto each family of architectures."""
-    from flysurgery.bench import multiply as multiplying
-    from flysurgery.cli.bench_run import BenchRun, prepare
-
-    with BenchRun(prepare("cpu", threads), multiplying.PROJECTION_COLUMNS, out, fresh=fresh) as run:
-        for family in arch or get_args(options.Family):
-            run.fill(multiplying.projection_jobs(family, width, 1 if quick else 3, seed))
-    run.print(PROJECTION_SHOWN, as_json=as_json)

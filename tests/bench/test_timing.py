@@ -15,8 +15,6 @@ from flysurgery.bench.ceilings import Ceilings, Work, work_of
 from flysurgery.bench.measuring import checked_rows
 from flysurgery.bench.multiply import multiply_jobs
 from flysurgery.bench.timing import Timing
-from flysurgery.bench.units import PROTOCOLS, converted_timm, units
-from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.errors import OptionError, PatternError
 from flysurgery.ops import BACKENDS
 
@@ -208,28 +206,7 @@ def test_what_does_not_fit_is_left_out_or_refused(monkeypatch: pytest.MonkeyPatc
         rows_of(monkeypatch, "dense", 8, 4)
 
 
-SIZES = {"embed_dim": 48, "depth": 1, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
-
-MODEL = "vit_tiny_patch16_224"
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_parts_are_in_eval_mode(protocol: str) -> None:
-    """Else ``optimize`` leaves them as they are."""
-    for unit in units(protocol, MODEL, SIZES, "gonon", 0):
-        assert not any(module.training for module in unit.make().modules()), unit.name
-
-
 def test_operations_are_those_of_the_products() -> None:
     work = work_of(nn.Linear(48, 10), torch.zeros(3, 16, 48))
     assert work.flops == 2 * 3 * 16 * 48 * 10
     assert work.bytes_moved == 4 * (3 * 16 * (48 + 10) + 490)
-    x, model = torch.zeros(2, 3, 32, 32), converted_timm(MODEL, SIZES, "gonon")
-    assert work_of(by_definition(model), x).flops < work_of(dense_copy(model), x).flops
-
-
-def test_units_that_there_are_not() -> None:
-    with pytest.raises(OptionError, match="protocol 'tomorrow'"):
-        units("tomorrow", MODEL, SIZES, "gonon", 0)
-    with pytest.raises(OptionError, match="resnet18"):
-        units("paper", "resnet18", {}, "gonon", 0)

@@ -33,7 +33,7 @@ def rows_of(file: Path | str) -> list[dict[str, str]]:
 
 
 def test_multiply_prints_a_table_and_writes_the_rows(run: Run, refused: Refused) -> None:
-    title, *lines = run(*SMALL, "--threads", 1, "--out", "rows.csv", "--plot", "bars.svg").out.splitlines()
+    title, *lines = run(*SMALL, "--threads", 1, "--out", "rows.csv").out.splitlines()
     titles = ["arch", "layer", "mode", "candidate", "backend", "launch", "median ms", "iqr ms", "/ dense", "error", "status"]  # no bound
     assert title.split() == " ".join(titles).split()
     rows = rows_of("rows.csv")
@@ -42,15 +42,12 @@ def test_multiply_prints_a_table_and_writes_the_rows(run: Run, refused: Refused)
     for line, row in zip(lines, rows, strict=True):
         assert line.split()[:3] == [row["arch"], row["layer"], row["mode"]]
         assert row["candidate"] in line and line.endswith(row["status"])
-    other = ("bench", "projection", "--arch", "lowrank", "--width", 16, "--quick", "--out", "rows.csv")
-    refused(*other, words=("a table of other measurements",), code=2)
+    refused(*MODEL, "--out", "rows.csv", words=("a table of other measurements",), code=2)
 
 
-def test_what_cannot_be_measured_drawn_or_written_is_one_line(refused: Refused, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_or_written_is_one_line(refused: Refused, tmp_path: Path) -> None:
     refused("bench", "multiply", "--arch", "gonon", "--width", 7, "--rows", 8, "--device", "cpu", words=("no layer of width 7 has",))
     refused(*SMALL, "--rows", 10**13, "--out", "rows.csv", words=("this does not fit into this machine's memory; take fewer",))
-    refused(*SMALL, "--out", "rows.csv", "--plot", "bars.doc", words=("--plot takes a file that ends in",), code=2)
-    refused(*SMALL, "--out", "rows.svg", "--plot", "./rows.svg", words=("--out and --plot name the same file",), code=2)
     refused(*MODEL, "--out", "rows.csv", "--table", "./rows.csv", words=("--out and --table name the same file",), code=2)
     refused(*MODEL, "--table", tmp_path, words=("--table takes a file",), code=2)
     refused(*MODEL, "--mode", "fp32,bf16", words=("bench model takes one mode at a time",), code=2)
@@ -78,7 +75,7 @@ def test_model_measures_each_architecture_once(run: Run, document: Document) -> 
 
 
 def test_the_table_of_latencies_is_read_by_convert(run: Run) -> None:
-    assert run(*MODEL, "--quick", "--batch", 2, "--table", "latency.csv", "--plot", "bars.png").code == 0
+    assert run(*MODEL, "--quick", "--batch", 2, "--table", "latency.csv").code == 0
     rows = rows_of("latency.csv")
     assert {row["fqn"] for row in rows} == {"blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
     assert all(float(row["ms"]) > 0 for row in rows)
@@ -87,13 +84,3 @@ def test_the_table_of_latencies_is_read_by_convert(run: Run) -> None:
     Path("latency.csv").write_text("fqn,architecture,ms\n" + text)  # the times of a machine on which conversion pays
     outcome = run("convert", *TINY_VIT, "--no-pretrained", "--budget", 0.6, "--latency", "latency.csv", "--dry-run")
     assert outcome.code == 0 and "chosen" in outcome.out
-
-
-def test_projection_tells_seconds_and_errors(document: Document) -> None:
-    command = ("bench", "projection", "--arch", "monarch", "--arch", "gonon", "--arch", "kaleidoscope", "--width", 16, "--quick")
-    rows = document(*command)["rows"]
-    square = {(row["arch"], row["matrix"]): row for row in rows if row["layer"] == "square"}
-    gaussian, falling = square["monarch", "gaussian"], square["monarch", "falling spectrum"]
-    assert 0 < falling["relative_error"] < gaussian["relative_error"] < 1
-    assert any(row["status"].startswith("no: ") and row["seconds"] is None for row in rows if row["arch"] == "gonon")
-    assert all(row["status"].startswith("no: ") for row in rows if row["arch"] == "kaleidoscope")

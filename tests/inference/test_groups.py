@@ -15,9 +15,9 @@ from torch.nn import functional
 from vit_pytorch.simple_vit import SimpleViT
 
 import flysurgery
-from flysurgery.bench.units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
 from flysurgery.inference import clock, measure_groups
 from flysurgery.inference.find_groups import find_groups
+from recipes.vit_units import PaperBlock, PaperFeedForward, Residual, VitSizes, dense_layer
 from tests.inference.conftest import FFN_LAUNCHES
 from tests.inference.models import BLOCK, SMALL, keeps_outputs, left, ready, small
 from tests.support.tolerance import assert_equal

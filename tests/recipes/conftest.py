@@ -15,12 +15,6 @@ from PIL import Image
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
-TINY_VIT = (
-    *("--model", "vit_small_patch16_224", "--model-args", "embed_dim=48", "--model-args", "depth=1", "--model-args", "num_heads=2"),
-    *("--model-args", "img_size=32", "--model-args", "patch_size=8", "--model-args", "num_classes=10"),
-)
-"""A ViT of one block, 48 wide, on 16 patches."""
-
 RunRecipe = Callable[..., list[dict[str, str]]]
 
 

@@ -18,6 +18,8 @@ from PIL import Image
 from torch import nn
 
 from flysurgery import surgery
+from flysurgery.bench.ceilings import work_of
+from flysurgery.bench.variants import by_definition, dense_copy
 from flysurgery.calibration import Samples
 from flysurgery.checkpoint import build_base
 from flysurgery.errors import FlysurgeryError, OptionError
@@ -42,6 +44,24 @@ def test_output_errors_are_those_of_the_layers() -> None:
         lost = new.attn.qkv(x) - wanted  # pyright: ignore
     assert found["qkv"] == pytest.approx(float(lost.norm() / (wanted - block.attn.qkv.bias.detach()).norm()), rel=1e-4)  # pyright: ignore
     assert found.keys() == {"qkv", "ffn_in", "ffn_out"}
+
+
+@pytest.mark.parametrize("protocol", ["paper", "today"])
+def test_parts_are_in_eval_mode_and_have_fewer_operations_than_dense(protocol: str) -> None:
+    """In training mode ``optimize`` would leave them as they are."""
+    from vit_units import parts
+
+    found = parts(protocol, "test_vit", "monarch")
+    assert not any(module.training for unit in found.values() for module in unit.make().modules())
+    model, x = found["model"].make(), torch.zeros(2, *found["model"].shape)
+    assert work_of(by_definition(model), x).flops < work_of(dense_copy(model), x).flops
+
+
+def test_a_model_that_cannot_be_taken_apart_is_refused() -> None:
+    from vit_units import parts
+
+    with pytest.raises(OptionError, match="resnet18"):
+        parts("paper", "resnet18", "gonon")
 
 
 @pytest.fixture
@@ -77,15 +97,13 @@ def test_power_is_that_between_steps_of_the_counter(energy: Any, monkeypatch: py
     monkeypatch.setattr(energy, "Busy", Waiting)
     monkeypatch.setattr(energy, "all_calls", lambda *_: (lambda: time.sleep(1e-4), "eager"))
     monkeypatch.setattr(energy, "rotating", lambda x: [x, x])
-    found = stepping(energy).measure(lambda x: x, torch.zeros(1), windows=3, seconds=0.1, idle_watts=20.0)
-    assert found.windows == 3 and found.window_s >= 0.1 and found.watts == pytest.approx(100, rel=0.1)
-    assert found.call_ms == 5.0 and found.joules == pytest.approx(0.5, rel=0.1), "two inputs a time"
-    assert found.above_idle_joules == pytest.approx(0.8 * found.joules, rel=0.05)
+    found = stepping(energy).measure(lambda x: x, torch.zeros(1), seconds=0.1)
+    assert found == pytest.approx(0.5, rel=0.1), "two inputs a time"
     monkeypatch.setattr(energy, "STUCK_SECONDS", 0.01)
     still = stepping(energy)
     still.joules = lambda: 1.0
     with pytest.raises(OptionError, match="energy counter stood still"):
-        still._watts(lambda: None, 1.0)
+        still.watts(lambda: None, 1.0)
 
 
 def test_a_wrong_mapping_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import timm
@@ -13,6 +13,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from flysurgery.bench.multiply import layer_sizes
+from flysurgery.bench.variants import reset
 from flysurgery.errors import OptionError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.patterns import named
@@ -20,6 +22,8 @@ from flysurgery.surgery import install, plan
 
 PROTOCOLS = ("paper", "today")
 """``paper``: separate q, k, v, attention written out. ``today``: timm's model, one qkv, ``scaled_dot_product_attention``."""
+
+SEED = 0
 
 Make = Callable[[int, int, bool], nn.Module]
 """Makes the linear layer of ``(out_features, in_features, bias)``."""
@@ -52,30 +56,26 @@ class Unit:
     rows: int
 
 
-def units(protocol: str, model: str, model_args: Mapping[str, Any], arch: str, seed: int) -> list[Unit]:
-    """List the parts of ``model``, a timm ViT, under a protocol, from single linears to the whole model.
+@cache
+def parts(protocol: str, model: str, arch: str) -> Mapping[str, Unit]:
+    """The parts of a timm ViT under a protocol, by name, from single linears to the whole model, which is built once.
 
     Raises:
-        OptionError: no such protocol, or the model is no ViT with ``blocks``, ``embed_dim`` and ``patch_embed``.
+        OptionError: the model is no ViT with ``blocks``, ``embed_dim`` and ``patch_embed``.
     """
-    if protocol not in PROTOCOLS:
-        raise OptionError(f"there is no protocol '{protocol}'; choose from {', '.join(PROTOCOLS)}")
-    sizes, prefix_tokens = vit_sizes(model, model_args)
+    sizes, prefix_tokens = vit_sizes(model)
     if protocol == "paper":
-        return list(_paper_units(sizes, arch, seed))
-    return list(_today_units(sizes, sizes.tokens + prefix_tokens, _seeded(seed, lambda: converted_timm(model, model_args, arch))))
+        found = _paper_units(sizes, arch)
+    else:
+        found = _today_units(sizes, sizes.tokens + prefix_tokens, _seeded(partial(converted_timm, model, arch)))
+    return {unit.name: unit for unit in found}
 
 
-def model_name(model: str, model_args: Mapping[str, Any]) -> str:
-    """Name a model in rows with the arguments of its constructor, so that a run that goes on takes no other for it."""
-    return ", ".join((model, *(f"{name}={value}" for name, value in model_args.items())))
-
-
-def vit_sizes(model: str, model_args: Mapping[str, Any]) -> tuple[VitSizes, int]:
+def vit_sizes(model: str) -> tuple[VitSizes, int]:
     """Read the sizes of a timm ViT, and how many tokens precede its patches, off the model on the meta device."""
     try:
         with torch.device("meta"):
-            vit: Any = timm.create_model(model, pretrained=False, **model_args)
+            vit: Any = timm.create_model(model, pretrained=False)
         image, patch = vit.patch_embed.img_size[0], vit.patch_embed.patch_size[0]
         sizes = VitSizes(vit.embed_dim, vit.blocks[0].attn.num_heads, len(vit.blocks), image, patch, vit.num_classes)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -83,35 +83,23 @@ def vit_sizes(model: str, model_args: Mapping[str, Any]) -> tuple[VitSizes, int]
     return sizes, int(getattr(vit, "num_prefix_tokens", 0))
 
 
-def layer_sizes(width: int) -> dict[str, tuple[int, int]]:
-    """Give the sizes (out, in) of the linears of a transformer block: q, k, v and output; the two of the FFN."""
-    return {"square": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
-
-
-def converted_timm(model: str, model_args: Mapping[str, Any], arch: str) -> nn.Module:
-    """Build a timm model in eval mode, converted with random factors: nothing is projected, as times do not depend on values."""
-    vit = timm.create_model(model, pretrained=False, **model_args).eval()
+def converted_timm(model: str, arch: str) -> nn.Module:
+    """Build a timm model converted with random factors: nothing is projected, as times do not depend on values."""
+    vit = timm.create_model(model, pretrained=False).eval()
     install(plan(vit, arch), vit)
     reset(vit)
     return vit
 
 
-def reset(model: nn.Module) -> None:
-    """Draw the weights of every linear and converted layer anew; ``install`` leaves the new ones without values."""
-    for module in model.modules():
-        if isinstance(module, ButterflyLinear | nn.Linear):
-            module.reset_parameters()
-
-
-def _seeded(seed: int, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         return make().eval().requires_grad_(False)
 
     return build
 
 
-def _paper_units(sizes: VitSizes, arch: str, seed: int) -> Iterator[Unit]:
+def _paper_units(sizes: VitSizes, arch: str) -> Iterator[Unit]:
     def make(out_features: int, in_features: int, bias: bool) -> nn.Module:
         return ButterflyLinear(named(arch, out_features, in_features), bias=bias)
 
@@ -119,11 +107,11 @@ def _paper_units(sizes: VitSizes, arch: str, seed: int) -> Iterator[Unit]:
     for name, (out_features, in_features) in zip(("N x N", "4N x N", "N x 4N"), layer_sizes(width).values(), strict=True):
         for bias in (False, True):
             label = f"linear {name}{' + bias' if bias else ''}"
-            build = _seeded(seed, lambda out=out_features, inner=in_features, bias=bias: make(out, inner, bias))
+            build = _seeded(lambda out=out_features, inner=in_features, bias=bias: make(out, inner, bias))
             yield Unit(label, build, (tokens, in_features), tokens)
     for label, part in (("FFN", PaperFeedForward), ("attention", PaperAttention), ("block", PaperBlock)):
-        yield Unit(label, _seeded(seed, lambda part=part: part(sizes, make)), (tokens, width), tokens)
-    yield Unit("model", _seeded(seed, lambda: PaperVit(sizes, make)), (3, sizes.image, sizes.image), tokens)
+        yield Unit(label, _seeded(lambda part=part: part(sizes, make)), (tokens, width), tokens)
+    yield Unit("model", _seeded(lambda: PaperVit(sizes, make)), (3, sizes.image, sizes.image), tokens)
 
 
 def _today_units(sizes: VitSizes, tokens: int, build: Callable[[], nn.Module]) -> Iterator[Unit]:
