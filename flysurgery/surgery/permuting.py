@@ -14,7 +14,7 @@ from flysurgery.patterns import Architecture
 from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders, metric_of
 from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.surgery.report import Permutation, PermutedLayer
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, separating, survey, targets_of
+from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, Trial, find_heads, find_pairs, separating, survey, targets_of
 
 HIDDEN_UNITS = "hidden units"
 INDIFFERENT = "no order is better than another for products with one class of rows, as those of low rank"
@@ -66,8 +66,9 @@ def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Sha
     targets = targets_of(model, seen)
     known = {target.fqn: target for target in targets}
     layers = {layer.fqn: layer for layer in plan.layers}
-    found = [_hidden_units(target, known, layers) for target in targets if target.pair is not None]
-    found += [_heads(heads, known, layers) for heads in find_heads(seen, targets)]
+    trial = Trial(model, seen.example)
+    found = [_hidden_units(known[first], known[second], known, layers) for first, second in find_pairs(seen, trial)]
+    found += [_heads(heads, known, layers) for heads in find_heads(seen, targets, trial)]
     return tuple(each for each in found if any(layers[fqn].is_replaced for fqn in each.linears if fqn in layers))
 
 
@@ -201,8 +202,7 @@ def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Archi
     return found if parts and all(len(architecture) == 2 for _, architecture in found) else None
 
 
-def _hidden_units(first: Target, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
-    second = targets[first.pair or ""]
+def _hidden_units(first: Target, second: Target, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
     kind = Kind((Member(first.fqn, 0, first.out_features), Member(second.fqn, 0, second.in_features, columns=True)))
     reason = _obstacle(kind, targets, layers)
     tied = {} if reason is None else {HIDDEN_UNITS: reason}
