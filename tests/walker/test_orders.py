@@ -154,7 +154,7 @@ def test_orders_are_tied_where_the_output_depends_on_them_or_their_rows_are_not_
 
 def test_a_model_that_does_not_run_in_float64_is_refused_in_a_sentence() -> None:
     model = FusedAttention(lambda self, x, fused: attend_by_thirds(self, x, fused).float())
-    with pytest.raises(WalkError, match="FusedAttention cannot be tried with features in another order: .*"):
+    with pytest.raises(WalkError, match=r"^FusedAttention cannot be tried with features in another order: "):
         Trial(model, (SEQUENCES,))
 
 
