@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from flysurgery.walker.attention import SeparateAttention
 from flysurgery.walker.operations import CONVOLUTION, PRODUCT_OF_MATRICES, SHAPE, name_of, shape_of
-from flysurgery.walker.owners import CONVOLUTIONS, Owners, children_read
-from flysurgery.walker.switches import offers_switch
+from flysurgery.walker.owners import CONVOLUTIONS, Owners
 from flysurgery.walker.trace import Trace
 
 _TURNED = frozenset(("t", "transpose", "permute", "numpy_T", "mT"))
@@ -113,14 +111,12 @@ def _parameter_behind(trace: Trace, weight: Node) -> str | None:
 
 
 def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
-    """First names of the nn.Linear modules and convolutions whose weight or bias some other module reads, or may read."""
+    """First names of the nn.Linear modules and convolutions whose weight or bias some other module reads."""
     found = {call.fqn for call in calls if call.kind != "raw" and not call.inside}
-    for fqn, module in owners.modules.items():
-        is_separate = isinstance(module, nn.TransformerEncoderLayer) and isinstance(getattr(module, "self_attn", None), SeparateAttention)
-        # a switch, or separate attention, keeps the forward from such reads, and the trace has shown the rest
-        if not (offers_switch(module) or is_separate):
-            names = (f"{fqn}.{name}" if fqn else name for name in children_read(type(module)))
-            found |= {owners.first_name(owners.modules[name]) for name in names if name in owners.modules}
+    for module in owners.modules.values():
+        # the fast path of such a layer, which no trace shows, reads the weights of all its linears
+        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, nn.MultiheadAttention):
+            found |= {owners.first_name(linear) for linear in (module.linear1, module.linear2)}
     for placeholder, parameter in trace.parameters.items():
         fqn, _, leaf = parameter.rpartition(".")
         module = owners.modules.get(fqn)
