@@ -15,12 +15,13 @@ from flysurgery.walker.operations import is_in_place as is_in_place
 from flysurgery.walker.operations import name_of as name_of
 from flysurgery.walker.operations import shape_of as shape_of
 from flysurgery.walker.orders import HEADS as HEADS
+from flysurgery.walker.orders import HIDDEN_UNITS as HIDDEN_UNITS
 from flysurgery.walker.orders import QUERY_KEY as QUERY_KEY
 from flysurgery.walker.orders import VALUE as VALUE
-from flysurgery.walker.orders import Heads as Heads
+from flysurgery.walker.orders import Member as Member
+from flysurgery.walker.orders import Shared as Shared
 from flysurgery.walker.orders import Trial as Trial
-from flysurgery.walker.orders import find_heads as find_heads
-from flysurgery.walker.orders import find_pairs as find_pairs
+from flysurgery.walker.orders import find_shared as find_shared
 from flysurgery.walker.owners import CONVOLUTIONS as CONVOLUTIONS
 from flysurgery.walker.select import block_names as block_names
 from flysurgery.walker.select import select as select

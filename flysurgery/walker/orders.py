@@ -1,14 +1,14 @@
 """Features that several linears share, and that may stand in another order: found by dataflow, and tried on the model.
 
-Hidden units, whole heads, and the entries of each head have an order that two or three linears agree on. Whether the model computes the
-same in another one is seen by putting them into another one.
+Hidden units, whole heads, and the entries of each head have an order that several linears agree on. Whether the model computes the same in
+another one is seen by putting them into another one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,47 +26,66 @@ from flysurgery.walker.survey import Survey
 from flysurgery.walker.target import Target
 from flysurgery.walker.trace import isolated, one_line, shadow
 
-HEADS, QUERY_KEY, VALUE = "heads", "query and key", "value"
-ORDERS = (HEADS, QUERY_KEY, VALUE)
-"""What may be in another order: whole heads; entries of query and key within a head; entries of value within a head."""
+HIDDEN_UNITS, HEADS, QUERY_KEY, VALUE = "hidden units", "heads", "query and key", "value"
+"""What may be in another order: hidden units; whole heads; entries of query and key within a head; entries of value within a head."""
 
 SAME = 1e-8
 """Outputs in float64 that differ by at most this share of the largest entry are the same. Larger than rounding, for parts in float32."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows ``start`` to ``stop`` of a linear's weight: all heads of query, key or value, one after the other."""
+class Member:
+    """Rows ``start`` to ``stop`` of a linear's weight, or columns."""
 
     fqn: str
     start: int
     stop: int
+    columns: bool = False
 
     @property
     def size(self) -> int:
-        """The number of rows."""
+        """The number of features."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
-class Heads:
-    """One attention of ``count`` heads, and in which orders these may stand so that the model computes the same.
+class Kind:
+    """Members that get the same order. ``free``: features may change places within their group, not only together with it."""
 
-    ``tied`` has a reason for each of ``ORDERS`` that must stay: "heads", whole heads, in the rows of query, key and value and the
-    columns of the linear ``out``; "query and key", their entries within each head, in one order for both; "value", the entries of value
-    within each head, with the columns of ``out``. ``rows`` are those of query, key and value, and missing where they are not known;
-    ``out`` is missing where heads and value are tied. ``linears`` are the names of all linears that the attention reads.
+    members: tuple[Member, ...]
+    free: bool = True
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Features that several linears share, and in which orders these may stand so that the model computes the same.
+
+    ``what`` is ``HIDDEN_UNITS``, rows of one linear and columns of the only one that reads them, or ``HEADS``, one attention of ``groups``
+    heads. ``linears`` are those that the attention reads, and the one after it if that is known. ``members`` get one order each: all hidden
+    units; entries of query and key within each head; and those of value, with the columns of what reads them. ``tied`` has the reasons for
+    what must stay.
     """
 
+    what: str
     linears: tuple[str, ...]
-    tied: Mapping[str, str]
-    count: int = 1
-    rows: tuple[Rows, Rows, Rows] | None = None
-    out: str | None = None
+    members: Mapping[str, tuple[Member, ...]] = field(default_factory=dict)
+    groups: int = 1
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def swap_groups(self) -> bool:
+        """Whether whole heads may change places."""
+        return self.what == HEADS and HEADS not in self.tied
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What moves, alone or with its head."""
+        found = (Kind(members, order not in self.tied) for order, members in self.members.items())
+        return tuple(kind for kind in found if kind.free or self.swap_groups)
 
 
-Move: TypeAlias = tuple[str, int, int, Tensor]
-"""A linear's name, 0 for rows or 1 for columns of its weight, where the features start, and the order that they get."""
+Move: TypeAlias = tuple[Member, Tensor]
+"""Some features of a linear, and the order that they get."""
 
 
 class Trial:
@@ -82,9 +101,8 @@ class Trial:
     def __init__(self, model: nn.Module, example: tuple[Any, ...]) -> None:
         self._double = shadow(model)
         separating(model)(self._double)
-        named = (*self._double.named_parameters(remove_duplicate=False), *self._double.named_buffers(remove_duplicate=False))
-        wide: dict[int, Tensor] = {id(tensor): _wide(tensor.detach()) for _, tensor in named}
-        self._tensors = {name: wide[id(tensor)] for name, tensor in named}
+        named = (*self._double.named_parameters(), *self._double.named_buffers())
+        self._tensors = {name: _wide(tensor.detach()) for name, tensor in named}
         self._example = pytree.tree_map_only(Tensor, _wide, example)
         try:
             self._usual = self._outputs(self._tensors)
@@ -103,13 +121,16 @@ class Trial:
 
     def _is_same(self, moves: Sequence[Move]) -> bool:
         tensors = dict(self._tensors)
-        for fqn, axis, start, order in moves:
-            for name in ("weight", "bias") if axis == 0 else ("weight",):
-                tensor = tensors.get(f"{fqn}.{name}")
+        for member, order in moves:
+            if f"{member.fqn}.weight" not in tensors:  # it is computed, or has the name of another module that holds it
+                return False
+            axis = int(member.columns)
+            for name in (f"{member.fqn}.weight", f"{member.fqn}.bias")[: 2 - axis]:
+                tensor = tensors.get(name)
                 if tensor is not None:
                     whole = torch.arange(tensor.shape[axis])
-                    whole[start : start + len(order)] = start + order
-                    tensors[f"{fqn}.{name}"] = tensor.index_select(axis, whole.to(tensor.device))
+                    whole[member.start : member.stop] = member.start + order
+                    tensors[name] = tensor.index_select(axis, whole.to(tensor.device))
         found = zip(self._outputs(tensors), self._usual, strict=True)
         return all(new.shape == old.shape and bool((new - old).abs().max() <= SAME * old.abs().max()) for new, old in found)
 
@@ -123,27 +144,62 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def find_pairs(seen: Survey, trial: Trial) -> tuple[tuple[str, str], ...]:
-    """The names of each two linears whose hidden units, rows of the first and columns of the second, may stand in any order."""
+def find_shared(model: nn.Module, seen: Survey, targets: Sequence[Target]) -> tuple[Shared, ...]:
+    """Hidden units that may stand in any order, and every attention that reads linears, each in the order of execution.
+
+    ``seen`` is a survey of ``model`` on inputs that occur, and ``targets`` are those of the same survey.
+
+    Raises:
+        WalkError: as ``Trial``.
+    """
+    trial = Trial(model, seen.example)
+    hidden = _hidden_units(seen)
+    changing = trial.changing([_moves(each, HIDDEN_UNITS) for each in hidden])
+    found = _attentions(seen, targets)
+    for order, what in ((HEADS, "the heads"), (QUERY_KEY, "the entries of query and key"), (VALUE, "the entries of value")):
+        asked = [number for number, each in enumerate(found) if order not in each.tied]
+        for position in trial.changing([_moves(found[number], order) for number in asked]):
+            number = asked[position]
+            reason = f"the model's output depends on the order of {what}"
+            found[number] = replace(found[number], tied={**found[number].tied, order: reason})
+    return (*(each for number, each in enumerate(hidden) if number not in changing), *found)
+
+
+def _moves(shared: Shared, order: str) -> list[Move]:
+    """What puts the heads into another order, or the features of one kind within each group."""
+    if order == HEADS:
+        members = [member for of_kind in shared.members.values() for member in of_kind]
+        return [(each, torch.arange(each.size).reshape(shared.groups, -1).roll(1, 0).flatten()) for each in members]
+    return [(member, _shuffled(member.size, shared.groups)) for member in shared.members[order]]
+
+
+def _shuffled(size: int, groups: int) -> Tensor:
+    length = size // groups
+    orders = [torch.randperm(length, generator=torch.Generator().manual_seed(number)) for number in range(groups)]
+    return torch.cat([number * length + order for number, order in enumerate(orders)])
+
+
+def _hidden_units(seen: Survey) -> list[Shared]:
+    """Rows of a linear, and columns of the only linear that reads them, where that reads nothing else."""
     calls = {call.node: call for call in seen.calls if call.kind == "linear"}
     times = Counter(call.fqn for call in seen.calls)
-    met: dict[tuple[str, str], int] = Counter()
+    met: Counter[tuple[str, str]] = Counter()
+    sizes: dict[str, int] = {}
     for call in calls.values():
         origins = list(seen.dataflow.flows[call.source])
         first = calls.get(origins[0]) if len(origins) == 1 else None
         if first is not None and first.out_features == call.in_features and first.fqn != call.fqn:
             met[first.fqn, call.fqn] += 1
+            sizes[first.fqn] = first.out_features
     readers = Counter(first for first, _ in met)
     pairs = [pair for pair, count in met.items() if times[pair[0]] == times[pair[1]] == count and readers[pair[0]] == 1]
-    sizes = {call.fqn: call.out_features for call in calls.values()}
-    orders = [_entries_moved(sizes[first], 1) for first, _ in pairs]
-    moves = [((first, 0, 0, order), (second, 1, 0, order)) for (first, second), order in zip(pairs, orders, strict=True)]
-    changing = trial.changing(moves)
-    return tuple(pair for number, pair in enumerate(pairs) if number not in changing)
+    return [
+        Shared(HIDDEN_UNITS, pair, {HIDDEN_UNITS: (Member(pair[0], 0, sizes[pair[0]]), Member(pair[1], 0, sizes[pair[0]], columns=True))})
+        for pair in pairs
+    ]
 
 
-def find_heads(seen: Survey, targets: Sequence[Target], trial: Trial) -> tuple[Heads, ...]:
-    """Every attention that reads linears, in the order of execution; ``targets`` are those of the same survey."""
+def _attentions(seen: Survey, targets: Sequence[Target]) -> list[Shared]:
     calls = {call.node: call for call in seen.calls}
     known = {target.fqn: target for target in targets}
     met: dict[tuple[str, ...], list[Attention]] = {}
@@ -159,18 +215,16 @@ def find_heads(seen: Survey, targets: Sequence[Target], trial: Trial) -> tuple[H
             found.append(_tied(linears, "its linears serve several attentions, or are called several times"))
         else:
             found.append(_heads(seen, known, calls, attentions[0], linears))
-    for order in ORDERS:
-        asked = [number for number, heads in enumerate(found) if order not in heads.tied]
-        for position in trial.changing([_moves(found[number], order) for number in asked]):
-            heads = found[asked[position]]
-            what = "the heads" if order == HEADS else f"the entries of {order} within each head"
-            found[asked[position]] = replace(heads, tied={**heads.tied, order: f"the model's output depends on the order of {what}"})
-    return tuple(found)
+    return found
+
+
+def _tied(linears: tuple[str, ...], reason: str) -> Shared:
+    return Shared(HEADS, linears, tied=dict.fromkeys((HEADS, QUERY_KEY, VALUE), reason))
 
 
 def _heads(
     seen: Survey, targets: Mapping[str, Target], calls: Mapping[Node, Call], attention: Attention, linears: tuple[str, ...]
-) -> Heads:
+) -> Shared:
     """The heads of an attention, with no more tied than what cannot be tried."""
     query, key, value = (_rows(seen, targets, calls, attention, name) for name in ("q", "k", "v"))
     size = _entries(attention)
@@ -185,16 +239,14 @@ def _heads(
         return _tied(linears, "heads share keys and values, so that there are fewer of these than of queries")
     readers = [call for call in seen.calls if attention.output in seen.dataflow.flows[call.source]]
     if len(readers) == 1 and readers[0].kind == "linear" and readers[0].in_features == value.size and targets[readers[0].fqn].calls == 1:
-        return Heads(linears, {}, count, (query, key, value), readers[0].fqn)
+        out = readers[0].fqn
+        members = {QUERY_KEY: (query, key), VALUE: (value, Member(out, 0, value.size, columns=True))}
+        return Shared(HEADS, (*linears, out), members, count)
     reason = "its result does not go into one linear alone"
-    return Heads(linears, {HEADS: reason, VALUE: reason}, count, (query, key, value))
+    return Shared(HEADS, linears, {QUERY_KEY: (query, key), VALUE: (value,)}, count, {HEADS: reason, VALUE: reason})
 
 
-def _tied(linears: tuple[str, ...], reason: str) -> Heads:
-    return Heads(linears, dict.fromkeys(ORDERS, reason))
-
-
-def _rows(seen: Survey, targets: Mapping[str, Target], calls: Mapping[Node, Call], attention: Attention, name: str) -> Rows | None:
+def _rows(seen: Survey, targets: Mapping[str, Target], calls: Mapping[Node, Call], attention: Attention, name: str) -> Member | None:
     """The rows of the one linear that an operand comes from."""
     operands = [operand for role, operand in attention.operands if role == name]
     origins = [origin for operand in operands for origin in seen.dataflow.flows[operand]]
@@ -203,9 +255,9 @@ def _rows(seen: Survey, targets: Mapping[str, Target], calls: Mapping[Node, Call
     call = calls[origins[0]]
     split = targets[call.fqn].split
     if split is not None:
-        return next((Rows(call.fqn, each.start, each.stop) for each in split if each.name == name), None)
+        return next((Member(call.fqn, each.start, each.stop) for each in split if each.name == name), None)
     shared = [role for role, operand in attention.operands if call.node in seen.dataflow.flows[operand]]
-    return Rows(call.fqn, 0, call.out_features) if shared == [name] else None
+    return Member(call.fqn, 0, call.out_features) if shared == [name] else None
 
 
 def _entries(attention: Attention) -> int | None:
@@ -226,24 +278,3 @@ def _entries(attention: Attention) -> int | None:
         axis = letters[0].index(summed[0])
     shape = shape_of(left)
     return None if shape is None else shape[axis]
-
-
-def _moves(heads: Heads, order: str) -> list[Move]:
-    """What puts the heads into another order, or the entries within each."""
-    assert heads.rows is not None  # else all is tied
-    query, key, value = heads.rows
-    read = [] if heads.out is None else [(heads.out, 1, 0, value.size)]
-    members = [] if order == VALUE else [(each.fqn, 0, each.start, each.size) for each in (query, key)]
-    members += [] if order == QUERY_KEY else [(value.fqn, 0, value.start, value.size), *read]
-    moved = _heads_moved if order == HEADS else _entries_moved
-    return [(fqn, axis, start, moved(size, heads.count)) for fqn, axis, start, size in members]
-
-
-def _heads_moved(size: int, count: int) -> Tensor:
-    return torch.arange(size).reshape(count, -1).roll(1, 0).flatten()
-
-
-def _entries_moved(size: int, count: int) -> Tensor:
-    """Another order of the entries in each of ``count`` groups."""
-    orders = [torch.randperm(size // count, generator=torch.Generator().manual_seed(number)) for number in range(count)]
-    return torch.cat([number * (size // count) + order for number, order in enumerate(orders)])

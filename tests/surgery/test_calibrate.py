@@ -20,8 +20,8 @@ from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.inference import convert
 from flysurgery.layers import SplitLinear
 from flysurgery.surgery import Plan, Report, apply, densify, plan
-from flysurgery.surgery.permuting import HIDDEN_UNITS, INDIFFERENT, SEPARATE, Permuted, permute, shared_features
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE
+from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, permute, shared_features
+from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE
 from tests.surgery.conftest import beit, inputs_of, unchanged
 from tests.surgery.test_exact import Mobile
 

@@ -14,7 +14,7 @@ from vit_pytorch import ViT
 from vit_pytorch.deepvit import DeepViT
 
 from flysurgery.errors import WalkError
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Slice, Trial, find_heads, find_pairs, survey, targets_of, walk
+from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE, Shared, Slice, Trial, find_shared, survey, targets_of, walk
 from tests.walker.toys import HEADS as COUNT
 from tests.walker.toys import (
     TOKENS,
@@ -35,9 +35,9 @@ WINDOWS: dict[str, Any] = {"img_size": 32, "depths": (2,), "num_heads": (3,), "e
 SIZES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 48, "depth": 1, "heads": 4, "mlp_dim": 96}
 
 
-def found(model: nn.Module, x: Tensor) -> tuple[Heads, ...]:
+def found(model: nn.Module, x: Tensor, what: str = HEADS) -> list[Shared]:
     seen = survey(model, x)
-    return find_heads(seen, targets_of(model, seen), Trial(model, (x,)))
+    return [each for each in find_shared(model, seen, targets_of(model, seen)) if each.what == what]
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def test_what_stands_at_each_place(at: str, change: Callable[[Tensor], Tensor], 
         return merged(change(result) if at == "result" else result)
 
     (each,) = found(shaken(FusedAttention(at_place)), SEQUENCES)
-    assert each.rows is not None and set(each.tied) == tied, each.tied
+    assert len(each.kinds) == 2 and set(each.tied) == tied, each.tied
 
 
 def by_thirds(fused: Tensor) -> tuple[Tensor, ...]:
@@ -251,9 +251,9 @@ class Ffn(nn.Module):
         return x + self.down(self.between(self.up(x)))
 
 
-def pairs_of(model: nn.Module) -> tuple[tuple[str, str], ...]:
+def pairs_of(model: nn.Module) -> list[tuple[str, ...]]:
     x = torch.randn(2, 5, IN, generator=torch.Generator().manual_seed(0))
-    return find_pairs(survey(model, x), Trial(model, (x,)))
+    return [each.linears for each in found(model, x, HIDDEN_UNITS)]
 
 
 ANY_ORDER = {
@@ -276,7 +276,7 @@ OWN_ORDER = {
 
 @pytest.mark.parametrize("name", ANY_ORDER)
 def test_units_that_each_pass_by_themselves_make_a_pair(name: str) -> None:
-    assert pairs_of(Ffn(ANY_ORDER[name])) == (("up", "down"),)
+    assert pairs_of(Ffn(ANY_ORDER[name])) == [("up", "down")]
 
 
 class ReadTwice(Ffn):
@@ -293,4 +293,4 @@ class Twice(Ffn):
 
 @pytest.mark.parametrize("model", [*(Ffn(each) for each in OWN_ORDER.values()), ReadTwice(functional.gelu), Twice(functional.gelu)])
 def test_units_that_are_told_apart_or_read_elsewhere_or_come_from_elsewhere_make_no_pair(model: nn.Module) -> None:
-    assert pairs_of(model) == ()
+    assert pairs_of(model) == []
