@@ -1,4 +1,4 @@
-"""The canonical storage: a tensor of shape (a, b, c, d) holds a factor of pattern (a, b, c, d)."""
+"""The canonical storage: a tensor of shape (a, b, c, d) holds a factor of pattern (a, b, c, d). It is also read as dense blocks."""
 
 from __future__ import annotations
 
@@ -47,3 +47,15 @@ def _read(shapes: tuple[tuple[int, ...], ...]) -> Architecture:
         if len(shape) != 4:
             raise PatternError(f"a factor is stored as (a, b, c, d), four dimensions; got a tensor of shape {shape}")
     return Architecture(tuple(Pattern(*shape) for shape in shapes))
+
+
+def to_blocks(
+    factor: Tensor,  # shape: (a, b, c, d)
+) -> Tensor:  # shape: (a*d, b, c), contiguous
+    """Give the dense blocks of a factor: ``blocks[i*d + j, p, q] = factor[i, p, q, j]``. A view where d = 1, else a copy.
+
+    Raises:
+        PatternError: ``factor`` has not four dimensions.
+    """
+    pattern = pattern_of(factor)
+    return factor.permute(0, 3, 1, 2).reshape(pattern.a * pattern.d, pattern.b, pattern.c).contiguous()

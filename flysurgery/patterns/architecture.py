@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from flysurgery.errors import PatternError
@@ -107,15 +106,6 @@ class Architecture:
         """The architecture of ``Wᵀ``: the transposed patterns in reverse order."""
         return Architecture(tuple(pattern.transpose for pattern in reversed(self.patterns)))
 
-    @cached_property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each pair of neighbours, the distinct ranks of the blocks of their product, ascending.
-
-        A block is a row class of the left factor met with a column class of the right one, and its rank is
-        bounded by the number of inner indices that both classes hold. Costs O(inner size) for a pair.
-        """
-        return tuple(_block_ranks(left, right) for left, right in pairwise(self.patterns))
-
     @property
     def is_chainable(self) -> bool:
         """Whether every pair of neighbours is chainable.
@@ -143,15 +133,6 @@ def product_pattern(left: Pattern, right: Pattern) -> Pattern:
 
 def _chainable(left: Pattern, right: Pattern) -> bool:
     return right.a % left.a == 0 and left.d % right.d == 0 and (left.a * left.c) % right.a == 0 and (right.b * right.d) % left.d == 0
-
-
-def _block_ranks(left: Pattern, right: Pattern) -> tuple[int, ...]:
-    counts: dict[tuple[int, int, int, int], int] = {}
-    for m in range(left.in_features):
-        key = (m // (left.c * left.d), m % left.d, m // (right.b * right.d), m % right.d)
-        counts[key] = counts.get(key, 0) + 1
-    blocks = left.a * left.d * right.a * right.d
-    return tuple(sorted(set(counts.values()) | ({0} if len(counts) < blocks else set())))
 
 
 def check_fits(architecture: Architecture, out_features: int, in_features: int) -> None:

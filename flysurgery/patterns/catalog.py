@@ -20,11 +20,6 @@ RANK_STEP = 8
 """Default ranks are multiples of this: 16 bytes of half precision, which dense matrix kernels want rows to be aligned to."""
 
 
-def dense(out_features: int, in_features: int) -> Architecture:
-    """One full block, ``(1,m,n,1)``: no zeros at all."""
-    return Architecture.of((1, out_features, in_features, 1))
-
-
 def low_rank(out_features: int, in_features: int, rank: int | None = None) -> Architecture:
     """Low rank r, ``(1,m,r,1),(1,r,n,1)``, with ``r*(m+n)`` parameters.
 
@@ -120,7 +115,7 @@ def square_dyadic(n: int) -> Architecture:
     """
     if n < 2 or n & (n - 1):
         raise PatternError(f"a square dyadic butterfly needs n = 2^L with L >= 1, got a {n}x{n} matrix; block takes other sizes")
-    return block_butterfly(n, n // 2)
+    return deformable(n, n, n // 2)
 
 
 def kaleidoscope(n: int) -> Architecture:
@@ -137,32 +132,21 @@ def kaleidoscope(n: int) -> Architecture:
     return Architecture(butterfly.patterns + butterfly.transpose.patterns)
 
 
-def block_butterfly(n: int, nblocks: int = 4) -> Architecture:
-    """The block butterfly with p blocks a factor, ``(2^(l-1), n/p, n/p, 2^(L-l))`` for l = 1 to L, of an n×n matrix, with ``p = 2^(L-1)``.
-
-    It is the butterfly of t×t blocks, ``n = 2^L·t`` and ``n/p = 2t``, up to one permutation of the rows and one of the columns.
-    Holds ``L*n²/p`` parameters. Two blocks are Monarch's, ``n/2`` are the square dyadic butterfly's.
-
-    Raises:
-        OptionError: ``nblocks`` is no positive integer.
-        PatternError: ``nblocks`` is no power of two, or its double does not divide n.
-
-    Source: Dao et al. 2022, arXiv:2112.00029; Gonon et al. 2024, Lemma C.4.
-    """
-    return deformable(n, n, nblocks)
-
-
 def deformable(out_features: int, in_features: int, nblocks: int = 4) -> Architecture:
-    """The deformable butterfly of an m×n matrix that is a block butterfly of ``k = min(m, n)`` with one factor stretched.
+    """The deformable butterfly of an m×n matrix with p blocks a factor; for a square matrix it is the block butterfly.
 
-    The blocks of the leftmost factor are ``m/p × k/p``, those of the rightmost ``k/p × n/p``, as Monarch's are. The deformable butterfly of
-    the source is any list of patterns whose sizes agree; ``Architecture.of`` takes those.
+    The block butterfly is ``(2^(l-1), n/p, n/p, 2^(L-l))`` for l = 1 to L, with ``p = 2^(L-1)``, and holds ``L*n²/p`` parameters. It is the
+    butterfly of t×t blocks, ``n = 2^L·t``, up to one permutation of the rows and one of the columns. Two blocks are Monarch's, ``n/2`` are
+    the square dyadic butterfly's. A rectangle takes that of ``k = min(m, n)`` with one factor stretched: the blocks of the leftmost factor
+    are ``m/p × k/p``, those of the rightmost ``k/p × n/p``. The source calls any list of patterns whose sizes agree a deformable
+    butterfly; ``Architecture.of`` takes those.
 
     Raises:
         OptionError: ``nblocks`` is no positive integer.
         PatternError: ``nblocks`` is no power of two, does not divide the larger size, or its double does not divide the smaller one.
 
-    Source: Lin et al. 2021, "Deformable Butterfly", for the class; Dao et al. 2022, arXiv:2204.00595, Appendix C, for the stretching.
+    Source: Dao et al. 2022, arXiv:2112.00029, and Gonon et al. 2024, Lemma C.4, for square matrices; Lin et al. 2021, "Deformable
+    Butterfly", for the class; Dao et al. 2022, arXiv:2204.00595, Appendix C, for the stretching.
     """
     _check_sizes(out_features, in_features)
     _check_positive("nblocks", nblocks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.projection.block_cycling import Fitted
-from flysurgery.projection.eigenvectors import leading_eigenvectors
+from flysurgery.projection.truncated_svd import truncated_product
 
 
 def low_ranks(
@@ -20,22 +20,15 @@ def low_ranks(
     """Find for each rank the product that makes ``tr(D G Dᵀ)`` least, which is a reduced-rank regression.
 
     For ``G = L Lᵀ`` it is the truncated SVD of ``W L``, times ``L⁻¹``. All ranks take their leading triples from one eigenproblem of size
-    ``min(out_features, in_features)``: that of ``W G Wᵀ``, or of ``LᵀWᵀW L``.
+    ``min(out_features, in_features)``.
 
     Source: Izenman 1975, "Reduced-rank regression for the multivariate linear model".
     """
     started = perf_counter()
-    most = min(max(ranks), *matrix.shape)
-    pull = matrix @ gram
-    if matrix.shape[0] < matrix.shape[1]:
-        left = leading_eigenvectors((pull @ matrix.mT)[None], most)[0]
-        right, spread = left.mT @ matrix, left.mT @ pull
-    else:
-        root = torch.linalg.cholesky(gram)
-        whitened = matrix @ root
-        basis = leading_eigenvectors((whitened.mT @ whitened)[None], most)[0]
-        left, right = whitened @ basis, torch.linalg.solve_triangular(root, basis.mT, upper=False, left=False)
-        spread = right @ gram
+    root, pull = torch.linalg.cholesky(gram), matrix @ gram
+    left, whitened = (each[0] for each in truncated_product((matrix @ root)[None], min(max(ranks), *matrix.shape)))
+    right = torch.linalg.solve_triangular(root, whitened, upper=False, left=False)
+    spread = right @ gram
     whole = (matrix * pull).sum()
     products = [left[:, :rank] @ right[:rank] for rank in ranks]
     squared = [

@@ -23,9 +23,6 @@ class Projection:
         relative_error: ``‖W - K_1 ... K_L‖ / ‖W‖`` in the Frobenius norm. The stored factors are multiplied out in float64,
             so rounding them to the dtype of W counts; the rounding of a multiplication at run time does not. 0 for W = 0.
         energy_kept: ``1 - relative_error²``, the share of ``‖W‖²`` that the product explains.
-        block_errors: the same error block by block, absolute; shape (row classes of K_1, column classes of K_L), that is
-            (a1*d1, aL*dL), float64, on the CPU. Row class ``i*d1 + j`` holds the rows ``(i*b1 + p)*d1 + j``, column class
-            ``i*dL + j`` the columns ``(i*cL + q)*dL + j``. Their squares add up to the square of the whole error.
         seconds: wall time of the projection and of measuring it.
     """
 
@@ -33,7 +30,6 @@ class Projection:
     factors: tuple[Tensor, ...]
     relative_error: float
     energy_kept: float
-    block_errors: Tensor
     seconds: float
 
 
@@ -50,10 +46,6 @@ def as_projection(
     if scale == 0:
         scale = torch.ones_like(scale)
     residual = (matrix - factors_to_dense([factor.to(matrix) for factor in factors])) / scale  # so that no square overflows
-    a1, b1, _, d1 = factors[0].shape
-    aL, _, cL, dL = factors[-1].shape
-    blocks = residual.reshape(a1, b1, d1, aL, cL, dL)
-    relative_blocks = torch.linalg.vector_norm(blocks, dim=(1, 4)).reshape(a1 * d1, aL * dL)
     norm = torch.linalg.vector_norm(matrix / scale)
-    error = float(torch.linalg.vector_norm(relative_blocks) / norm) if norm > 0 else 0.0
-    return Projection(architecture, factors, error, 1.0 - error**2, relative_blocks * scale, perf_counter() - started)
+    error = float(torch.linalg.vector_norm(residual) / norm) if norm > 0 else 0.0
+    return Projection(architecture, factors, error, 1.0 - error**2, perf_counter() - started)

@@ -21,13 +21,17 @@ def truncated_svd(
     A rank above ``min(b, c)`` is filled up with zeros. Costs one symmetric eigenproblem of size ``min(b, c)`` a block
     where the singular values allow it, else one SVD.
     """
-    if blocks.shape[1] < blocks.shape[2]:
-        right, values, left = _of_tall_blocks(blocks.mH, min(rank, blocks.shape[1]))
-        left, right = left.mH, right.mH
-    else:
-        left, values, right = _of_tall_blocks(blocks, min(rank, blocks.shape[2]))
-    missing = rank - values.shape[1]
-    return pad(left, (0, missing)), pad(values, (0, missing)), pad(right, (0, 0, 0, missing))
+    kept = min(rank, *blocks.shape[1:])
+    largest = blocks.abs().amax(dim=(1, 2), keepdim=True)
+    scaled = blocks / largest.where(largest > 0, 1.0)  # so that no square overflows or vanishes
+    left, values, right = _leading_triples(scaled, kept)
+    doubtful = ~(values[:, -1] > SMALLEST_TRUSTED_RATIO * values[:, 0])  # blocks of zeros too
+    if doubtful.any():
+        with one_thread():
+            U, S, Vh = torch.linalg.svd(scaled[doubtful], full_matrices=False)
+        left[doubtful], values[doubtful], right[doubtful] = U[..., :kept], S[:, :kept], Vh[:, :kept]
+    missing = rank - kept
+    return pad(left, (0, missing)), pad(values * largest[:, 0], (0, missing)), pad(right, (0, 0, 0, missing))
 
 
 def truncated_product(
@@ -40,32 +44,16 @@ def truncated_product(
     symmetric eigenproblem of size ``min(b, c)`` a block.
     """
     kept = min(rank, *blocks.shape[1:])
-    if blocks.shape[1] < blocks.shape[2]:
-        left = leading_eigenvectors(blocks @ blocks.mT, kept)
-        right = left.mT @ blocks
-        values = torch.linalg.vector_norm(right, dim=2, keepdim=True)
-        left, right = left * values.mT, right / values.where(values > 0, 1.0)
-    else:
-        right = leading_eigenvectors(blocks.mT @ blocks, kept).mT
-        left = blocks @ right.mT
-    return pad(left, (0, rank - kept)), pad(right, (0, 0, 0, rank - kept))
+    left, values, right = _leading_triples(blocks, kept)
+    return pad(left * values[:, None], (0, rank - kept)), pad(right, (0, 0, 0, rank - kept))
 
 
-def _of_tall_blocks(blocks: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    left, values, right = _by_gram_matrix(blocks, kept)
-    doubtful = ~(values[:, -1] > SMALLEST_TRUSTED_RATIO * values[:, 0])  # blocks of zeros too
-    if doubtful.any():
-        with one_thread():
-            U, S, Vh = torch.linalg.svd(blocks[doubtful], full_matrices=False)
-        left[doubtful], values[doubtful], right[doubtful] = U[..., :kept], S[:, :kept], Vh[:, :kept]
-    return left, values, right
-
-
-def _by_gram_matrix(blocks: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
+def _leading_triples(blocks: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
     """With V the leading eigenvectors of BᴴB, ``B V = U S``. Two to five times as fast as an SVD of tall blocks."""
-    largest = blocks.abs().amax(dim=(1, 2), keepdim=True)
-    scaled = blocks / largest.where(largest > 0, 1.0)  # so that no square overflows or vanishes
-    V = leading_eigenvectors(scaled.mH @ scaled, kept)
-    left = scaled @ V
+    if blocks.shape[1] < blocks.shape[2]:
+        right, values, left = _leading_triples(blocks.mH, kept)
+        return left.mH.resolve_conj(), values, right.mH.resolve_conj()
+    V = leading_eigenvectors(blocks.mH @ blocks, kept)
+    left = blocks @ V
     values = torch.linalg.vector_norm(left, dim=1)
-    return left / values[:, None, :], values * largest[:, 0], V.mH.contiguous()
+    return left / values.where(values > 0, 1.0)[:, None], values, V.mH.resolve_conj()

@@ -45,7 +45,7 @@ def apply(
     ``Samples``. ``samples`` of them are used and kept in memory, by default 512 or as many as there are; every fifth one only measures
     errors. ``sequential`` calibrates block by block, on inputs from the converted blocks before. It takes half as many passes as there are
     blocks, instead of one. ``permute`` orders the hidden units of feed-forward blocks, the heads of attentions and the entries of each
-    head so that the errors fall, where the traced graph proves that the dense model computes the same in any order. The layers
+    head so that the errors fall, where the dense model, tried in float64, computes the same in another order. The layers
     that share an order absorb it, dense ones included, so it costs nothing at run time. The report says what it gained and what is tied.
 
     With ``calibrate`` the report also has the fidelity: both models run on the held-out samples, and their outputs, tokens and

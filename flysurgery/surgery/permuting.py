@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 
 import torch
@@ -14,50 +14,10 @@ from flysurgery.patterns import Architecture
 from flysurgery.projection import Features, Orders, Sharing, Side, choose_orders, metric_of
 from flysurgery.surgery.plan import LayerPlan, Plan
 from flysurgery.surgery.report import Permutation, PermutedLayer
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE, Heads, Target, find_heads, separating, survey, targets_of
+from flysurgery.walker import HEADS, Member, Shared, Target, find_shared, separating, survey, targets_of
 
-HIDDEN_UNITS = "hidden units"
 INDIFFERENT = "no order is better than another for products with one class of rows, as those of low rank"
 SEPARATE = "its layers are not converted together: the names put them into different blocks"
-
-
-@dataclass(frozen=True)
-class Member:
-    """Rows ``start`` to ``stop`` of a linear's weight, or columns."""
-
-    fqn: str
-    start: int
-    stop: int
-    columns: bool = False
-
-    @property
-    def size(self) -> int:
-        """The number of features."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Members that get the same order. ``free``: features may change places within their group, not only together with it."""
-
-    members: tuple[Member, ...]
-    free: bool = True
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Features that several linears share: ``what`` they are, and how they may move.
-
-    The features form ``groups``, and with ``swap_groups`` whole groups may change places. ``tied`` has the reasons for what must stay.
-    Without ``kinds`` nothing moves.
-    """
-
-    what: str
-    linears: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    groups: int
-    swap_groups: bool
-    tied: Mapping[str, str]
 
 
 def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Shared, ...]:
@@ -66,8 +26,7 @@ def shared_features(plan: Plan, model: nn.Module, samples: Samples) -> tuple[Sha
     targets = targets_of(model, seen)
     known = {target.fqn: target for target in targets}
     layers = {layer.fqn: layer for layer in plan.layers}
-    found = [_hidden_units(target, known, layers) for target in targets if target.pair is not None]
-    found += [_heads(heads, known, layers) for heads in find_heads(seen, targets)]
+    found = [_with_obstacles(each, known, layers) for each in find_shared(model, seen, targets)]
     return tuple(each for each in found if any(layers[fqn].is_replaced for fqn in each.linears if fqn in layers))
 
 
@@ -201,34 +160,19 @@ def _architectures(layer: LayerPlan, member: Member) -> tuple[tuple[slice, Archi
     return found if parts and all(len(architecture) == 2 for _, architecture in found) else None
 
 
-def _hidden_units(first: Target, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
-    second = targets[first.pair or ""]
-    kind = Kind((Member(first.fqn, 0, first.out_features), Member(second.fqn, 0, second.in_features, columns=True)))
-    reason = _obstacle(kind, targets, layers)
-    tied = {} if reason is None else {HIDDEN_UNITS: reason}
-    return Shared(HIDDEN_UNITS, (first.fqn, second.fqn), () if tied else (kind,), 1, False, tied)
-
-
-def _heads(heads: Heads, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
-    linears = heads.linears if heads.out is None else (*heads.linears, heads.out)
-    tied = dict(heads.tied)
-    if heads.rows is None:
-        return Shared(HEADS, linears, (), heads.count, False, tied)
-    query, key, value = (Member(each.fqn, each.start, each.stop) for each in heads.rows)
-    read = (Member(heads.out, 0, value.size, columns=True),) if heads.out else ()
-    members = {QUERY_KEY: (query, key), VALUE: (value, *read)}
-    for order, of_order in members.items():
-        reason = _obstacle(Kind(of_order), targets, layers)
+def _with_obstacles(shared: Shared, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> Shared:
+    """The shared features with what is tied because their layers cannot be reordered."""
+    tied = dict(shared.tied)
+    for order, members in shared.members.items():
+        reason = _obstacle(members, targets, layers)
         if reason is not None:
-            tied = {order: reason, HEADS: reason} | tied
-    swap = HEADS not in tied
-    kinds = tuple(Kind(of_order, order not in tied) for order, of_order in members.items() if swap or order not in tied)
-    return Shared(HEADS, linears, kinds, heads.count, swap, tied)
+            tied = {order: reason, **({HEADS: reason} if shared.what == HEADS else {})} | tied
+    return replace(shared, tied=tied)
 
 
-def _obstacle(kind: Kind, targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> str | None:
+def _obstacle(members: Sequence[Member], targets: Mapping[str, Target], layers: Mapping[str, LayerPlan]) -> str | None:
     """Why the weights of the members cannot be reordered; None if they can."""
-    for member in kind.members:
+    for member in members:
         layer = layers.get(member.fqn)
         if layer is None or layer.conv or (not layer.is_replaced and targets[member.fqn].blocked):
             why = next((obstacle.text for obstacle in targets[member.fqn].obstacles if obstacle.blocking), "it is no nn.Linear of the plan")

@@ -26,7 +26,7 @@ class SeparateAttention(nn.Module):
         super().__init__()
         self.embed_dim, self.kdim, self.vdim = attention.embed_dim, attention.kdim, attention.vdim
         self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
-        self.dropout, self.batch_first, self.add_zero_attn = attention.dropout, attention.batch_first, attention.add_zero_attn
+        self.dropout, self.batch_first = attention.dropout, attention.batch_first
         size, together, bias = self.embed_dim, attention.in_proj_weight, attention.in_proj_bias
         apart = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
         for index, name in enumerate("qkv"):
@@ -38,7 +38,6 @@ class SeparateAttention(nn.Module):
                 linear.bias = _rows(bias, rows)
             self.add_module(name, linear)
         self.out_proj = attention.out_proj
-        self.bias_k, self.bias_v = attention.bias_k, attention.bias_v
         self.train(attention.training)
 
     def forward(
@@ -57,15 +56,6 @@ class SeparateAttention(nn.Module):
         batched = query.dim() == 3
         q, k, v = (self._heads(self.get_submodule(name)(x), batched) for name, x in zip("qkv", (query, key, value), strict=True))
         mask = self._mask(attn_mask, key_padding_mask, q)
-        if self.bias_k is not None and self.bias_v is not None:
-            k, v = (
-                torch.cat([x, bias.view(1, self.num_heads, 1, -1).expand(len(x), -1, -1, -1)], 2)
-                for x, bias in ((k, self.bias_k), (v, self.bias_v))
-            )
-        if self.add_zero_attn:
-            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        if mask is not None and mask.shape[-1] < k.shape[2]:
-            mask = functional.pad(mask, (0, k.shape[2] - mask.shape[-1]))
         dropout, weights = self.dropout if self.training else 0.0, None
         if need_weights:
             scores = (q * self.head_dim**-0.5) @ k.mT
@@ -119,11 +109,9 @@ class SeparateAttention(nn.Module):
 
     def joined(self) -> nn.MultiheadAttention:
         """The ``nn.MultiheadAttention`` that computes the same, where all four are linears again."""
-        more = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn, "batch_first": self.batch_first}
         weights, bias = [linear.weight for linear in self._linears()], self.in_proj_bias
-        new = nn.MultiheadAttention(
-            self.embed_dim, self.num_heads, self.dropout, bias is not None, kdim=self.kdim, vdim=self.vdim, device="meta", **more
-        )
+        sizes: dict[str, Any] = {"kdim": self.kdim, "vdim": self.vdim, "batch_first": self.batch_first}
+        new = nn.MultiheadAttention(self.embed_dim, self.num_heads, self.dropout, bias is not None, device="meta", **sizes)
         if new.in_proj_weight is not None:
             new.in_proj_weight = _parameter(torch.cat(weights), weights)
         else:
@@ -134,7 +122,6 @@ class SeparateAttention(nn.Module):
             new.out_proj.weight, new.out_proj.bias = self.out_proj.weight, self.out_proj.bias
         else:
             new.out_proj = self.out_proj
-        new.bias_k, new.bias_v = self.bias_k, self.bias_v
         return new.train(self.training)
 
     def extra_repr(self) -> str:
@@ -154,7 +141,7 @@ def separated(model: nn.Module, linears: Iterable[str] | None = None) -> dict[st
 
     With ``linears`` for those that must be separate so that these linears are there, and called: an attention's own, and those beside
     it in an ``nn.TransformerEncoderLayer``, which reads their weights otherwise. Attentions stay together that have hooks,
-    parametrizations or a forward of their own, that share a parameter with another module, or are the model itself.
+    parametrizations or a forward of their own, that add keys and values, that share a parameter with another module, or are the model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
@@ -166,6 +153,8 @@ def separated(model: nn.Module, linears: Iterable[str] | None = None) -> dict[st
         for module in wanted
         if type(module) is nn.MultiheadAttention
         and not (has_own_forward(module) or is_hooked(module) or hasattr(module, "parametrizations"))
+        and module.bias_k is None
+        and not module.add_zero_attn
         and all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
     }
     return {fqn: new[module] for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention) and module in new}

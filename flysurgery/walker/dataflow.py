@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from flysurgery.walker import operations as ops
-from flysurgery.walker.axes import product_of
 from flysurgery.walker.linears import Call
 from flysurgery.walker.operations import name_of, shape_of
 from flysurgery.walker.trace import Trace
@@ -61,7 +60,7 @@ def query_and_key(product: Node, left: Node, right: Node, softmax: Node) -> tupl
     shape = shape_of(product)
     axis = _axis_from_end(softmax)
     if name_of(product) == "einsum":
-        letters, result = _einsum_letters(str(product.args[0]))
+        letters, result = ops.einsum_letters(product)
         key_letter = result[axis] if -axis <= len(result) else result[-1]
         swapped = key_letter in letters[0] and key_letter not in letters[1]
         query_letters = [letter for letter in result if letter in letters[swapped] and letter not in letters[not swapped]]
@@ -77,11 +76,6 @@ def _axis_from_end(softmax: Node) -> int:
     if not isinstance(axis, int):
         return -1
     return axis - len(shape_of(softmax) or ()) if axis >= 0 else axis
-
-
-def _einsum_letters(equation: str) -> tuple[list[str], str]:
-    operands, _, result = equation.replace(" ", "").partition("->")
-    return operands.split(","), result
 
 
 def _gated(branches: list[Flow]) -> Flow:
@@ -215,9 +209,10 @@ class Dataflow:
         if len(operands) != 2:
             return {node: Via(), **self._scores_in(node)}
         left, right = operands
-        product = product_of(node)
-        if product is not None and not product.letters.summed:  # entry times entry
-            return _gated(self._branches(node))
+        if ops.name_of(node) == "einsum":
+            letters, result = ops.einsum_letters(node)
+            if set("".join(letters)) <= set(result):  # nothing is summed: entry times entry
+                return _gated(self._branches(node))
         for weights, value in ((left, right), (right, left)):
             if self._mixes(weights, value):
                 return self.flows[value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flysurgery.errors import WalkError
-from flysurgery.walker.trace import device_of, isolated, on_shadow, one_line, run_fake, shadow_on_cpu
+from flysurgery.walker.trace import device_of, on_shadow, one_line, run_fake
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a tuple by position, or a mapping by name (a dict, or what processors of transformers give)."""
@@ -25,8 +24,6 @@ EXAMPLE_TOKENS = 8
 _COMMON_SIZES = (224, 256, 384, 128, 64, 32)
 # Tokens that are no patches: none, a class token, or a class token and a distillation token.
 _PREFIX_TOKENS = (0, 1, 2)
-# For models that take a list of images.
-_LISTED_SIZES = (224, 64, 32)
 
 
 def example_input(
@@ -34,8 +31,7 @@ def example_input(
 ) -> Tensor | tuple[Any, ...]:  # shape: (2, channels, height, width), or (2, ...) as the model takes it
     """Zeros that ``model`` accepts as its only input, in its dtype and on its device.
 
-    For a model that takes a list of images of any sizes (NaViT), a tuple with such a list. For one of transformers that takes token ids
-    and images, a tuple of both.
+    For a model of transformers that takes token ids and images, a tuple of both.
 
     Sizes are those of a timm model's patch embedding or ``pretrained_cfg``, of the configuration of a model of transformers, or those
     that fit einops' ``Rearrange`` before a linear (vit-pytorch) and the position embedding; else usual ones. The first is taken
@@ -58,14 +54,6 @@ def example_input(
             reason = reason or f", and zeros of shape {shapes} fail ({one_line(error)})"
             continue
         return example if isinstance(example, Tensor) else positional(model, example)
-    for size in _LISTED_SIZES:
-        images = ([_zeros(model, (3, size, size))[0] for _ in range(EXAMPLE_BATCH)],)
-        double = shadow_on_cpu(model)
-        place = device_of(double)
-        with contextlib.suppress(Exception):
-            with isolated(double):  # for real, since such models read lengths and look up positions
-                double([torch.zeros_like(image, device=place) for image in images[0]])
-            return images
     name = type(model).__name__
     if hasattr(getattr(model, "config", None), "to_dict") and not any(True for _ in _configured_sizes(model)):
         name += ", whose configuration names no image_size"
@@ -96,10 +84,7 @@ def _zeros(model: nn.Module, size: tuple[int, ...]) -> Tensor:
 
 
 def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
-    """The size that the patch embedding was built for, and that of the configuration where it is another one (a stem may come first).
-
-    Channels are those of the first convolution, or those of the configuration: pixels may become channels before that.
-    """
+    """The size that the patch embedding was built for, and that of the configuration where it is another one (a stem may come first)."""
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     config = config if isinstance(config, dict) else vars(config)
     if config.get("input_size") is None:
@@ -108,11 +93,13 @@ def _timm_sizes(model: nn.Module) -> list[tuple[int, ...]]:
     sizes = (getattr(m, "img_size", None) for m in model.modules() if hasattr(m, "patch_size"))
     built = next((size for size in sizes if size is not None), configured)
     built = tuple(built) if isinstance(built, (tuple, list)) else (built, built)
-    first = config.get("first_conv")
-    name = next(iter(first), None) if isinstance(first, (tuple, list)) else first
-    conv = dict(model.named_modules()).get(name) if name else None
-    counts = dict.fromkeys((getattr(conv, "in_channels", channels), channels))
-    return [(count, *sides) for count in counts for sides in dict.fromkeys((built, tuple(configured)))]
+    return [(count, *sides) for count in _channels(model, channels) for sides in dict.fromkeys((built, tuple(configured)))]
+
+
+def _channels(model: nn.Module, usual: int) -> tuple[int, ...]:
+    """Those of the first convolution, and the usual ones: pixels may become channels before that."""
+    conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    return tuple(dict.fromkeys((usual if conv is None else conv.in_channels, usual)))
 
 
 def _configured_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
@@ -176,6 +163,4 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
 
 
 def _image_sizes(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    channels = [3] if conv is None or conv.in_channels == 3 else [conv.in_channels, 3]
-    return ((count, size, size) for count in channels for size in _COMMON_SIZES)
+    return ((count, size, size) for count in _channels(model, 3) for size in _COMMON_SIZES)

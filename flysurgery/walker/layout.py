@@ -18,7 +18,6 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flysurgery.walker import operations as ops
-from flysurgery.walker.axes import compact, moved
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.linears import Call
 from flysurgery.walker.target import Slice
@@ -103,15 +102,29 @@ def _step(node: Node, known: dict[Node, _Rows]) -> _Rows:
             return sources[0]
         lowest, highest = sources[0]
         for other in sources[1:]:
-            lowest = torch.minimum(compact(lowest), compact(other.lowest))
-            highest = torch.maximum(compact(highest), compact(other.highest))
+            lowest = torch.minimum(_compact(lowest), _compact(other.lowest))
+            highest = torch.maximum(_compact(highest), _compact(other.highest))
         return _Rows(lowest.expand(shape), highest.expand(shape))
     return _Rows(*(_constant(ops.value_of(node), end) for end in _hull(sources)))
 
 
 def _moved(node: Node, known: dict[Node, _Rows], end: int) -> Any:
-    """Move one end of the intervals; what does not come from the linear carries the empty interval."""
-    return moved(node, lambda arg: known[arg][end] if arg in known else _constant(ops.value_of(arg), _NOTHING[end]))
+    """Run an operator that moves entries on one end of the intervals; what does not come from the linear carries the empty interval."""
+    strided = ops.name_of(node) in ops.STRIDED
+
+    def argument(arg: Node) -> Any:
+        found = known[arg][end] if arg in known else _constant(ops.value_of(arg), _NOTHING[end])
+        # a view of the real tensor, whose strides may differ from these
+        return found.contiguous() if strided and isinstance(found, Tensor) else found
+
+    args, kwargs = pytree.tree_map_only(Node, argument, (node.args, node.kwargs))
+    assert callable(node.target)  # the node calls a function: name_of gave its name
+    return node.target(*args, **kwargs)
+
+
+def _compact(expanded: Tensor) -> Tensor:
+    """One entry along each axis on which all are the same memory: most intervals depend on the feature alone, not on sample or token."""
+    return expanded[tuple(slice(1) if stride == 0 else slice(None) for stride in expanded.stride())]
 
 
 def _constant(like: Any, number: int) -> Any:
@@ -119,6 +132,6 @@ def _constant(like: Any, number: int) -> Any:
 
 
 def _hull(sources: list[_Rows]) -> tuple[int, int]:
-    lowest = [int(compact(t).min()) for rows in sources for t in pytree.tree_leaves(rows.lowest)]
-    highest = [int(compact(t).max()) for rows in sources for t in pytree.tree_leaves(rows.highest)]
+    lowest = [int(_compact(t).min()) for rows in sources for t in pytree.tree_leaves(rows.lowest)]
+    highest = [int(_compact(t).max()) for rows in sources for t in pytree.tree_leaves(rows.highest)]
     return min(lowest), max(highest)

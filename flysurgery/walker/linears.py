@@ -1,28 +1,15 @@
-"""Which nodes of the graph are linear maps by a parameter, whose, and which two are a plain feed-forward block."""
+"""Which nodes of the graph are linear maps by a parameter, and whose weights are read elsewhere too."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
 from torch.fx import Node
 
-from flysurgery.walker.attention import SeparateAttention
-from flysurgery.walker.operations import (
-    ACTIVATION,
-    CONVOLUTION,
-    IDENTITY,
-    POINTWISE,
-    PRODUCT_OF_MATRICES,
-    SHAPE,
-    STRIDED,
-    name_of,
-    shape_of,
-)
-from flysurgery.walker.owners import CONVOLUTIONS, Owners, children_read
-from flysurgery.walker.switches import offers_switch
+from flysurgery.walker.operations import CONVOLUTION, PRODUCT_OF_MATRICES, SHAPE, name_of, shape_of
+from flysurgery.walker.owners import CONVOLUTIONS, Owners
 from flysurgery.walker.trace import Trace
 
 _TURNED = frozenset(("t", "transpose", "permute", "numpy_T", "mT"))
@@ -124,14 +111,12 @@ def _parameter_behind(trace: Trace, weight: Node) -> str | None:
 
 
 def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
-    """First names of the nn.Linear modules and convolutions whose weight or bias some other module reads, or may read."""
+    """First names of the nn.Linear modules and convolutions whose weight or bias some other module reads."""
     found = {call.fqn for call in calls if call.kind != "raw" and not call.inside}
-    for fqn, module in owners.modules.items():
-        is_separate = isinstance(module, nn.TransformerEncoderLayer) and isinstance(getattr(module, "self_attn", None), SeparateAttention)
-        # a switch, or separate attention, keeps the forward from such reads, and the trace has shown the rest
-        if not (offers_switch(module) or is_separate):
-            names = (f"{fqn}.{name}" if fqn else name for name in children_read(type(module)))
-            found |= {owners.first_name(owners.modules[name]) for name in names if name in owners.modules}
+    for module in owners.modules.values():
+        # the fast path of such a layer, which no trace shows, reads the weights of all its linears
+        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, nn.MultiheadAttention):
+            found |= {owners.first_name(linear) for linear in (module.linear1, module.linear2)}
     for placeholder, parameter in trace.parameters.items():
         fqn, _, leaf = parameter.rpartition(".")
         module = owners.modules.get(fqn)
@@ -141,47 +126,3 @@ def read_elsewhere(trace: Trace, owners: Owners, calls: list[Call]) -> set[str]:
         if not readers <= {owners.first_name(module), *owners.holders(parameter)}:
             found.add(owners.first_name(module))
     return found
-
-
-_ELEMENTWISE = (ACTIVATION | IDENTITY | POINTWISE) - {"glu"}
-_RESHAPES = STRIDED | {"reshape", "flatten", "unflatten"}
-
-
-def element_wise_pairs(calls: list[Call]) -> dict[str, str]:
-    """For each linear all of whose output goes, feature by feature, into one other linear and nowhere else: that linear's name.
-
-    Between the two stand only operators that map each entry by itself, by the same function for all features: a permutation of the
-    first one's rows and bias is undone by that of the second one's columns. Scales, gates and norms over features are not of that kind.
-    """
-    calls = [call for call in calls if call.kind == "linear"]  # a convolution has its features on another axis
-    by_node = {call.node: call for call in calls}
-    times = Counter(call.fqn for call in calls)
-    reached: dict[str, list[str | None]] = {}
-    for call in calls:
-        reached.setdefault(call.fqn, []).append(_only_reader(call, by_node))
-    pairs = {first: readers[0] for first, readers in reached.items() if readers[0] is not None and set(readers) == {readers[0]}}
-    return {first: second for first, second in pairs.items() if times[first] == times[second] and first != second}
-
-
-def _only_reader(call: Call, by_node: dict[Node, Call]) -> str | None:
-    """The linear that reads the call's output, if it alone does, and once."""
-    pending, readers = [call.node], []
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            reader = by_node.get(user)
-            if reader is not None and reader.source is node and user.all_input_nodes.count(node) == 1:
-                readers.append(reader.fqn)
-            elif _is_element_wise(user, node):
-                pending.append(user)
-            else:
-                return None
-    return readers[0] if len(readers) == 1 else None
-
-
-def _is_element_wise(user: Node, node: Node) -> bool:
-    before, after = shape_of(node), shape_of(user)
-    if user.all_input_nodes != [node] or before is None or after is None:
-        return False
-    name = name_of(user)
-    return (name in _ELEMENTWISE and before == after) or (name in _RESHAPES and before[-1] == after[-1])

@@ -126,6 +126,12 @@ def is_discrete(node: Node) -> bool:
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
+def einsum_letters(node: Node) -> tuple[list[str], str]:
+    """The letters of each operand of an einsum, and those of its result; none of these where the equation leaves them out."""
+    operands, _, result = str(node.args[0]).replace(" ", "").partition("->")
+    return operands.split(","), result
+
+
 def is_depthwise(node: Node) -> bool:
     """Whether a convolution has one group a channel."""
     weight = node.args[1] if len(node.args) > 1 else None

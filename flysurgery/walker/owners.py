@@ -1,21 +1,12 @@
-"""Who owns what: the modules and weights of a model by their names; and whose weights the source of a module reads.
-
-A trace may not show such a read, because a condition kept the forward pass from it.
-"""
+"""Who owns what: the modules and weights of a model by their names; and the attribute by which some owners call a linear."""
 
 from __future__ import annotations
-
-import ast
-import functools
-import inspect
-import textwrap
-from collections.abc import Iterator
-from types import FunctionType
 
 from torch import nn
 from torch.fx import Node
 
 from flysurgery.walker.operations import modules_of
+from flysurgery.walker.target import Switch
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -62,44 +53,18 @@ class Owners:
         return tuple(self.first_name(self.modules[name]) for name, _ in modules_of(node) if name in self.modules)
 
 
-_TENSORS = ("weight", "bias")
+# timm's beit, eva and swin_transformer_v2: the module is called, and the bias, which the parent holds, is added to its result.
+_ATTRIBUTE = "qkv_bias_separate"
 
 
-@functools.lru_cache(maxsize=1024)
-def children_read(module_class: type[nn.Module]) -> frozenset[str]:
-    """Names of children, dotted where they are deeper, whose weight or bias the forward of that class, or a method that it uses, reads.
+def set_switches(double: nn.Module) -> dict[str, Switch]:
+    """Set the switches of a ``shadow`` whose parents read a weight without; returns them by the linear's name.
 
-    Empty where there is no source to look into.
+    Whether they do what they promise must show in a trace made afterwards.
     """
-    found: set[str] = set()
-    seen: set[str] = set()
-    pending = ["forward"]
-    while pending:
-        name = pending.pop()
-        function = inspect.getattr_static(module_class, name, None)
-        if name in seen or not isinstance(function, FunctionType):
-            continue
-        seen.add(name)
-        for path in _paths_of_self(function):
-            pending.append(path[0])
-            if len(path) > 2 and path[-2] in _TENSORS:  # what is read of the weight: its device, its shape
-                path = path[:-1]
-            if len(path) > 1 and path[-1] in _TENSORS:
-                found.add(".".join(path[:-1]))
-    return frozenset(found)
-
-
-def _paths_of_self(function: FunctionType) -> Iterator[list[str]]:
-    """Attributes of the method's first argument: ``["qk", "weight"]`` for ``self.qk.weight``, and its beginnings."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):
-        return
-    itself = function.__code__.co_varnames[:1]
-    for node in ast.walk(tree):
-        path: list[str] = []
-        while isinstance(node, ast.Attribute):
-            path.insert(0, node.attr)
-            node = node.value
-        if path and isinstance(node, ast.Name) and (node.id,) == itself:
-            yield path
+    switches = {}
+    for fqn, parent in double.named_modules():
+        if hasattr(parent, _ATTRIBUTE) and getattr(parent, "q_bias", None) is not None:  # without that bias there is nothing to switch
+            setattr(parent, _ATTRIBUTE, True)
+            switches[f"{fqn}.qkv" if fqn else "qkv"] = Switch(fqn, _ATTRIBUTE, True)
+    return switches

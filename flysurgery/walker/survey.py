@@ -13,9 +13,8 @@ from flysurgery.errors import WalkError
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example, example_input, positional
 from flysurgery.walker.linears import Call, find_calls
-from flysurgery.walker.owners import Owners
+from flysurgery.walker.owners import Owners, set_switches
 from flysurgery.walker.roles import verdicts
-from flysurgery.walker.switches import set_switches
 from flysurgery.walker.target import ROLES, Role, Switch
 from flysurgery.walker.trace import Trace, device_of, first_tensor, on_device, on_shadow, trace
 

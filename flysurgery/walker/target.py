@@ -42,8 +42,7 @@ class Target:
     ``rows`` counts the rows that one forward multiplies, summed over ``calls``, for the example that was walked: divide by the
     example's batch size for rows an image. ``bias`` says whether the module itself holds one. ``aliases`` are further names of
     the same module. ``split`` holds the row ranges of a fused projection, in ascending order and covering all rows, or None where
-    the graph does not prove them or where there is nothing to split. ``pair`` names the linear that alone reads the output, feature by
-    feature through element-wise operators only, so that the features between the two may stand in any order.
+    the graph does not prove them or where there is nothing to split.
     """
 
     fqn: str
@@ -57,7 +56,6 @@ class Target:
     split: tuple[Slice, ...] | None = None
     aliases: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
-    pair: str | None = None
 
     @property
     def blocked(self) -> bool:

@@ -10,7 +10,7 @@ from flysurgery.walker.attention import nested_switches, separating
 from flysurgery.walker.dataflow import Dataflow
 from flysurgery.walker.example import Example
 from flysurgery.walker.layout import split_of
-from flysurgery.walker.linears import Call, element_wise_pairs, read_elsewhere
+from flysurgery.walker.linears import Call, read_elsewhere
 from flysurgery.walker.owners import CONVOLUTIONS, Owners
 from flysurgery.walker.survey import Survey, survey
 from flysurgery.walker.target import CODES, ROLES, Obstacle, Slice, Target, module_obstacles, obstacle
@@ -43,7 +43,6 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
     """The targets of a model that was surveyed already, as ``walk`` gives them."""
     calls, owners, roles = seen.calls, seen.owners, seen.roles
     read = read_elsewhere(seen.trace, owners, calls)
-    pairs = element_wise_pairs(calls)
     modules = owners.modules | dict(model.named_modules())  # the model's own have their hooks
     nested = nested_switches(model)
     grouped: dict[str, list[Call]] = {}
@@ -72,7 +71,6 @@ def targets_of(model: nn.Module, seen: Survey) -> tuple[Target, ...]:
                     *((seen.switches[fqn],) if fqn in seen.switches and fqn not in read else ()),
                     *(switch for encoder, switch in nested.items() if not encoder or fqn.startswith(f"{encoder}.")),
                 ),
-                pair=pairs.get(fqn),
             )
         )
     return (*targets, *_idle(model, owners, grouped))

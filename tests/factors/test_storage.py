@@ -16,7 +16,6 @@ from flysurgery.factors import (
     dense_to_factor,
     factor_to_dense,
     factors_to_dense,
-    from_blocks,
     ks_einsum,
     pattern_of,
     to_blocks,
@@ -38,7 +37,6 @@ def test_a_factor_its_blocks_and_its_matrix_are_the_same(pattern: Pattern, batch
     assert_equal(factor_to_dense(factor), matrix)
     x = torch.randint(-3, 4, (*batch, matrix.shape[1])).double()
     assert_equal(ks_einsum(x, factor), x @ matrix.mT)
-    assert_equal(from_blocks(to_blocks(factor), pattern), factor)
     assert_equal(to_blocks(factor), factor.permute(0, 3, 1, 2).reshape(-1, pattern.b, pattern.c))
     matrix[matrix == 0] = torch.nan
     gathered = dense_to_factor(matrix, pattern)
@@ -87,7 +85,6 @@ def rows_of(*shape: int) -> Tensor:
         (lambda: factors_to_dense([torch.empty(1, 7, 5, 2), torch.empty(3, 2, 5, 2)]), "takes 10 features and .* gives 12"),
         (lambda: architecture_of([]), "at least one pattern"),
         (lambda: dense_to_factor(torch.empty(40, 24), PATTERN), r"matrix of shape \(24, 40\), got \(40, 24\)"),
-        (lambda: from_blocks(torch.empty(8, 5, 3), PATTERN), r"\(2,3,5,4\) have shape \(8, 3, 5\), got \(8, 5, 3\)"),
         *((lambda shape=shape: rows_of(*shape), r"takes rows of 40 features, got x of shape") for shape in ((41,), (3, 39), ())),
     ],
 )

@@ -20,8 +20,8 @@ from flysurgery.errors import DataError, OptionError, SurgeryError
 from flysurgery.inference import convert
 from flysurgery.layers import SplitLinear
 from flysurgery.surgery import Plan, Report, apply, densify, plan
-from flysurgery.surgery.permuting import HIDDEN_UNITS, INDIFFERENT, SEPARATE, Permuted, permute, shared_features
-from flysurgery.walker import HEADS, QUERY_KEY, VALUE
+from flysurgery.surgery.permuting import INDIFFERENT, SEPARATE, Permuted, permute, shared_features
+from flysurgery.walker import HEADS, HIDDEN_UNITS, QUERY_KEY, VALUE
 from tests.surgery.conftest import beit, inputs_of, unchanged
 from tests.surgery.test_exact import Mobile
 
@@ -162,9 +162,9 @@ SIZES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_classes": 5, "d
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **TIMM), ()),
-    "norms of query and key": (lambda: timm.create_model("vit_tiny_patch16_224", qk_norm=True, **TIMM), (QUERY_KEY,)),
+    "rotary": (lambda: timm.create_model("vit_small_patch16_rope_ape_224", **TIMM), (QUERY_KEY,)),
     "swin": (lambda: timm.create_model("swin_tiny_patch4_window7_224", **WINDOWS), (HEADS,)),
-    "cait": (lambda: timm.create_model("cait_xxs24_224", **TIMM), (HEADS,)),
+    "cait": (lambda: timm.create_model("cait_xxs24_224", init_values=1.0, **TIMM), (HEADS,)),
     "vit-pytorch": (lambda: ViT(dim_head=16, **SIZES), ()),
 }
 

@@ -36,25 +36,16 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "pit_ti_224": ({}, ((12, 12, 12, 12, 1), {"pool": 2})),
     # A block within a block, each with qk and v; the pixels' tokens go into the patches' by one linear a block and one before all.
     "tnt_s_patch16_224": ({"depth": 2, "img_size": 32}, ((8, 4, 4, 4, 1), {"no-role": 3})),
-    # q and kv apart, keys and values on a coarser grid.
-    "twins_pcpvt_small": ({"depths": (1, 1, 1, 1), "img_size": 64}, ((8, 4, 4, 4, 1), {})),
     # Window attention with fused q, k and v, global attention with q and kv apart.
     "twins_svt_small": ({"depths": (2, 0, 0, 0), "img_size": 64}, ((3, 2, 2, 2, 1), {})),
     # Two branches; to either a linear there and back, and attention of one class token with q, k, v, proj.
     "crossvit_tiny_240": ({"depth": ((1, 1, 0),)}, ((2, 2, 2, 2, 2), {"pool": 12})),
     # Where the width doubles, a linear for the shortcut.
     "hiera_tiny_224": ({"stages": (1, 1, 1, 1), "embed_dim": 24}, ((4, 4, 4, 4, 1), {"no-role": 3})),
-    "hieradet_small": ({"stages": (1, 1, 1, 1), "embed_dim": 24, "global_att_blocks": ()}, ((4, 4, 4, 4, 1), {"no-role": 3})),
-    # Local blocks with q, k and v, global ones with k and v alone.
-    "gcvit_xxtiny": ({}, ((12, 12, 12, 12, 1), {})),
-    "nest_tiny_jx": ({}, ((12, 12, 12, 12, 1), {})),
-    # Four convolutional blocks with an MLP, three with attention across channels and an MLP.
-    "edgenext_xx_small": ({"depths": (1, 2, 2, 2)}, ((3, 3, 7, 7, 1), {})),
     # Each depth is a block of windows and one of channels.
     "davit_tiny": ({"depths": (1, 1, 1, 1)}, ((8, 8, 8, 8, 1), {})),
     # Two stages of convolutions, then 9 and 3 blocks of attention; the head has a hidden layer.
     "caformer_s18": ({}, ((12, 12, 12, 12, 1), {"pool": 1})),
-    "tiny_vit_5m_224": ({"depths": (1, 1, 1, 1)}, ((3, 3, 3, 3, 1), {})),
     # All convolutions but the last block; two heads.
     "efficientformer_l1": ({"depths": (1, 1, 1, 1)}, ((1, 1, 1, 1, 2), {})),
     # Each block has two linears for its position bias; a merging linear between the stages.
@@ -68,7 +59,6 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
     "resmlp_12_224": ({}, ((0, 0, 12, 12, 1), {"no-role": 12})),
     # The patch embedding is a linear, whose weight is read for other patch sizes.
     "naflexvit_base_patch16_gap": ({"depth": 2, "embed_dim": 48, "num_heads": 2}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
-    "vit_tiny_r_s16_p8_224": ({"depth": 1}, ((1, 1, 1, 1, 1), {})),
     # Query, key and value apart, and a gate apart.
     "eva02_base_patch14_448": (ONE | {"img_size": 28}, ((3, 1, 2, 1, 1), {})),
     # Attention whose heads two linears mix; a block of class attention.
@@ -79,18 +69,13 @@ TIMM: dict[str, tuple[dict[str, Any], Truth]] = {
 
 SIZES = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 48, "depth": 1, "heads": 4, "mlp_dim": 96, "dim_head": 16}
 CROSS = {"image_size": 64, "num_classes": 10, "depth": 1, "sm_dim": 48, "lg_dim": 64, "sm_patch_size": 8, "lg_patch_size": 16}
-STAGES = {"num_classes": 10, "depth": (1, 1, 1, 1)}
 CCT = {"img_size": 32, "embedding_dim": 64, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10}
-MOBILE = {"image_size": (64, 64), "dims": (48, 64, 96), "channels": (8, 16, 16, 16, 24, 24, 32, 32, 48, 48, 64), "num_classes": 10}
-VIDEO = {"image_patch_size": 8, "frames": 4, "frame_patch_size": 2, "spatial_depth": 1, "temporal_depth": 1}
 
 PLAIN: Truth = ((1, 1, 1, 1, 1), {"patch-embedding": 1})
 
 VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
     "vit:ViT": (SIZES, PLAIN),
-    "simple_vit:SimpleViT": (SIZES, PLAIN),
     "deepvit:DeepViT": (SIZES, PLAIN),
-    "vit_for_small_dataset:ViT": (SIZES, PLAIN),
     "vit_with_patch_merger:ViT": (SIZES | {"depth": 2, "patch_merge_layer": 1}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
     # q and kv apart; a block of class attention with q, kv, out and an MLP.
     "cait:CaiT": (SIZES | {"cls_depth": 1}, ((2, 1, 1, 1, 1), {"patch-embedding": 1, "pool": 5})),
@@ -98,18 +83,10 @@ VIT_PYTORCH: dict[str, tuple[dict[str, Any], Truth]] = {
     "parallel_vit:ViT": (SIZES | {"num_parallel_branches": 2}, ((2, 2, 2, 2, 1), {"patch-embedding": 1})),
     # One and four blocks of q and kv; two rounds of class tokens in two directions, with q, kv, out and a linear there and back.
     "cross_vit:CrossViT": (CROSS, ((10, 5, 5, 5, 2), {"patch-embedding": 2, "pool": 20})),
-    # A linear for the class token between the two stages.
-    "pit:PiT": (SIZES | {"image_size": 64, "depth": (1, 1)}, ((2, 2, 2, 2, 1), {"patch-embedding": 1, "pool": 1})),
     # Blocks and grids, and two linears of squeeze and excitation a stage.
     "max_vit:MaxViT": ({"num_classes": 10, "depth": (1, 1), "dim": 32, "dim_conv_stem": 32}, ((4, 4, 4, 4, 1), {"pool": 4})),
-    "mobile_vit:MobileViT": (MOBILE | {"depths": (1, 1, 1)}, ((3, 3, 3, 3, 1), {})),
-    "regionvit:RegionViT": (STAGES | {"dim": (16, 32, 32, 64)}, ((4, 4, 4, 4, 1), {})),
     # A linear with one row gives the weights by which the tokens are pooled.
     "cct:CCT": (CCT, ((1, 1, 1, 1, 1), {"rank-one": 1})),
-    "vivit:ViViT": (
-        {name: size for name, size in SIZES.items() if name not in ("patch_size", "depth")} | VIDEO,
-        ((2, 2, 2, 2, 1), {"patch-embedding": 1}),
-    ),
     # q and k together, v apart; attention is an operator that takes functions of the scores.
     "vit_nd_rotary:ViTND": (
         {name: size for name, size in SIZES.items() if name != "image_size"} | {"ndim": 2, "input_shape": (32, 32)},

@@ -34,25 +34,6 @@ class Regularized(MisnamedMlp):
         return super().forward(x) + self.proj.weight.sum()
 
 
-class ReadsWhenTheSizeChanges(FusedAttention):
-    """Keeps something for its number of tokens, and looks at a weight to make it anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kept is None or self.kept.shape[0] != x.shape[1]:
-            self.kept = self.ramp(x.shape[1])
-        return super().forward(x + self.kept[:, None])
-
-    def ramp(self, count: int) -> Tensor:
-        return torch.arange(count, device=self.apple.weight.device, dtype=torch.float32)
-
-    def never_called(self) -> Tensor:
-        return self.pear.weight
-
-
 def reads_its_weight(self: Any, x: Tensor, fused: Tensor) -> Tensor:
     return attend_by_thirds(self, x, nn.functional.linear(x, self.apple.weight, None))
 
@@ -60,12 +41,6 @@ def reads_its_weight(self: Any, x: Tensor, fused: Tensor) -> Tensor:
 def patched() -> nn.Module:
     model = MisnamedMlp()
     model.qkv.forward = lambda input: nn.functional.linear(input, model.qkv.weight)
-    return model
-
-
-def used() -> nn.Module:
-    model = ReadsWhenTheSizeChanges()
-    model(tokens())
     return model
 
 
@@ -90,8 +65,6 @@ def hooked_attention() -> nn.Module:
         (patched, {"qkv": "custom-forward"}),
         (lambda: FusedAttention(reads_its_weight), {"apple": "weight-read"}),
         (Regularized, {"proj": "weight-read"}),
-        (ReadsWhenTheSizeChanges, {"apple": "weight-read"}),
-        (used, {"apple": "weight-read"}),
         (tied, {"qkv": "tied", "proj": "tied"}),
         (lambda: nn.TransformerEncoderLayer(WIDTH, 3, 48, batch_first=True), {}),
         (
