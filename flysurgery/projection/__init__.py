@@ -8,6 +8,7 @@ from flysurgery.projection.metric import Metric as Metric
 from flysurgery.projection.metric import OutputError as OutputError
 from flysurgery.projection.metric import metric_of as metric_of
 from flysurgery.projection.metric import output_error as output_error
+from flysurgery.projection.mm_star import factor_mm_star as factor_mm_star
 from flysurgery.projection.moments import Moments as Moments
 from flysurgery.projection.permutation import Features as Features
 from flysurgery.projection.permutation import Orders as Orders
