@@ -18,7 +18,7 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import find_cubin
-from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.kernel import ARCH
 from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.single_choice import candidates, remember
 from flysurgery.gpu.single_tiling import SingleConfig
@@ -172,7 +172,7 @@ def compiled_ahead(cases: Sequence[PatternAndMode], rows: int, device: torch.dev
         return
     index = device.index or 0
     limit = shared_limit_of(index)
-    prepare = partial(prepared, rows=rows, shared_limit=limit, arch=device_arch(index))
+    prepare = partial(prepared, rows=rows, shared_limit=limit)
     # the processes must not inherit this one's CUDA device; a fork server imports PyTorch once for all
     has_server = "forkserver" in get_all_start_methods()
     context = get_context("forkserver" if has_server else "spawn")
@@ -187,7 +187,7 @@ def compiled_ahead(cases: Sequence[PatternAndMode], rows: int, device: torch.dev
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def prepared(case: PatternAndMode, *, rows: int, shared_limit: int, arch: str) -> tuple[SingleConfig, ...]:
+def prepared(case: PatternAndMode, *, rows: int, shared_limit: int) -> tuple[SingleConfig, ...]:
     """Compile what the product takes without a tuned table, and give the configurations that were found for it."""
     pattern, mode = case
     found = candidates(pattern, mode, shared_limit)
@@ -195,7 +195,7 @@ def prepared(case: PatternAndMode, *, rows: int, shared_limit: int, arch: str) -
         product = factor_product(pattern, mode, factor_configs(pattern, mode, rows, shared_limit)[0], shared_limit)
         for source, name, defines in product.sources():
             try:
-                find_cubin(source, defines, arch=arch, name=name)
+                find_cubin(source, defines, arch=ARCH, name=name)
             except BackendError:  # the row of that pattern will say so
                 break
     return found

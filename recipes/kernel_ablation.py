@@ -11,7 +11,6 @@ from recipe import NEEDS_CUDA, Run
 from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.gpu.fused import FusedLinear, fused_kernel
 from flysurgery.gpu.fused_configs import configs, fits
-from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
@@ -19,11 +18,10 @@ from flysurgery.ops import FusedFactors, ks_linear
 from flysurgery.patterns import Architecture
 
 
-def variants(tile: Tiling, tuned: FusedConfig, limit: int, *, wgmma: bool) -> dict[str, FusedConfig]:
+def variants(tile: Tiling, tuned: FusedConfig, limit: int) -> dict[str, FusedConfig]:
     """The tuned configuration, and those with one thing changed that fit."""
     panels = sum(tile.panel_counts(tuned))
     found = {
-        "mma.sync in place of wgmma": replace(tuned, wgmma=False),
         "one batch of x ahead": replace(tuned, stages=2),
         "one step a batch": replace(tuned, batch=1),
         "two slots in the ring": replace(tuned, slots=2),
@@ -38,7 +36,7 @@ def variants(tile: Tiling, tuned: FusedConfig, limit: int, *, wgmma: bool) -> di
         "two warpgroups": replace(tuned, warps=8),
         "one warpgroup": replace(tuned, warps=4),
     }
-    return {"tuned": tuned} | {key: config for key, config in found.items() if config != tuned and fits(tile, config, limit, wgmma=wgmma)}
+    return {"tuned": tuned} | {key: config for key, config in found.items() if config != tuned and fits(tile, config, limit)}
 
 
 def changes(architecture: Architecture, mode: str, rows: int) -> dict[str, FusedConfig]:
@@ -47,9 +45,8 @@ def changes(architecture: Architecture, mode: str, rows: int) -> dict[str, Fused
     tile, limit = tiling(architecture, mode), shared_limit_of(0) if cuda else SHARED_LIMIT
     if not isinstance(tile, Tiling):
         return {}
-    wgmma = not cuda or device_arch(0) == "sm_90a"
-    tuned = fused_kernel(architecture, mode, 1, rows, device_index=0).config if cuda else configs(tile, limit, wgmma=wgmma)[0]
-    return variants(tile, tuned, limit, wgmma=wgmma)
+    tuned = fused_kernel(architecture, mode, 1, rows, device_index=0).config if cuda else configs(tile, limit)[0]
+    return variants(tile, tuned, limit)
 
 
 def ablation(place: Place, mode: str, *, layer: str, rows: int) -> Case:

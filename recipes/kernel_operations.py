@@ -19,7 +19,6 @@ from flysurgery.bench import TIMED_MODES, Case, in_mode
 from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.gpu.gradients import all_gradients
-from flysurgery.gpu.kernel import device_arch
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, Problem, explain, ks_linear
 from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
@@ -343,7 +342,6 @@ def linear(place: Place, mode: str, *, layer: str, rows: int) -> Case:
 
 def wide(place: Place, mode: str, *, part: str, architecture: str, width: int, rows: int) -> Case:
     """The launches between which the operators choose; what decides stands in ``flysurgery/ops/wide.py``."""
-    reason = "no: a launch a factor needs sm_90a" if place.on_cuda and device_arch(0) != "sm_90a" else None
     drawn, family = Drawn(place.device, TIMED_MODES[mode]), FAMILIES[architecture]
     norm, x = drawn.norm(width), drawn.tensor(rows, width)
     if part == "feed-forward":
@@ -360,7 +358,7 @@ def wide(place: Place, mode: str, *, part: str, architecture: str, width: int, r
             "factor by factor": lambda x: wide_group(x, norm, group),
             "one launch": lambda x: fused_norm_linear(x, norm, group, "none"),
         }
-    runs = {name: reason or place.kernel(run) for name, run in ways.items()} | {"dense": operation.dense.by(plainly)}
+    runs = {name: place.kernel(run) for name, run in ways.items()} | {"dense": operation.dense.by(plainly)}
     return operation.case(x, runs, base=x if part == "feed-forward" else None)
 
 

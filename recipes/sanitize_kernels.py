@@ -30,7 +30,6 @@ from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.fused_linears import run_fused_linears
 from flysurgery.gpu.gated import run_gated
-from flysurgery.gpu.kernel import device_arch
 from flysurgery.gpu.layer_norm import run_layer_norm
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.obstacles import shared_limit_of
@@ -75,16 +74,15 @@ def run_fused(architecture: Architecture, mode: str, linears: int, all_rows: Seq
     dtype = dtype_of(mode)
     tile = tiling(architecture, mode, linears, norm=norm)
     assert isinstance(tile, Tiling), tile
-    for wgmma in {False, device_arch(0) == "sm_90a"}:
-        config = configs(tile, shared_limit_of(0), wgmma=wgmma)[0]
-        layer = FusedLinear(architecture, mode, linears, config=config, norm=norm, device_index=0)
-        left, right = factors_of(architecture, dtype)
-        image = layer.pack([(left, right)] * linears)
-        for rows in all_rows:
-            x = drawn(dtype, rows, architecture.in_features)
-            wide = drawn(dtype, rows, linears * architecture.out_features)
-            layer.run(x, image)
-            layer.run(x, image, wide[0].clone(), wide, "gelu")
+    config = configs(tile, shared_limit_of(0))[0]
+    layer = FusedLinear(architecture, mode, linears, config=config, norm=norm, device_index=0)
+    left, right = factors_of(architecture, dtype)
+    image = layer.pack([(left, right)] * linears)
+    for rows in all_rows:
+        x = drawn(dtype, rows, architecture.in_features)
+        wide = drawn(dtype, rows, linears * architecture.out_features)
+        layer.run(x, image)
+        layer.run(x, image, wide[0].clone(), wide, "gelu")
 
 
 def run_gates(mode: str) -> None:
@@ -219,12 +217,11 @@ def cases() -> list[Case]:
     found += [(run_single, (ODD, "exact")), (run_streamed, ("fp16",))]
     found += [(run, (mode,)) for mode in ("fp16", "bf16") for run in (run_gather, run_few)]
     found += [(run, (mode,)) for mode in ("fp16", "bf16", "fp32") for run in (run_transposition, run_norm, run_factor_gradients)]
-    if device_arch(0) == "sm_90a":
-        for mode in ("fp16", "bf16", "tf32", "fp32"):
-            found += [(run_some, (mode,)), (run_attentions, (mode,)), *((run_feed_forward, (family, mode)) for family in (gonon, monarch))]
-        found += [(run_feed_forward, (gonon, mode, (128 * blocks_at_once() + 75,))) for mode in ("tf32", "fp32")]
-        found += [(run_feed_forward, (gonon, "fp16", many)), (run_by_factors, ("fp16",)), (run_by_factors, ("bf16",))]
-        found += [(run_by_factors, ("fp16", many)), (run_by_factors, ("fp16", (75, 2 * 192 * blocks_at_once() - 75), JOINED))]
+    for mode in ("fp16", "bf16", "tf32", "fp32"):
+        found += [(run_some, (mode,)), (run_attentions, (mode,)), *((run_feed_forward, (family, mode)) for family in (gonon, monarch))]
+    found += [(run_feed_forward, (gonon, mode, (128 * blocks_at_once() + 75,))) for mode in ("tf32", "fp32")]
+    found += [(run_feed_forward, (gonon, "fp16", many)), (run_by_factors, ("fp16",)), (run_by_factors, ("bf16",))]
+    found += [(run_by_factors, ("fp16", many)), (run_by_factors, ("fp16", (75, 2 * 192 * blocks_at_once() - 75), JOINED))]
     return found
 
 

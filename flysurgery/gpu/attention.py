@@ -104,7 +104,7 @@ _sizes = lru_cache(maxsize=1024)(ring_attention)
 
 @lru_cache(maxsize=64)
 def _ring_kernel(sizes: RingAttention, device_index: int) -> Kernel:
-    return load_kernel(f"{sizes.name}_wgmma.cu", sizes.defines(), name=sizes.name, device_index=device_index)
+    return load_kernel(f"{sizes.name}.cu", sizes.defines(), name=sizes.name, device_index=device_index)
 
 
 @lru_cache(maxsize=64)

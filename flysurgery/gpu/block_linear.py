@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.gpu.device import hopper_obstacle
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.gpu.replay.recording import fresh, rely_on
@@ -191,13 +190,13 @@ def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
     return None
 
 
-def blocks_obstacle(dtype: torch.dtype, activation: str, device_index: int) -> str | None:
+def blocks_obstacle(dtype: torch.dtype, activation: str) -> str | None:
     """Why the kernel has no tiling; None where it has one."""
     if dtype not in HALF_MODES:
         return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
     if activation not in ACTIVATIONS:
         return f"the kernel of dense blocks has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    return hopper_obstacle("the kernel of dense blocks", device_index)
+    return None
 
 
 def pack_blocks(
@@ -302,7 +301,7 @@ class BlockLinear:
                 int(backwards),
                 0 if norm is None else float_bits(eps),
             ),
-            early=not changed and may_begin_early(self.device_index),  # the weights were packed before the last queued kernel
+            early=not changed,  # the weights were packed before the last queued kernel
         )
         return y
 

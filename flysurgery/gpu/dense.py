@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
 from flysurgery.gpu.fused import ACTIVATIONS, readable
-from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, device_arch, load_kernel
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.replay.recording import fresh
@@ -222,7 +222,7 @@ def pack_dense(
 
 @lru_cache(maxsize=256)
 def _tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
-    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), device_arch(device_index) == "sm_90a", gated)
+    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), gated)
 
 
 @lru_cache(maxsize=1024)

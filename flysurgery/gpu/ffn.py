@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.gpu.device import hopper_obstacle
 from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn
@@ -29,8 +28,7 @@ def ffn_obstacle(
     up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, device_index: int
 ) -> str | None:
     """Why the fused kernel cannot run a block on a device in a mode of ``mode_of``; None when it can."""
-    obstacle = hopper_obstacle("the fused FFN", device_index)
-    return obstacle or size_obstacle(up, down, mode, norm, activation, residual, shared_limit_of(device_index))
+    return size_obstacle(up, down, mode, norm, activation, residual, shared_limit_of(device_index))
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.image import pack, panel_indices
-from flysurgery.gpu.kernel import Prepared, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.gpu.kernel import Prepared, current_stream, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.table import TunedCase, chosen_by_table, rows_bucket, tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
@@ -41,7 +41,7 @@ def fused_reason(
     tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
     if isinstance(tile, str):
         return tile
-    if next(every_config(tile, shared_limit, wgmma=False), None) is None:
+    if next(every_config(tile, shared_limit), None) is None:
         return f"no tile of {linears} x {architecture} in mode {mode} fits in the registers and {shared_limit} bytes of shared memory"
     return None
 
@@ -99,7 +99,7 @@ class FusedLinear:
         if isinstance(tile, str):
             return []
         limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-        return configs(tile, limit, wgmma=device_arch(device_index) == "sm_90a")
+        return configs(tile, limit)
 
     def cases(self, rows: int) -> list[TunedCase]:
         """The case to autotune for calls with this many rows."""
@@ -153,9 +153,8 @@ class FusedLinear:
         epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual_stride is not None)}
         defines = {**self.tile.defines(config), **epilogue}
         kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=index)
-        unit = 64 if config.wgmma else 16 * config.row_tiles
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        grid = (min(-(-rows // unit), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
+        grid = (min(-(-rows // 64), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
         block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
         launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps), early=early)
         self._launches[rows, stride, activation, scaled, residual_stride, eps, early] = launch
@@ -197,7 +196,7 @@ def _config_of(fields: dict[str, Any], tile: Tiling | str, device_index: int) ->
     except TypeError:
         return None
     limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-    return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=device_arch(device_index) == "sm_90a") else None
+    return config if not isinstance(tile, str) and fits(tile, config, limit) else None
 
 
 def readable(tensor: Tensor) -> Tensor:

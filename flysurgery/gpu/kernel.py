@@ -7,7 +7,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -25,21 +24,12 @@ Argument = Tensor | Boxes | int | None
 Sizes = tuple[tuple[int, int, int], tuple[int, int, int], int]
 """Blocks, threads of a block, and bytes of its dynamic shared memory."""
 
+ARCH = "sm_90a"
+"""The architecture that kernels are compiled for, with wgmma and the copy engine."""
+
 _FREE_SHARED_BYTES = 48 * 1024
 _loaded: dict[tuple[object, ...], Kernel] = {}
 _loading: dict[tuple[object, ...], threading.Lock] = {}
-
-
-def device_arch(device_index: int) -> str:
-    """The architecture to compile for: ``sm_90a`` on Hopper, for wgmma and bulk copies, plain ``sm_XY`` elsewhere."""
-    major, minor = torch.cuda.get_device_capability(device_index)
-    return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-
-
-@cache
-def may_begin_early(device_index: int) -> bool:
-    """Whether a kernel may begin before the one queued before it has ended."""
-    return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
@@ -59,17 +49,16 @@ def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, dev
 
 
 def _load(source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> Kernel:
-    arch = device_arch(device_index)
     rejected: Exception | None = None
     with torch.cuda.device(device_index), _outside_capture():
         _make_context_current(device_index)
         for refresh in (False, True):  # a file damaged in the cache folder is replaced
-            cubin = find_cubin(source, defines, arch=arch, name=name, refresh=refresh)
+            cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
             try:
                 return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
             except Exception as error:  # cuda-core's own error type is private
                 rejected = error
-    raise BackendError(f"the CUDA driver rejects kernel {source} for {arch}: {rejected}; update the driver") from rejected
+    raise BackendError(f"the CUDA driver rejects kernel {source} for {ARCH}: {rejected}; update the driver") from rejected
 
 
 def _make_context_current(device_index: int) -> None:
@@ -121,7 +110,7 @@ class Kernel:
         Args:
             shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
             stream: raw handle, ``current_stream(device_index)``.
-            early: begin while the kernel before still runs, where ``may_begin_early``; the kernel itself waits for it.
+            early: begin while the kernel before still runs; the kernel itself waits for it.
             arguments: tensors and None as pointers, integers as integers of the parameter's size, which are no addresses; a struct of
                 pointers and 64-bit integers takes one argument a member.
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.fused import packed, readable
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
@@ -75,7 +76,7 @@ def present_norm(
     eps: float,
 ) -> Tensor:  # shape: (rows, features)
     """The norm of x by the weights as they are now, of which nothing is remembered; by PyTorch where the kernel does not take x."""
-    if not x.is_cuda or layer_norm_obstacle(x.shape[-1], x.dtype) is not None:
+    if not kernels_take(x) or layer_norm_obstacle(x.shape[-1], x.dtype) is not None:
         own, shift = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         return functional.layer_norm(x, x.shape[-1:], own, shift, eps)
     y = x.new_empty(x.shape)
@@ -101,7 +102,7 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
         0,
         current_stream(device_index),
         *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
-        early=may_begin_early(device_index),  # it reads nothing before earlier kernels have ended
+        early=True,  # it reads nothing before earlier kernels have ended
     )
 
 

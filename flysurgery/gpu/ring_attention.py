@@ -19,7 +19,7 @@ _FEWEST_TILES = 3
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Sizes of ``short_attention_wgmma.cu`` for halves, ``attention_wgmma.cu`` for float32, with heads of 64 features.
+    """Sizes of ``short_attention.cu`` for halves, ``attention.cu`` for float32, with heads of 64 features.
 
     Attributes:
         mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
@@ -43,7 +43,7 @@ class RingAttention:
 
     @property
     def name(self) -> str:
-        """The kernel's name. Its file ends in ``_wgmma.cu``."""
+        """The kernel's name, and its file's without the ending."""
         return "short_attention" if self.mode in HALVES else "attention"
 
     @property

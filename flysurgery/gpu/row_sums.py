@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.fused import ACTIVATIONS, packed
 from flysurgery.gpu.gated import gated_obstacle
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel, may_begin_early
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.gpu.obstacles import multiprocessors_of
 
@@ -58,7 +59,7 @@ _BY_PYTORCH = {
 
 
 def _has_kernel(x: Tensor, activation: str) -> bool:
-    return x.is_cuda and gated_obstacle(x.shape[-1], x.dtype, activation) is None
+    return kernels_take(x) and gated_obstacle(x.shape[-1], x.dtype, activation) is None
 
 
 def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (features,), float32
@@ -68,7 +69,7 @@ def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # s
     parts = max(1, min(blocks // strips, -(-rows // _WARPS)))
     sums = torch.empty((parts, features), dtype=torch.float32, device=gradient.device)
     _kernel(features, gradient.dtype, activation, index).launch(
-        (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=may_begin_early(index)
+        (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
     )
     return sums.sum(0)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flysurgery.gpu.few_rows import in_place, pack_vectors, pack_weights, sizes_of
 from flysurgery.gpu.fused import ACTIVATIONS, readable
-from flysurgery.gpu.kernel import Kernel, current_stream, device_arch, load_kernel
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import TENSOR_CORE_MODES
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.registered import Operator, rows_like
@@ -25,7 +25,7 @@ _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 @lru_cache(maxsize=1024)
 def most_some_rows(in_features: int, out_features: int, factors: bool, activation: str, mode: str, device_index: int) -> int:
     """The most rows for which the kernel is the fastest for a layer, of ``factors`` or dense; 0 where it does not take the layer."""
-    if mode not in TENSOR_CORE_MODES or activation not in ACTIVATIONS or device_arch(device_index) != "sm_90a":
+    if mode not in TENSOR_CORE_MODES or activation not in ACTIVATIONS:
         return 0
     limits = multiprocessors_of(device_index), shared_limit_of(device_index)
     return most_rows(in_features, out_features, factors, mode, *limits)

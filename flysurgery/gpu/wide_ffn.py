@@ -22,7 +22,7 @@ from flysurgery.patterns import Architecture, Pattern
 
 def wide_ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> str | None:
     """Why no kernel multiplies a block factor by factor on a device; None when one does."""
-    obstacle = blocks_obstacle(dtype, activation, device_index)
+    obstacle = blocks_obstacle(dtype, activation)
     if obstacle is not None:
         return obstacle
     tiles = wide_tilings(up, down, shared_limit_of(device_index))

@@ -20,7 +20,7 @@ from flysurgery.patterns import Architecture, Pattern
 
 def wide_group_obstacle(architecture: Architecture, linears: int, dtype: torch.dtype, device_index: int) -> str | None:
     """Why no kernel multiplies linears of one architecture factor by factor on a device; None when one does."""
-    obstacle = blocks_obstacle(dtype, "none", device_index)
+    obstacle = blocks_obstacle(dtype, "none")
     if obstacle is not None:
         return obstacle
     tiles = group_tilings(architecture, linears, shared_limit_of(device_index))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.attention import attention_obstacle, attention_operator, few_attention_obstacle
-from flysurgery.gpu.device import device_obstacle, hopper_obstacle
+from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.modes import present_mode
 from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.ops.launches import constant
@@ -20,8 +20,7 @@ from flysurgery.ops.ways import Stage, Stages
 class Attention(NamedTuple):
     """``softmax(scale * q @ k.mT) @ v`` of x = q: (batch, heads, queries, head); the result's tokens lie before its heads in memory.
 
-    Float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; halves for few queries and for short sequences. All
-    but the kernel for few queries need compute capability 9.0.
+    Float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; halves for few queries and for short sequences.
     """
 
     k: Tensor  # shape: (batch, heads, keys, head)
@@ -50,8 +49,7 @@ class Attention(NamedTuple):
             return obstacle
         if few_attention_obstacle(batch * heads, queries, keys, head, x.dtype) is None:
             return (Stage((), partial(_attended, mode=mode, few=True)),)
-        obstacle = _hopper_obstacle("the attention kernel for whole heads", index)
-        obstacle = obstacle or attention_obstacle(head, queries, keys, mode, _shared_limit(index))
+        obstacle = attention_obstacle(head, queries, keys, mode, _shared_limit(index))
         return obstacle or (Stage((), partial(_attended, mode=mode, few=False)),)
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -66,11 +64,6 @@ def _attended(y: Tensor, q: Tensor, given: Attention, mode: str, few: bool) -> T
 @constant
 def _device_obstacle(device_index: int) -> str | None:
     return device_obstacle(device_index)
-
-
-@constant
-def _hopper_obstacle(kernel: str, device_index: int) -> str | None:
-    return hopper_obstacle(kernel, device_index)
 
 
 @constant

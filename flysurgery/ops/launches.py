@@ -272,7 +272,8 @@ def whole_reason(x: Tensor, norm: Norm | None, up: Linear, down: Linear, activat
 
 @constant
 def _ffn_obstacle(up: Shapes, down: Shapes, mode: str | None, norm: bool, activation: str, residual: bool, device_index: int) -> str | None:
-    return ffn_obstacle(Architecture.of(*up), Architecture.of(*down), mode, norm, activation, residual, device_index)
+    obstacle = device_obstacle(device_index)
+    return obstacle or ffn_obstacle(Architecture.of(*up), Architecture.of(*down), mode, norm, activation, residual, device_index)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.ffn_middle import fills_rounds
 from flysurgery.gpu.wide_ffn import middle_places, wide_ffn_obstacle, wide_ffn_operator
 from flysurgery.gpu.wide_group import wide_group_obstacle, wide_group_operator
@@ -107,7 +108,7 @@ def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> boo
 def _ffn_obstacle(
     up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...], dtype: torch.dtype, activation: str, device_index: int
 ) -> str | None:
-    return wide_ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, device_index)
+    return device_obstacle(device_index) or wide_ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, device_index)
 
 
 @torch.compiler.assume_constant_result
@@ -117,4 +118,4 @@ def _middle_places(up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...],
 
 @torch.compiler.assume_constant_result
 def _group_obstacle(shapes: tuple[tuple[int, ...], ...], linears: int, dtype: torch.dtype, device_index: int) -> str | None:
-    return wide_group_obstacle(Architecture.of(*shapes), linears, dtype, device_index)
+    return device_obstacle(device_index) or wide_group_obstacle(Architecture.of(*shapes), linears, dtype, device_index)

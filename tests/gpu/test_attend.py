@@ -28,7 +28,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(ways, "_decided", {})
     monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "device_obstacle", lambda _: None)
-    monkeypatch.setattr(attend, "hopper_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "shared_limit_of", lambda _: 227 * 1024)
     yield names
     library._destroy()
@@ -53,17 +52,6 @@ def test_long_sequences_are_left_to_pytorch(asked: list[str]) -> None:
     with pytest.raises(BackendError, match="exceed 232448 bytes of shared memory; PyTorch has a kernel"):
         run(q, Attention(k, v))
     assert not asked
-
-
-def test_devices_before_hopper_are_left_to_pytorch(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "hopper_obstacle", lambda kernel, index: f"{kernel} needs Hopper")
-    q, k, v = operands(60, 50)
-    assert reason(q, Attention(k, v)) == "the attention kernel for whole heads needs Hopper"
-    q, k, v = (part.float() for part in operands(60, 50))
-    assert reason(q, Attention(k, v)) == "the attention kernel for whole heads needs Hopper"
-    q, k, v = operands(1, 50)
-    run(q, Attention(k, v))
-    assert asked == ["few queries"]
 
 
 def test_compiled_in_one_graph_for_any_number_of_images(asked: list[str]) -> None:

@@ -15,7 +15,7 @@ from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.ops import Dense, FeedForward, FusedFactors, LinearResidual, Norm, NormLinears, ks_linear, run, way
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.gpu.dense_kernels import KERNELS, SQUARE, DenseKernel, need_warpgroups
+from tests.gpu.dense_kernels import KERNELS, SQUARE, DenseKernel
 from tests.gpu.gpu_blocks import check_replay, comparable, normal, wide
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
 from tests.support.oracle import ACTIVATIONS, product
@@ -235,7 +235,6 @@ def test_blocks_of_few_rows_and_of_many_compile_in_one_graph(halves: Arithmetic)
 
 def test_a_feed_forward_block_of_factors_and_some_rows(mode: str) -> None:
     """Of two images: its norm has a launch of its own, and so has each layer."""
-    need_warpgroups()
     arithmetic = ARITHMETICS[mode]
     x, norm = make_input(394, 384, arithmetic, device="cuda"), Norm(torch.ones(384, device="cuda"), None, 1e-6)
     up, down = (FusedFactors(tuple(make_factors(gonon(*sizes), arithmetic, device="cuda"))) for sizes in ((1536, 384), (384, 1536)))
@@ -253,7 +252,6 @@ STREAMED = [(768, 768, "gelu", False), (768, 1152, "none", True), (1024, 1024, "
 @pytest.mark.parametrize(("in_features", "out_features", "activation", "with_residual"), STREAMED)
 def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: int, activation: str, with_residual: bool) -> None:
     """Also the moments of the result, of rows whose mean is far larger than their deviations, and of rows with one element that is."""
-    need_warpgroups()
     rows, dtype, mode = 8451, halves.dtype, {torch.float16: "fp16", torch.bfloat16: "bf16"}[halves.dtype]
     assert streamed_for(rows, in_features, out_features, mode, 0) is not None
     torch.manual_seed(5)
@@ -281,7 +279,6 @@ def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: in
 
 def test_every_row_of_streamed_weights_is_there_and_changes_are_seen() -> None:
     """Of integers, whose products are exact: more rows than tiles, and fewer in the last tile."""
-    need_warpgroups()
     weight = torch.randint(-1, 2, (768, 768), device="cuda").half()
     for rows in (6337, 25216, 25217):
         x = torch.randint(-2, 3, (rows, 768), device="cuda").half()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from flysurgery import ops
 from flysurgery.gpu.dense_patches import run_patches
 from flysurgery.ops import PatchEmbedding
 from flysurgery.patterns import Pattern
-from tests.gpu.dense_kernels import warpgroups_or_warps
 from tests.support.oracle import product
 from tests.support.problems import make_factor, make_input, make_integers, make_vector
 from tests.support.tolerance import ARITHMETICS, assert_epilogue_bounded, assert_epilogue_comparable, assert_equal
@@ -24,12 +23,6 @@ GRIDS = [(5, 4, 6), (3, 1, 7), (1, 1, 1), (19, 14, 14)]
 """Images, and patches down and across: more and fewer than the 16 rows of a warp."""
 CASES = [(96, 16, (), "patches"), (96, 16, (1, 4), "all"), (96, 16, (1,), "none"), (64, 8, (1, 4), "patches")]
 """Features, the side of a patch, tokens before the patches (a class token, registers), and what has a position."""
-
-
-@pytest.fixture(params=[True, False], ids=["wgmma", "mma.sync"])
-def warpgroups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with warpgroups_or_warps(monkeypatch, request.param):
-        yield
 
 
 def as_images(rows: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
@@ -43,7 +36,6 @@ def run(images: Tensor, factor: Tensor, bias: Tensor | None, position: Tensor | 
     return run_patches(images, factor[0, :, :, 0].unflatten(1, (3, side, side)), bias, position, prefix, mode)
 
 
-@pytest.mark.usefixtures("warpgroups")
 @pytest.mark.parametrize(("features", "side", "tokens", "placed"), CASES)
 def test_integers_with_position_and_tokens(mode: str, features: int, side: int, tokens: tuple[int, ...], placed: str) -> None:
     arithmetic, pattern = ARITHMETICS[mode], Pattern(1, features, 3 * side * side, 1)
@@ -60,7 +52,6 @@ def test_integers_with_position_and_tokens(mode: str, features: int, side: int, 
         assert_equal(run(as_images(x, (images, high, wide), side), factor, bias, position, prefix, mode), expected)
 
 
-@pytest.mark.usefixtures("warpgroups")
 def test_as_accurate_as_pytorch(mode: str) -> None:
     arithmetic, features, grid = ARITHMETICS[mode], 384, (31, 14, 14)
     pattern = Pattern(1, features, 768, 1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu import device, ffn
 from flysurgery.gpu.attention import attention_obstacle
 from flysurgery.gpu.dense_tiling import dense_tiling
 from flysurgery.gpu.few_rows import few_rows_tilings
@@ -55,11 +53,11 @@ REASONS: dict[str, tuple[Callable[[], object], str]] = {
     "an odd gate": (lambda: halves_of(31, 1), "halves of one layer's outputs"),
     "two gates": (lambda: halves_of(32, 2), "halves of one layer's outputs"),
     "odd dense sizes": (
-        lambda: dense_tiling(100, 384, "fp16", SHARED, wgmma=False),
+        lambda: dense_tiling(100, 384, "fp16", SHARED),
         "multiples of 64 inputs and 32 outputs, got 100 and 384",
     ),
-    "a dense layer too wide": (lambda: dense_tiling(65536, 384, "fp32", SHARED, wgmma=False), "exceed"),
-    "a dense layer in another mode": (lambda: dense_tiling(384, 384, "exact", SHARED, wgmma=False), "no mode 'exact'"),
+    "a dense layer too wide": (lambda: dense_tiling(65536, 384, "fp32", SHARED), "exceed"),
+    "a dense layer in another mode": (lambda: dense_tiling(384, 384, "exact", SHARED), "no mode 'exact'"),
     "a single factor in another mode": (lambda: single_reason(Pattern(1, 16, 16, 1), "fp64", SHARED), "bf16"),
     "long heads": (lambda: attention_obstacle(64, 577, 577, "fp32", SHARED), "577 queries and 577 keys"),
     "narrow heads": (lambda: attention_obstacle(32, 197, 197, "tf32", SHARED), "take 64 features, got 32"),
@@ -102,13 +100,3 @@ def test_whole_blocks_and_heads_of_small_models_run(mode: str) -> None:
         assert block(monarch(4 * width, width), monarch(width, 4 * width), mode) is None
     for tokens in (1, 5, 50, 129, 197, 208, 257):
         assert attention_obstacle(64, tokens, tokens, mode, SHARED) is None
-
-
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_the_whole_block_needs_hopper(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_obstacle", lambda index: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(ffn, "shared_limit_of", lambda index: SHARED)
-    reason = ffn.ffn_obstacle(*MONARCH, "fp16", True, "gelu", True, 0)
-    expected = f"the fused FFN needs a GPU of compute capability 9.0, this one has {capability[0]}.{capability[1]}"
-    assert reason == (None if capability == (9, 0) else expected)

@@ -51,14 +51,14 @@ def weights_of(*patterns: Pattern) -> list[Tensor]:
 
 def fused(architecture: Architecture, mode: str, **options: bool) -> Packed:
     tile: Any = tiling(architecture, mode, **options)
-    config = next(iter(every_config(tile, SHARED, wgmma=True)))
+    config = next(iter(every_config(tile, SHARED)))
     first, second = (torch.from_numpy(index).long() for index in panel_indices(tile, config))
     left, right = weights_of(*architecture)
     return pack(tile, config, [(left, right)], (first, second))[FUSED_HEADER_BYTES:], (left, right)
 
 
 def dense(mode: str) -> Packed:
-    tile: Any = dense_tiling(192, 384, mode, SHARED, wgmma=False)
+    tile: Any = dense_tiling(192, 384, mode, SHARED)
     (weight,) = weights_of(Pattern(1, 384, 192, 1))
     return pack_dense(tile, weight[0, :, :, 0], None, None)[0], [weight]
 
@@ -180,7 +180,7 @@ def test_a_norm_folded_into_a_whole_block(mode: str) -> None:
 
 @pytest.mark.parametrize("gate", [0, 1])
 def test_a_dense_gate_and_value_lie_half_a_blocks_columns_each(gate: int) -> None:
-    tile: Any = dense_tiling(64, 768, "fp16", SHARED, wgmma=False, gated=True)
+    tile: Any = dense_tiling(64, 768, "fp16", SHARED, gated=True)
     numbers = torch.arange(768)
     for parts in (1, 2):
         halves = _in_turn(tile, numbers.chunk(parts), gate).unflatten(0, (-1, 2, tile.columns // 2)).transpose(0, 1).flatten(1)
@@ -200,7 +200,7 @@ def test_few_rows_of_linears_side_by_side() -> None:
 def test_tables_put_each_weight_where_packing_puts_it() -> None:
     """What a training step packs by, in one launch."""
     tile: Any = tiling(gonon(192, 192), "fp16", 3)
-    config = next(iter(every_config(tile, SHARED, wgmma=False)))
+    config = next(iter(every_config(tile, SHARED)))
     first, second = (torch.from_numpy(index).long() for index in panel_indices(tile, config))
     factors = [factor * (index + 1) for index, factor in enumerate(make_factors(gonon(192, 192), FP32) * 3)]
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu import ffn as whole
 from flysurgery.ops import (
     Dense,
     FeedForward,
@@ -139,7 +138,6 @@ def test_a_compiler_may_not_know_the_sizes_of_weights(monkeypatch: pytest.Monkey
     """As of tensors that are no parameters; kernels are chosen by constants."""
     monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
     monkeypatch.setattr(launches, "device_obstacle", lambda *_: "no device")
-    monkeypatch.setattr(whole, "hopper_obstacle", lambda *_: "no device")
     block = operands(kind, True)
     torch.compiler.reset()
     compiled = torch.compile(lambda x: x if reason(x, FeedForward(*block)) is None else -x, fullgraph=True, dynamic=True, backend="eager")  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 // y = softmax(scale * q kᵀ) v of float32 on tensor cores, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries each, as in
-// short_attention_wgmma.cu, and a fourth brings what they need, as halves. PyTorch has products of float32 on the ordinary cores.
+// short_attention.cu, and a fourth brings what they need, as halves. PyTorch has products of float32 on the ordinary cores.
 //
 // A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
 // a ring. The threads that load keys and values read them twice, the second time from the L2 cache: for their largest element, which decides the
