@@ -59,7 +59,7 @@ def ablation(place: Place, mode: str, *, layer: str, rows: int) -> Case:
     found = changes(architecture, mode, rows)
     runs: dict[str, Run | str] = dict.fromkeys(("tuned", *found, "two launches"), NEEDS_CUDA)
 
-    def two_launches(mode: str) -> Run:
+    def two_launches() -> Run:
         kernels = [SingleFactor(pattern, mode, shared_limit=shared_limit_of(0)) for pattern in architecture]
         images = [kernel.pack(factor) for kernel, factor in zip(kernels, factors, strict=True)]
         return lambda x: kernels[0].run(kernels[1].run(x, images[1]), images[0], bias)
@@ -70,9 +70,7 @@ def ablation(place: Place, mode: str, *, layer: str, rows: int) -> Case:
             kernel = FusedLinear(architecture, mode, config=config, device_index=0)
             image = kernel.pack([(factors[0], factors[1])])
             runs[change] = lambda x, kernel=kernel, image=image: kernel.run(x, image, bias)
-        runs["two launches"] = two_launches(mode)
-        if mode == "fp32":
-            runs["two launches, FFMA in place of pairs"] = two_launches("exact")
+        runs["two launches"] = two_launches()
     runs["einsum"] = lambda x: ks_linear(x, factors, bias, backend="einsum")
     return Operation(linears_of_group, ([FusedFactors(factors, bias)],)).case(
         drawn.tensor(rows, architecture.in_features),

@@ -11,7 +11,6 @@ from flysurgery.errors import BackendError
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.ring_attention import RingAttention, ring_attention
 from flysurgery.gpu.tensor_map import head_boxes
@@ -111,10 +110,3 @@ def _ring_kernel(sizes: RingAttention, device_index: int) -> Kernel:
 def _few_kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
     defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": DTYPE_NUMBERS[dtype]}
     return load_kernel("few_attention.cu", defines, name="few_attention", device_index=device_index)
-
-
-attention_operator = Operator(
-    "attention(Tensor q, Tensor k, Tensor v, float scale, str mode, bool few) -> Tensor",
-    run_attention,
-    lambda q, given: tokens_before_heads(q),
-)

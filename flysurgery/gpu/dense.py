@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
-from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import plain_boxes, swizzled_boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch
@@ -24,21 +22,18 @@ _WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
-def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int, gated: bool = False) -> str | None:
-    """Why the kernel cannot run a dense layer, or a gate and a value with this many outputs together; None where it can."""
-    if activation not in ACTIVATIONS:
-        return f"the dense kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    tile = _tiling(in_features, out_features, mode, device_index, gated)
-    return tile if isinstance(tile, str) else None
+def dense_obstacle(
+    in_features: int, out_features: int, mode: str, device_index: int, *, gated: bool = False, fast: bool = False
+) -> str | None:
+    """Why the kernel cannot run a dense layer, or a gate and a value with this many outputs together; None where it can.
 
-
-def dense_advice(in_features: int, out_features: int, mode: str, device_index: int, gated: bool = False) -> str | None:
-    """Why PyTorch's product, followed by separate launches for the epilogue, is faster; None where it is not.
-
-    With narrower tiles x is read more often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
+    ``fast``: also where PyTorch's product, followed by separate launches for the epilogue, is faster. With narrower tiles x is read more
+    often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
     """
     tile = _tiling(in_features, out_features, mode, device_index, gated)
-    if mode == "fp32" or isinstance(tile, str) or tile.columns > _NARROW:
+    if isinstance(tile, str):
+        return tile
+    if not fast or mode == "fp32" or tile.columns > _NARROW:
         return None
     return f"the weights of {in_features} inputs leave the dense kernel tiles of {tile.columns} columns, for which x is read too often"
 
@@ -242,26 +237,3 @@ def _streamed_kernel(tile: StreamTiling, activation: str, residual: bool, moment
 @lru_cache(maxsize=256)
 def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: Patch, device_index: int) -> Kernel:
     return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)
-
-
-def _fake_dense_moments(x: Tensor, given: Any) -> tuple[Tensor, Tensor]:
-    streamed = streamed_for(x.shape[0], x.shape[1], given.weight.shape[0], given.mode, x.device.index)
-    parts = 1 if streamed is None else streamed.column_tiles
-    return rows_like(x, given.weight.shape[0]), x.new_empty((x.shape[0], parts, 2), dtype=torch.float32)
-
-
-dense_linear_operator = Operator(
-    "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
-    run_dense,
-    lambda x, given: rows_like(x, given.weight.shape[0]),
-)
-dense_moments_operator = Operator(
-    "dense_moments(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? scale, str mode) -> (Tensor, Tensor)",
-    run_dense_moments,
-    _fake_dense_moments,
-)
-dense_gated_operator = Operator(
-    "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",
-    run_dense_gated,
-    lambda x, given: rows_like(x, sum(weight.shape[0] for weight in given.weights) // 2),
-)

@@ -12,7 +12,6 @@ from flysurgery.gpu.dense import dense_obstacle, launcher, pack_dense
 from flysurgery.gpu.dense_tiling import BATCH_BYTES, Patch
 from flysurgery.gpu.kernel import current_stream
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 
@@ -22,7 +21,7 @@ def patches_obstacle(high: int, wide: int, channels: int, features: int, mode: s
     line = wide * dtype_of(mode).itemsize
     if line % 16 or BATCH_BYTES % line or high * line % BATCH_BYTES:
         return f"the dense kernel reads patches whose lines are 16, 32, 64 or 128 bytes, got {high}x{wide} pixels in mode '{mode}'"
-    return dense_obstacle(channels * high * wide, features, mode, "none", device_index)
+    return dense_obstacle(channels * high * wide, features, mode, device_index)
 
 
 def run_patches(
@@ -72,14 +71,17 @@ def rows_of_image(position: Tensor | None, prefix: Sequence[Tensor], patches: in
     return (before + rows[:covered] if before is not None and covered else before), rows[covered:]
 
 
-def _fake_patches(images: Tensor, given: Any) -> Tensor:
-    (count, _, height, width), (features, _, high, wide) = images.shape, given.weight.shape
-    tokens = sum(each.shape[-2] for each in given.prefix) + (height // high) * (width // wide)
-    return images.new_empty((count, tokens, features))
+def _on_device(images: Tensor, *others: Any) -> Tensor:
+    with torch.cuda.device(images.device):
+        return run_patches(images, *others)
 
 
-dense_patches_operator = Operator(
-    "dense_patches(Tensor images, Tensor weight, Tensor? bias, Tensor? position, Tensor[] prefix, str mode) -> Tensor",
-    run_patches,
-    _fake_patches,
-)
+def _fake(images: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor | None, prefix: Sequence[Tensor], mode: str) -> Tensor:
+    (count, _, height, width), (features, _, high, wide) = images.shape, weight.shape
+    return images.new_empty((count, sum(each.shape[-2] for each in prefix) + (height // high) * (width // wide), features))
+
+
+_library = torch.library.Library("flysurgery", "FRAGMENT")
+_library.define("dense_patches(Tensor images, Tensor weight, Tensor? bias, Tensor? position, Tensor[] prefix, str mode) -> Tensor")
+_library.impl("dense_patches", _on_device, "CUDA")
+torch.library.register_fake("flysurgery::dense_patches", _fake, lib=_library)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flysurgery.gpu.fused import ACTIVATIONS
-from flysurgery.gpu.modes import MODE_NUMBERS, TENSOR_CORE_MODES, dtype_of
+from flysurgery.gpu.modes import MODE_NUMBERS, dtype_of
 
 BATCH_BYTES = 128
 _WIDEST = 128
@@ -107,8 +107,6 @@ def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: i
 
     Fewer warps or batches only where not even the narrowest tile leaves room for them.
     """
-    if mode not in TENSOR_CORE_MODES:
-        return f"the dense kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
     tile = DenseTiling(in_features, out_features, mode, 0, 0, 0)
     unit = 8 * tile.run * (2 if gated else 1)
     if in_features % tile.batch or out_features % unit:

@@ -1,4 +1,4 @@
-"""Linears on few rows, with a norm before and an epilogue behind them, in one launch; and their registered operator."""
+"""Linears on few rows, with a norm before and an epilogue behind them, in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 
@@ -102,12 +101,12 @@ def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_lim
 
 
 @lru_cache(maxsize=1024)
-def most_rows(in_features: int, out_features: int, norm: bool, activation: str, dtype: torch.dtype, device_index: int) -> int:
+def most_rows(in_features: int, out_features: int, norm: bool, dtype: torch.dtype, device_index: int) -> int:
     """The most rows for which the kernel takes a layer: all their blocks run at once. 0 where it does not take the layer.
 
     For more rows, kernels that read each weight once for many rows are faster.
     """
-    if dtype not in HALF_MODES or activation not in ACTIVATIONS:
+    if dtype not in HALF_MODES:
         return 0
     tiles = few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index))
     return max((tile.most_rows(multiprocessors_of(device_index)) for tile in tiles), default=0)
@@ -231,11 +230,3 @@ def pack_vectors(
 @lru_cache(maxsize=256)
 def _kernel(tile: FewRowsTiling, dtype: torch.dtype, activation: str, residual: bool, device_index: int) -> Kernel:
     return load_kernel("few_rows.cu", tile.defines(dtype, activation, residual), name="few_rows", device_index=device_index)
-
-
-few_rows_operator = Operator(
-    "few_rows(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] weights, int[] lengths, Tensor?[] biases, "
-    "str activation, Tensor? residual, Tensor? scale) -> Tensor",
-    run_few_rows,
-    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
-)

@@ -1,4 +1,4 @@
-"""Linears of one architecture with what stands before and behind them, all in one launch, with their registered operator."""
+"""Linears of one architecture with what stands before and behind them, all in one launch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
-from flysurgery.gpu.fused import ACTIVATIONS, fused_kernel, fused_reason
+from flysurgery.gpu.fused import fused_kernel
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.tuning_record import meet
 from flysurgery.gpu.weight_cache import derived_for_launch
-from flysurgery.patterns import Architecture
-
-
-def fused_linears_obstacle(
-    architecture: Architecture, mode: str, linears: int, activation: str, norm: bool, gated: bool, device_index: int
-) -> str | None:
-    """Why no single launch computes this many linears of an architecture, a norm before them or a gate behind; None where one does."""
-    if activation not in ACTIVATIONS:
-        return f"the fused kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    return fused_reason(architecture, mode, linears, shared_limit_of(device_index), norm=norm, gated=gated)
 
 
 def run_fused_linears(
@@ -46,7 +34,7 @@ def run_fused_linears(
     halves, and the result is ``activation(gate) * value``; it is the index of the gate. A norm or a gate excludes ``scale``.
 
     Raises:
-        BackendError: no kernel runs these factors; ``fused_linears_obstacle`` tells beforehand.
+        BackendError: no kernel runs these factors; ``fused_reason`` tells beforehand.
     """
     norm, linears = eps is not None, len(factors) // 2
     rows, device_index = x.numel() // x.shape[-1], x.device.index
@@ -105,15 +93,3 @@ def _sums(
     rounded = [(left.to(dtype).double(), right.to(dtype).double()) for left, right in pairs]
     ones = [right.new_ones(1, right.shape[0] * right.shape[2] * right.shape[3]) for _, right in rounded]
     return torch.cat([ks_einsum(ks_einsum(one, right), left)[0] for one, (left, right) in zip(ones, rounded, strict=True)])
-
-
-def _features(factors: Sequence[Tensor], gate: int | None) -> int:
-    return len(factors) // 2 * architecture_of(factors[:2]).out_features // (1 if gate is None else 2)
-
-
-fused_linears_operator = Operator(
-    "fused_linears(Tensor x, Tensor? weight, Tensor? bias, float? eps, Tensor[] factors, Tensor[] biases, int? gate, str activation, "
-    "Tensor? residual, Tensor? scale, str mode) -> Tensor",
-    run_fused_linears,
-    lambda x, given: rows_like(x, _features(given.factors, given.gate)),
-)

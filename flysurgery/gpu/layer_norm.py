@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension in one launch, with its registered operator."""
+"""Layer norm over the last dimension in one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.fused import packed, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived
 
@@ -110,8 +109,3 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
 def _kernel(features: int, dtype: torch.dtype, moments: bool, device_index: int) -> Kernel:
     defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "MOMENTS": int(moments)}
     return load_kernel("layer_norm.cu", defines, name="layer_norm", device_index=device_index)
-
-
-layer_norm_operator = Operator(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", run_layer_norm, lambda x, given: x.new_empty(x.shape)
-)

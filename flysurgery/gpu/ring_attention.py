@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, TENSOR_CORE_MODES
+from flysurgery.gpu.modes import HALVES, MODE_NUMBERS
 
 _HEAD = 64
 _MOST_CHUNK = {"fp16": 208, "bf16": 208, "tf32": 208, "fp32": 112}
@@ -75,8 +75,6 @@ class RingAttention:
 
 def ring_attention(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> RingAttention | str:
     """The sizes for heads of so many features, queries and keys, or the reason why no kernel takes them."""
-    if mode not in TENSOR_CORE_MODES:
-        return f"the attention kernels have the modes {', '.join(TENSOR_CORE_MODES)}, not '{mode}'"
     if head != _HEAD:
         return f"the attention kernels for whole heads take {_HEAD} features, got {head}"
     chunks = -(-keys // _MOST_CHUNK[mode])

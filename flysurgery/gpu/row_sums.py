@@ -25,7 +25,7 @@ def sum_of_rows(
     dtype: torch.dtype,
 ) -> Tensor:  # shape: (features,)
     """The sum of rows in ``dtype``, float32 or wider."""
-    if not _has_kernel(dy, "none") or dtype != torch.float32:
+    if not _has_kernel(dy) or dtype != torch.float32:
         return dy.sum(0, dtype=dtype)
     return _launch(None, packed(dy), "none")
 
@@ -40,7 +40,7 @@ def activation_gradient(
     Raises:
         KeyError: there is no such activation; ``gelu``, ``gelu_tanh`` and ``silu`` are.
     """
-    if _has_kernel(u, activation):
+    if _has_kernel(u):
         u, gradient = packed(u), packed(gradient)
         return u, gradient, _launch(u, gradient, activation)
     found, of_u = _BY_PYTORCH[activation](u, gradient)
@@ -58,8 +58,8 @@ _BY_PYTORCH = {
 }
 
 
-def _has_kernel(x: Tensor, activation: str) -> bool:
-    return kernels_take(x) and gated_obstacle(x.shape[-1], x.dtype, activation) is None
+def _has_kernel(x: Tensor) -> bool:
+    return kernels_take(x) and gated_obstacle(x.shape[-1], x.dtype) is None
 
 
 def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (features,), float32

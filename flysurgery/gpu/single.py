@@ -23,7 +23,7 @@ class SingleFactor:
 
     Args:
         pattern: compiled into the kernel.
-        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32``, ``fp32`` and ``exact`` for float32 inputs.
+        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
         config: one of ``candidates``; None takes the first.
         shared_limit: bytes of shared memory that a block may use on the device.
 
@@ -55,8 +55,7 @@ class SingleFactor:
     ) -> Tensor:  # shape: (image_bytes,), uint8
         """The weights as the kernel reads them: a header with the exponent of their scale, then one piece a block and chunk.
 
-        A piece is [residue][plane][k/8][output][8], the 16 inputs of a step in the order of the x fragment; mode
-        ``exact`` keeps float32 as [residue][input][output].
+        A piece is [residue][plane][k/8][output][8], the 16 inputs of a step in the order of the x fragment.
         """
         tile, config = self.tile, self.tile.config
         a, b, c, d = self.pattern.factor_shape
@@ -65,9 +64,6 @@ class SingleFactor:
         padded = torch.nn.functional.pad(factor.detach(), padding)
         # shape: (a, outputs, BN, chunks, KC, ranges, J)
         tiled = padded.reshape(a, outputs, config.block_outputs, chunks, config.chunk, ranges, config.block_residues)
-        if self.mode == "exact":
-            planes = tiled.float().permute(0, 5, 1, 3, 6, 4, 2)
-            return _with_header(planes, torch.zeros(1, dtype=torch.int32, device=factor.device))
         # 16 inputs are q = 4t + 2h + e, or (h, e, t) where they interleave; slot k = 8h + 2t + e
         steps = config.chunk // 16
         split = tiled.reshape(

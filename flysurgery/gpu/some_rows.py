@@ -1,4 +1,4 @@
-"""Linears on some hundred rows with an epilogue in one launch, factors multiplied out; and their registered operator."""
+"""Linears on some hundred rows with an epilogue in one launch, factors multiplied out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.few_rows import in_place, pack_vectors, pack_weights, sizes_of
-from flysurgery.gpu.fused import ACTIVATIONS, readable
+from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.modes import TENSOR_CORE_MODES
 from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, most_rows, some_rows_tiling
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -23,10 +21,8 @@ _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
 @lru_cache(maxsize=1024)
-def most_some_rows(in_features: int, out_features: int, factors: bool, activation: str, mode: str, device_index: int) -> int:
+def most_some_rows(in_features: int, out_features: int, factors: bool, mode: str, device_index: int) -> int:
     """The most rows for which the kernel is the fastest for a layer, of ``factors`` or dense; 0 where it does not take the layer."""
-    if mode not in TENSOR_CORE_MODES or activation not in ACTIVATIONS:
-        return 0
     limits = multiprocessors_of(device_index), shared_limit_of(device_index)
     return most_rows(in_features, out_features, factors, mode, *limits)
 
@@ -106,11 +102,3 @@ def pack_floats(
 @lru_cache(maxsize=256)
 def _kernel(tile: SomeRowsTiling, activation: str, residual: bool, device_index: int) -> Kernel:
     return load_kernel("some_rows.cu", tile.defines(activation, residual), name="some_rows", device_index=device_index)
-
-
-some_rows_operator = Operator(
-    "some_rows(Tensor x, Tensor[] weights, int[] lengths, Tensor?[] biases, str activation, Tensor? residual, Tensor? scale, str mode) "
-    "-> Tensor",
-    run_some_rows,
-    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
-)

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import ceil
 
-from flysurgery.gpu.modes import MODE_NUMBERS, TENSOR_CORE_MODES
+from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.patterns import Architecture, Pattern
 
 _MAX_PADDING = 1.6
@@ -304,8 +304,6 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: boo
     """The tiling of an architecture, or the reason why the fused kernel has none."""
     if len(architecture) != 2:
         return f"the fused kernel multiplies two factors, this architecture has {len(architecture)}"
-    if mode not in TENSOR_CORE_MODES:
-        return f"the fused kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
     second, first = architecture.patterns
     result = Tiling(first, second, mode, linears, norm, gated=gated)
     if first.c % 4:

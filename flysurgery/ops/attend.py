@@ -9,11 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.attention import attention_obstacle, attention_operator, few_attention_obstacle
-from flysurgery.gpu.device import device_obstacle
-from flysurgery.gpu.modes import present_mode
+from flysurgery.gpu.attention import attention_obstacle, few_attention_obstacle, run_attention
+from flysurgery.gpu.modes import mode_for
 from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.ops.launches import constant
 from flysurgery.ops.ways import Stage, Stages
 
 
@@ -26,6 +24,8 @@ class Attention(NamedTuple):
     k: Tensor  # shape: (batch, heads, keys, head)
     v: Tensor  # shape: (batch, heads, keys, head)
     scale: float | None = None  # None stands for one over the root of a head's features
+
+    registered = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -43,13 +43,10 @@ class Attention(NamedTuple):
         return "there are no keys" if k.shape[2] == 0 else None
 
     def stages(self, x: Tensor) -> Stages | str:
-        (batch, heads, queries, head), keys, index = x.shape, self.k.shape[2], x.device.index
-        mode, obstacle = str(present_mode(x.dtype)), _device_obstacle(index)
-        if obstacle is not None:
-            return obstacle
+        (batch, heads, queries, head), keys, mode = x.shape, self.k.shape[2], mode_for(x)
         if few_attention_obstacle(batch * heads, queries, keys, head, x.dtype) is None:
             return (Stage((), partial(_attended, mode=mode, few=True)),)
-        obstacle = attention_obstacle(head, queries, keys, mode, _shared_limit(index))
+        obstacle = attention_obstacle(head, queries, keys, mode, shared_limit_of(x.device.index))
         return obstacle or (Stage((), partial(_attended, mode=mode, few=False)),)
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -58,14 +55,4 @@ class Attention(NamedTuple):
 
 def _attended(y: Tensor, q: Tensor, given: Attention, mode: str, few: bool) -> Tensor:
     scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale
-    return attention_operator(q, given.k, given.v, scale, mode, few)
-
-
-@constant
-def _device_obstacle(device_index: int) -> str | None:
-    return device_obstacle(device_index)
-
-
-@constant
-def _shared_limit(device_index: int) -> int:
-    return shared_limit_of(device_index)
+    return run_attention(q, given.k, given.v, scale, mode, few)

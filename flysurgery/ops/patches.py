@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.dense_patches import dense_patches_operator, patches_obstacle, rows_of_image
+from flysurgery.gpu.dense_patches import patches_obstacle, rows_of_image, run_patches
 from flysurgery.gpu.device import device_obstacle
 from flysurgery.gpu.modes import present_mode
-from flysurgery.ops.launches import constant
 from flysurgery.ops.parts import present
 from flysurgery.ops.ways import Stage, Stages
+from flysurgery.torch_state import is_tracing
 
 
 class PatchEmbedding(NamedTuple):
@@ -31,6 +31,8 @@ class PatchEmbedding(NamedTuple):
     bias: Tensor | None  # shape: (features,)
     position: Tensor | None = None  # shape: (*, patches, features), or (*, tokens + patches, features)
     prefix: Sequence[Tensor] = ()  # shapes: (*, some of the tokens, features)
+
+    registered = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -80,7 +82,8 @@ class PatchEmbedding(NamedTuple):
 
 def _in_place(y: Tensor, images: Tensor, patches: PatchEmbedding, mode: str) -> Tensor:
     weight, bias, position, prefix = patches
-    return dense_patches_operator(images, weight, bias, position, [*prefix], mode)
+    run = torch.ops.flysurgery.dense_patches if is_tracing(images) else run_patches
+    return run(images, weight, bias, position, [*prefix], mode)
 
 
 def _copied(y: Tensor, images: Tensor, patches: PatchEmbedding) -> Tensor:
@@ -119,6 +122,6 @@ def _wrong_rows(patches: PatchEmbedding, count: int) -> str | None:
     return f"{count} patches and {tokens} tokens before them have no position of {count + beyond} rows"
 
 
-@constant
+@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
 def _patches_obstacle(features: int, channels: int, high: int, wide: int, mode: str, device_index: int) -> str | None:
     return device_obstacle(device_index) or patches_obstacle(high, wide, channels, features, mode, device_index)

@@ -157,9 +157,8 @@ def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
 
 
 @every
-def test_graphs_and_schema(kernel: Attention) -> None:
+def test_graphs(kernel: Attention) -> None:
     q, k, v = kernel.operands(1 if kernel.kind == "few" else 50, 3, 197)
-    torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, kernel.mode, kernel.kind == "few"))
     check_replay(lambda: ops.run(q, ops.Attention(k, v)))
 
 

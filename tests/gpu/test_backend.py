@@ -52,7 +52,6 @@ def test_says_how_it_goes_factor_by_factor_and_which_blocks_pytorch_multiplies()
     assert CudaBackend().remark(problem()) is None
     assert CudaBackend().remark(problem(Architecture(SQUARE.patterns[:1]))) is None
     assert CudaBackend().remark(problem(DEEP)) == "factor by factor, as the fused kernel multiplies two factors, this architecture has 3"
-    assert "factor by factor" in str(CudaBackend("cuda-exact", exact=True).remark(problem(dtype=torch.float32)))
     one, deep = Architecture.of((1, 1024, 1024, 4)), Architecture.of((1, 1024, 1024, 4), (1, 64, 64, 64), (2, 1024, 1024, 2))
     by_pytorch = "by PyTorch's product of the blocks, the faster way at this size"
     assert CudaBackend().remark(problem(one)) == f"(1,1024,1024,4) {by_pytorch}"
@@ -67,10 +66,6 @@ def test_says_what_it_cannot_run() -> None:
         assert CudaBackend().can_run(problem(architecture, dtype, requires_grad=True)) is None
     assert "not torch.float64" in str(CudaBackend().can_run(problem(dtype=torch.float64)))
     assert "these are on cpu" in str(CudaBackend().can_run(problem(device_type="cpu")))
-    exact = CudaBackend("cuda-exact", exact=True)
-    assert "float32, not torch.float16" in str(exact.can_run(problem()))
-    assert exact.can_run(problem(dtype=torch.float32)) is None
-    assert "tensor cores" in str(exact.advise_against(problem(dtype=torch.float32)))
 
 
 @pytest.fixture
@@ -133,7 +128,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         ((x, [], [], 1, "fp32"), "0 factors"),
         ((x, [*factors, *make_factors(MONARCH, FP32)], [], 2, "fp32"), "of one architecture"),
         ((x, factors, [bias], 1, "fp16"), "mode 'fp16' takes torch.float16, got x of torch.float32"),
-        ((x, factors, [bias], 1, "fp8"), "modes fp16, bf16, tf32, fp32, exact, got 'fp8'"),
+        ((x, factors, [bias], 1, "fp8"), "modes fp16, bf16, tf32, fp32, got 'fp8'"),
         ((x, [factor.to("meta") for factor in factors], [bias], 1, "fp32"), "expected all tensors on cpu"),
     ):
         with pytest.raises((BackendError, PatternError), match=re.escape(said)):

@@ -151,7 +151,6 @@ KERNELS: dict[str, tuple[int, Variants]] = {
             "unaligned bf16": lambda: single(Pattern(1, 192, 48, 2), "bf16", aligned=False),
             "fp32": lambda: single(Pattern(1, 192, 192, 3), "fp32"),
             "odd sizes": lambda: single(Pattern(2, 3, 5, 3), "tf32"),
-            "exact": lambda: single(Pattern(1, 64, 64, 4), "exact"),
         },
     ),
     "factor_gradients": (

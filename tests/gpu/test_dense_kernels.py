@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import layer_norm
 
 from flysurgery.factors import factors_to_dense
@@ -191,22 +190,6 @@ def test_a_chain_of_kernels_that_begin_early_sees_each_result(kernel: DenseKerne
     assert_equal(out, chain(x))
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.tile is None], ids=str, indirect=True)
-def test_the_operator_is_well_behaved(kernel: DenseKernel) -> None:
-    arithmetic = kernel.arithmetic
-    x, residual = (make_input(70, 384, arithmetic, device="cuda") for _ in range(2))
-    weight, bias = make_factor(SQUARE, arithmetic, device="cuda")[0, :, :, 0], make_vector(384, arithmetic, device="cuda")
-    if kernel.kind == "few rows":
-        few_rows, factors = torch.ops.flysurgery.few_rows.default, make_factors(gonon(384, 384), arithmetic, device="cuda")
-        torch.library.opcheck(few_rows, (x, bias, None, 1e-6, [weight], [0], [bias], "gelu", residual, bias))
-        torch.library.opcheck(few_rows, (x, None, None, None, factors, [2], [None], "none", None, None))
-    elif kernel.kind == "some rows":
-        some_rows = torch.ops.flysurgery.some_rows.default
-        torch.library.opcheck(some_rows, (x, [weight], [0], [bias], "gelu", residual, bias, kernel.mode))
-    else:
-        torch.library.opcheck(torch.ops.flysurgery.dense_linear.default, (x, weight, bias, "gelu", residual, bias, kernel.mode))
-
-
 HALVES = [arithmetic for arithmetic in ARITHMETICS.values() if arithmetic.dtype.itemsize == 2]
 UP, DOWN = Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1)
 in_halves = pytest.mark.parametrize("halves", HALVES, ids=lambda arithmetic: arithmetic.name)
@@ -221,16 +204,6 @@ def test_few_rows_behind_a_norm(halves: Arithmetic, pattern: Pattern, mean: floa
     out = run_few_rows(x, weight, bias, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None)
     truth = product(layer_norm(x.double(), (pattern.c,), weight.double(), bias.double(), 1e-6), [factor])
     assert_epilogue_comparable(out, plainly(layer_norm(x, (pattern.c,), weight, bias, 1e-6), [factor], None), truth, halves)
-
-
-@in_halves
-def test_blocks_of_few_rows_and_of_many_compile_in_one_graph(halves: Arithmetic) -> None:
-    x, norm = make_input(394, 384, halves, device="cuda"), Norm(None, None, 1e-6)
-    matrices = (make_factor(pattern, halves, device="cuda")[0, :, :, 0].contiguous() for pattern in (UP, DOWN))
-    up, down = (Dense(Parameter(matrix, requires_grad=False)) for matrix in matrices)  # parameters' sizes count as constants
-    compiled = torch.compile(lambda x: run(x, FeedForward(norm, up, down, "gelu")), fullgraph=True, dynamic=True)
-    for rows in (197, 394, 100):
-        assert_equal(compiled(x[:rows]), run(x[:rows], FeedForward(norm, up, down, "gelu")))
 
 
 def test_a_feed_forward_block_of_factors_and_some_rows(mode: str) -> None:

@@ -64,7 +64,7 @@ def test_as_accurate_as_pytorch(mode: str) -> None:
     assert_epilogue_comparable(out.flatten(0, 1), yardstick, truth, arithmetic)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("features", "side", "all_rows"), [(48, 16, True), (64, 8, False), (96, 4, True), (32, 14, False)])
 def test_whichever_product_takes_the_patches(dtype: torch.dtype, features: int, side: int, all_rows: bool) -> None:
     """Patches that the kernel reads, and those of which it is one copy and PyTorch's product."""

@@ -125,12 +125,6 @@ def test_no_weight_is_lost_and_none_is_there_twice(packer: str) -> None:
     assert int(image.view(torch.float16).count_nonzero()) == halves_a_weight * sum(weight.numel() for weight in weights)
 
 
-def test_an_exact_single_factor_keeps_each_float32() -> None:
-    factor = torch.randn(2, 10, 20, 3)
-    image = SingleFactor(Pattern(2, 10, 20, 3), "exact", shared_limit=SHARED).pack(factor)[HEADER_BYTES:].view(torch.float32)
-    assert torch.equal(image[image != 0].sort().values, factor.flatten().sort().values)
-
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("affine", ["none", "weight", "bias", "both"])
 def test_a_norm_folded_into_fused_linears(affine: str, biased: bool) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flysurgery.errors import BackendError
-from flysurgery.ops import PatchEmbedding, patches, reason, run, ways
+from flysurgery.ops import LayerNorm, Norm, PatchEmbedding, patches, reason, run, ways
+from tests.gpu.graphs import Graphs
 from tests.support.tolerance import assert_equal
 
 FEATURES, TOKENS, COUNT = 6, 2, 12
@@ -80,3 +82,18 @@ def test_images_that_are_no_whole_patches_are_refused() -> None:
 
 def test_it_needs_a_gpu() -> None:
     assert "CUDA" in str(reason(IMAGES, PatchEmbedding(WEIGHT, BIAS)))
+
+
+def test_a_compiled_graph_holds_one_operator_and_no_other_operation_is_fused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_patches_obstacle", lambda *_: None)
+    look = Graphs()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        images, weight, bias = (each.to("cuda") for each in (IMAGES.half(), WEIGHT.half(), BIAS.half()))
+
+        def embed(images: Tensor) -> Tensor:
+            assert reason(images[:, 0], LayerNorm(Norm(None, None))) is not None
+            return run(images, PatchEmbedding(weight, bias))
+
+        compiled = torch.compile(embed, fullgraph=True, dynamic=True, backend=look)
+        assert compiled(images).shape == (5, COUNT, FEATURES)
+    assert look.operators() == ["dense_patches"]
