@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from recipe import VIT_S, Run
@@ -129,12 +129,12 @@ def step_case(
     dtype: torch.dtype,
     *,
     compile_too: bool = False,
-    training: bool | Literal["captured"] = False,
+    optimized_too: bool = False,
 ) -> Case:
     """A training step under autocast: forward, cross entropy, backward, AdamW. It gives a gradient of the first feed-forward layer.
 
-    The learning rate is zero, so that every step gives the same gradient; it takes as long as any other. With ``training`` there are
-    optimized candidates too, made with this option.
+    The learning rate is zero, so that every step gives the same gradient; it takes as long as any other. With
+    ``optimized_too`` there are candidates that are optimized for captured steps.
     """
     unit = parts(model, arch)["model"]
     module: Any = unit.make().to(device)
@@ -174,10 +174,10 @@ def step_case(
 
     models = {"converted": module, "dense": dense_copy(module)}
     truths, runs = {name: exact(each) for name, each in models.items()}, {name: step(each) for name, each in models.items()}
-    for name, each in models.items() if training else ():
+    for name, each in models.items() if optimized_too else ():
         optimized = copy.deepcopy(each).requires_grad_(True).train()
         with torch.autocast(device.type, dtype):
-            print(f"{name} optimized: {flysurgery.optimize(optimized, x, training=training)}", flush=True)
+            print(f"{name} optimized: {flysurgery.optimize(optimized, x, training='captured')}", flush=True)
         runs[f"{name} optimized"], truths[f"{name} optimized"] = step(optimized), truths[name]
     if compile_too:
         runs |= {f"{name} compiled": step(copy.deepcopy(each), compiled=True) for name, each in models.items()}

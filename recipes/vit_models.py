@@ -126,8 +126,8 @@ def measure_training(options: argparse.Namespace) -> None:
 def training_case(model: str, arch: str, batch: int, what: str, device: torch.device, *, is_compiled: bool) -> Case:
     """The step of a dense model and of the converted one, also optimized and compiled, called from Python or as a CUDA graph."""
     steps = STEPS[what]
-    training = device.type == "cuda" and ("captured" if what == GRAPH else steps == 1)
-    ready = step_case(model, arch, batch, device, TIMED_MODES["bf16"], compile_too=is_compiled, training=training)
+    optimized = device.type == "cuda" and what == GRAPH
+    ready = step_case(model, arch, batch, device, TIMED_MODES["bf16"], compile_too=is_compiled, optimized_too=optimized)
     runs: dict[str, Any] = {name: partial(_several, cast(recipe.Run, run), steps) for name, run in ready.runs.items()}
     if what == GRAPH and device.type != "cuda":
         runs = dict.fromkeys(ready.runs, recipe.NEEDS_CUDA)

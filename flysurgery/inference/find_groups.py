@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from flysurgery.inference.embedding import CALLERS, METHOD, Embedding, embedding_of, inline_embedding
-from flysurgery.inference.graph import Calls, attempt, below, is_idle, origin, watch
+from flysurgery.inference.graph import Calls, attempt, is_idle, origin, watch
 from flysurgery.inference.match import AttentionOut, Block, BlockMatcher, FeedForwardGroup, Matcher, NormModule, ProjectionGroup
 from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
@@ -28,8 +27,7 @@ class Patches(NamedTuple):
 
 @dataclass
 class Findings:
-    """The groups by the name of their last linear (of patches, the convolution, or the module that is their embedding where something
-    follows it; of a norm by itself, its own), and the reasons of those that are none.
+    """The groups by the name of their last linear (of patches, the convolution; of a norm by itself, its own), and the reasons of those that are none.
 
     ``calls`` are those of every module in one forward, ``around`` the modules around each node. A feed-forward group outside of the proven
     blocks may still be fused; an attention's output is not, so it is among the reasons.
@@ -42,7 +40,6 @@ class Findings:
     projections: dict[str, ProjectionGroup] = field(default_factory=dict)
     feed_forwards: dict[str, FeedForwardGroup] = field(default_factory=dict)
     patches: dict[str, Patches] = field(default_factory=dict)
-    embeddings: dict[str, Embedding] = field(default_factory=dict)
     norms: dict[str, NormModule] = field(default_factory=dict)
     reasons: dict[str, tuple[str, Reason]] = field(default_factory=dict)
 
@@ -69,7 +66,7 @@ def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
     """
     seen = survey(model, example, prepare=_put_linears)
     matcher, around = Matcher(seen), {node: seen.owners.around(node) for node in seen.trace.graph.nodes}
-    found, outs = Findings(seen, watch(seen, (METHOD, *CALLERS)), around), dict[str, AttentionOut]()
+    found, outs = Findings(seen, watch(seen), around), dict[str, AttentionOut]()
     for role, group, match, kept in (
         ("qkv", "qkv", matcher.projection, found.projections),
         ("attn_out", "attn_out", matcher.attention_out, outs),
@@ -86,7 +83,6 @@ def find_groups(model: nn.Module, example: Example | None = None) -> Findings:
                 kept[call.fqn] = outcome  # pyright: ignore[reportArgumentType]  match and kept belong together
     _find_blocks(found, [*outs.values(), *found.feed_forwards.values()])
     _find_patches(found)
-    _find_embeddings(found)
     _find_norms(matcher, found)
     return found
 
@@ -126,23 +122,6 @@ def _find_patches(found: Findings) -> None:
             found.patches[fqn] = Patches(fqn, node)
         else:
             found.reasons[fqn] = ("patches", Reason("overlap", "its patches overlap, or it is no plain convolution"))
-
-
-def _find_embeddings(found: Findings) -> None:
-    """Patches with the method behind them, by the name of the patch embedding; and for others the reason why not."""
-    having = [fqn for fqn, _ in found.seen.double.named_modules() if found.calls.get(below(fqn, METHOD))]
-    for fqn in having:
-        outcome = attempt(embedding_of, found.seen, found.calls, fqn)
-        if not isinstance(outcome, Reason) and below(fqn, outcome.convolution) not in found.patches:
-            outcome = Reason("no-patches", "before it stands no plain convolution that cuts the model's input into patches")
-        if isinstance(outcome, Reason):
-            found.reasons[below(fqn, METHOD)] = ("patches", outcome)
-        else:
-            found.embeddings[below(fqn, outcome.patches)] = outcome
-    for patches in () if having else found.patches.values():
-        inline = inline_embedding(found.seen, patches.node)
-        if inline is not None:
-            found.reasons[inline[0]] = ("patches", inline[1])
 
 
 def _find_norms(matcher: Matcher, found: Findings) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flysurgery import ops
-from flysurgery.inference.standin import Together, is_plain
+from flysurgery.inference.standin import is_plain
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import Dense, FusedFactors, Linear, Norm, Operation, Stage, Way
 from flysurgery.torch_state import product_dtype
@@ -258,37 +258,6 @@ class PatchesStep(Step):
 
     def plain(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.convolution(x)
-
-
-class EmbeddingStep(Step):
-    """Patches with their position and the tokens before them: the result of ``together`` for images of the traced size."""
-
-    def __init__(
-        self,
-        together: Together,
-        convolution: nn.Conv2d,
-        position: Parameter | None,
-        prefix: Iterable[Parameter],
-        image: tuple[int, ...],
-    ) -> None:
-        super().__init__((position, *prefix))
-        self.convolution, self.image = convolution, image
-        self._together = (together,)  # in a tuple, so that it is no child: it holds the whole model
-
-    def operation(self, x: Tensor, *others: Tensor) -> ops.PatchEmbedding | str:
-        if tuple(x.shape[1:]) != self.image:
-            return f"position is that of images of {self.image}, got {tuple(x.shape)}"
-        prefix = [getattr(*each) for each in self.held[1:] if each is not None]
-        return ops.PatchEmbedding(self.convolution.weight, self.convolution.bias, self._held(0), prefix)
-
-    def trained(self, x: Tensor, *others: Tensor) -> Tensor | str:
-        operation = self.operation(x)
-        if isinstance(operation, str):
-            return operation
-        return operation.wrong_sizes(x) or operation.by_product(x).to(product_dtype(x))
-
-    def plain(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self._together[0](x)
 
 
 def linear_of(linear: nn.Module | None) -> Linear | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -151,23 +151,17 @@ class Calls:
         self.results.append(result)
 
 
-def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
+def watch(seen: Survey) -> dict[str, Calls]:
     """Run the surveyed stand-in once on fake tensors, and record the calls of every module, by its first name.
-
-    Calls of ``methods`` of a class, if it has them, are recorded under the name that a child of that name would have.
 
     Raises:
         WalkError: the forward needs values of tensors, for example to select rows by them.
     """
     found: dict[str, Calls] = {}
-    handles, set_on = [], list[tuple[nn.Module, str]]()
+    handles = []
     for fqn, module in seen.double.named_modules():
         calls = found[fqn] = Calls()
         handles.append(module.register_forward_hook(lambda _, *call, calls=calls: calls.note(*call), with_kwargs=True))
-        for name in methods:
-            if callable(getattr(type(module), name, None)) and name not in vars(module):
-                vars(module)[name] = _noting(getattr(module, name), found.setdefault(below(fqn, name), Calls()))
-                set_on.append((module, name))
     try:
         run_fake(seen.double, seen.example)
     except Exception as error:  # the forward may raise anything, as in trace
@@ -177,20 +171,4 @@ def watch(seen: Survey, methods: Iterable[str] = ()) -> dict[str, Calls]:
     finally:
         for handle in handles:
             handle.remove()
-        for module, name in set_on:
-            del vars(module)[name]
     return found
-
-
-def below(fqn: str, name: str) -> str:
-    """The full name of an object with this name in the module ``fqn``."""
-    return f"{fqn}.{name}" if fqn else name
-
-
-def _noting(method: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        calls.note(args, kwargs, result)
-        return result
-
-    return noted

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from flysurgery.inference import clock
 from flysurgery.inference.find_groups import find_groups
 from flysurgery.inference.gradients import rehearsed, training_calls, with_gradients
 from flysurgery.inference.replacement import Candidate, Replacement, find_replacements
-from flysurgery.inference.standin import Fused, put, restore, view
+from flysurgery.inference.standin import StandIn, put, restore, view
 from flysurgery.surgery import Reason, grouped, is_optimized, text_table
 from flysurgery.torch_state import autocast_dtype
 from flysurgery.walker import Example, example_input
@@ -30,7 +30,7 @@ _HINDRANCES = {
 MEASURED_IMAGES = 64
 """The number of images in the measurement on CUDA, if no example is given."""
 
-Training = bool | Literal["captured"]
+Training = Literal[False, "captured"]
 
 Times = tuple[float, float]
 """Milliseconds of one call, with the model's own modules and with the fused ones."""
@@ -38,8 +38,7 @@ Times = tuple[float, float]
 
 @dataclass(frozen=True)
 class OptimizeRow:
-    """One group, by the name of its last linear or convolution, of the attention module, or of the norm. Patches with the method behind
-    them have the name of the patch embedding.
+    """One group, by the name of its last linear or convolution, of the attention module, or of the norm.
 
     ``group`` is "qkv", "attention", "attn_out", "ffn", "norm" or "patches"; ``status`` "fused" or "left". The milliseconds are those
     of one call, None where nothing was measured. ``launches`` says what the launches of the fused group compute; it is empty where that
@@ -99,8 +98,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     scale -> residual]; [LN -> FFN -> layer scale -> residual]; the patch embedding; and single norms, such as a model's last one. Layers
     may be converted or dense. A feed-forward block may be gated (SwiGLU), by two layers or the halves of one, and may have a norm before
     its last layer. Residual sums are fused in modules that compute nothing else: a block, one half of it, or many in a row. If ``model``
-    itself is one, it gets a fused forward. timm's models add position and tokens to the patches in a method; a method that is set on the
-    model fuses this with the patch embedding.
+    itself is one, it gets a fused forward.
 
     A group is fused if a kernel takes it and is faster than the model's own modules in a short measurement, at the example's number of
     samples, on CUDA in graphs. The report gives the result for each group, or the reason why it is not fused. Then the whole model is
@@ -112,13 +110,12 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     ``torch.compile`` a fused block that only launches kernels is one operator.
 
     Weights may be changed, loaded, moved and retyped; ``flysurgery.ops.forget_derived`` lists the writes after which to call it.
-    With ``training`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward and backward
-    together, at the autocast around this call, are what is measured. They keep one activation for each group, and pass the stream between
-    blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all else without fused gradients.
-    Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True`` raises. Optimize before the model
-    is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled: a compiler trains the model's own modules. The whole
-    model is timed as it is called from Python, which takes the host more time than the model's own modules do; with
-    ``training="captured"`` as a CUDA graph of the whole step.
+    With ``training="captured"`` the fused modules serve calls with gradients in place of those without, in training mode as well: forward
+    and backward together, as a CUDA graph and at the autocast around this call, are what is measured. They keep one activation for each
+    group, and pass the stream between blocks on in autocast's dtype. Blocks with dropout or dropped paths stay as they are, and so does all
+    else without fused gradients. Gradients have the dtypes of their parameters. There are no second derivatives: ``create_graph=True``
+    raises. Optimize before the model is wrapped by ``DistributedDataParallel``, sharded by ``fully_shard``, or compiled: a compiler trains
+    the model's own modules. Capture the step as a CUDA graph: called from Python it takes the host more time than the model's own modules.
 
     ``restore`` puts the model back. Do that before its layers are resized or reconfigured (``set_input_size``, another ``num_heads``,
     ...), before ``torch.compile`` runs with replaced layers, or with other parameters by ``torch.func.functional_call``, and before
@@ -128,7 +125,7 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
         model: in eval mode; modules in training mode or with hooks stay as they are.
         example: the input, a tuple of all positional inputs, or a mapping of inputs by name, with the number of samples to be fast for.
             None: models of timm, vit-pytorch and transformers that take images need none, and 64 images are measured on CUDA.
-        training: whether to make training faster in place of inference, called from Python or captured.
+        training: "captured" makes training steps that are captured as CUDA graphs faster, in place of inference.
 
     Raises:
         InferenceError: the model is optimized, compiled, sharded or wrapped already, or has parameters of several devices.
@@ -136,8 +133,10 @@ def optimize(model: nn.Module, example: Example | None = None, *, training: Trai
     """
     started = perf_counter()
     _refuse(model)
-    if training not in (False, True, "captured"):
-        raise InferenceError(f"training must be False, True or 'captured', got {training!r}")
+    if training not in get_args(Training):
+        raise InferenceError(
+            f"training must be False or 'captured', got {training!r}: fused training steps are faster in a CUDA graph, and not from Python"
+        )
     device, dtype = _place_of(model)
     measured_as = (training and autocast_dtype(device.type)) or dtype
     found = find_groups(model, _example(model, device) if example is None else example)
@@ -236,24 +235,24 @@ def _leave_slower(candidate: Candidate, times: Times) -> None:
 
 def _not_slower(
     model: nn.Module, replacements: Sequence[Replacement], example: tuple[Any, ...], training: Training
-) -> tuple[Fused, Times | None]:
+) -> tuple[dict[str, StandIn], Times | None]:
     """What is put into ``model``, so that it is not slower than without, and both times.
 
     While the model is slower, the kind of group that gained the least is left as it was. The times are None where nothing was measured:
     if no group is fused, on the meta device, and if the example contains anything other than tensors.
     """
     while True:
-        fused = Fused({}, {})
+        fused = dict[str, StandIn]()
         for replacement in replacements:
             if any(candidate.reason is None for candidate in replacement.candidates):
                 replacement.put(fused)
-        if not any(fused) or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
+        if not fused or not all(isinstance(each, Tensor) and not each.is_meta for each in example):
             return fused, None
-        ways, most = [model, view(model, *fused)], clock.MOST_COPIES
+        ways, most = [model, view(model, fused)], clock.MOST_COPIES
         if training:
             ways, most = [with_gradients(each, model) for each in ways], clock.MOST_BACKWARD
         with torch.no_grad():
-            plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most, captured=training is not True)
+            plain_ms, fused_ms = clock.medians_ms(ways, example, most_copies=most)
         if fused_ms <= plain_ms:
             return fused, (plain_ms, fused_ms)
         _leave_least([each for replacement in replacements for each in replacement.candidates if each.reason is None], (plain_ms, fused_ms))

@@ -11,12 +11,10 @@ from torch import nn
 from torch.fx import Node
 
 from flysurgery.inference.clock import Shapes
-from flysurgery.inference.embedding import METHOD, Embedding
 from flysurgery.inference.find_groups import Findings, Patches
 from flysurgery.inference.fused_block import Attending, Form, FusedAttended, FusedBlock, FusedPart, attention_among, form_of
 from flysurgery.inference.fused_modules import (
     AttentionStep,
-    EmbeddingStep,
     FeedForwardStep,
     LayerNormStep,
     LinearResidualStep,
@@ -24,21 +22,9 @@ from flysurgery.inference.fused_modules import (
     PatchesStep,
     Step,
 )
-from flysurgery.inference.graph import UnfitError, attempt, below
+from flysurgery.inference.graph import UnfitError, attempt
 from flysurgery.inference.match import Attended, Block, BlockPart, FeedForwardGroup, Lone, NormModule, ProjectionGroup
-from flysurgery.inference.standin import (
-    Condition,
-    Fused,
-    Passed,
-    StandIn,
-    StandInMethod,
-    Stepped,
-    Together,
-    Undropped,
-    above,
-    is_plain,
-    view,
-)
+from flysurgery.inference.standin import Condition, Passed, StandIn, Stepped, Undropped, is_plain, view
 from flysurgery.surgery import Reason
 from flysurgery.walker import shape_of
 
@@ -76,7 +62,7 @@ class Replacement:
 
     candidates: tuple[Candidate, ...]
     condition: Condition
-    put: Callable[[Fused], None]
+    put: Callable[[dict[str, StandIn]], None]
 
 
 @dataclass
@@ -133,8 +119,6 @@ class _Builder:
         alone(found.norms, self._norm, self._lone_norm)
         alone(found.patches, self._patches, self._lone_patches)
         built.replacements += blocks
-        for fqn, embedding in found.embeddings.items():  # last, so that it sees the modules that were put below its module
-            built.replacements.append(self._embedding(fqn, embedding))
         for replacement in built.replacements:
             for candidate in replacement.candidates:
                 candidate.step.trains = self.trains
@@ -146,9 +130,9 @@ class _Builder:
         condition = Condition(original.modules(), itself=original, trains=self.trains)
         candidates = [self._of_part(part) for part in block.parts]
 
-        def put(fused: Fused) -> None:
-            parts = [self._part(part, form, own, fused.modules) for part, own in zip(block.parts, candidates, strict=True)]
-            fused.modules[block.fqn] = FusedBlock(original, parts, form, condition)
+        def put(fused: dict[str, StandIn]) -> None:
+            parts = [self._part(part, form, own, fused) for part, own in zip(block.parts, candidates, strict=True)]
+            fused[block.fqn] = FusedBlock(original, parts, form, condition)
 
         return Replacement(tuple(each for own in candidates for each in own.values()), condition, put)
 
@@ -246,36 +230,13 @@ class _Builder:
     def _lone_patches(self, patches: Patches, candidate: Candidate) -> Replacement:
         return self._stepped(patches.fqn, candidate)
 
-    def _embedding(self, fqn: str, group: Embedding) -> Replacement:
-        """A method behind a patch embedding, in the method of the same module that calls both.
-
-        A new method is set on the module. It runs on a view of the module in which one step replaces the two. All other calls of the
-        patch embedding, or of the method behind it, use the model's own.
-        """
-        module = self.module(group.fqn)
-        together = Together(module, METHOD, group.patches)
-        position, prefix = group.position and group.position.of(module), [each.of(module) for each in group.prefix]
-        convolution = self._convolution(below(group.fqn, group.convolution))
-        step = EmbeddingStep(together, convolution, position, prefix, group.image)
-        candidate = Candidate("patches", fqn, step, (self._image(fqn),))
-        called = [module.get_submodule(each) for each in group.called]
-
-        def put(fused: Fused) -> None:
-            start = f"{group.fqn}." if group.fqn else ""
-            others = {fqn.removeprefix(start): each for fqn, each in fused.modules.items() if fqn.startswith(start)}
-            condition = Condition(called, above(module, (group.patches, *others)), trains=self.trains)
-            method = StandInMethod(module, group.caller, together.replaced(step, others), condition)
-            fused.methods[group.fqn, group.caller] = method
-
-        return Replacement((candidate,), Condition(called, trains=self.trains), put)
-
     def _stepped(self, fqn: str, candidate: Candidate) -> Replacement:
         """One module that is the whole group."""
         original = self.module(fqn)
         condition = Condition(original.modules(), itself=original, trains=self.trains)
 
-        def put(fused: Fused) -> None:
-            fused.modules[fqn] = Stepped(original, candidate.step, condition)
+        def put(fused: dict[str, StandIn]) -> None:
+            fused[fqn] = Stepped(original, candidate.step, condition)
 
         return Replacement((candidate,), condition, put)
 
@@ -290,9 +251,9 @@ class _Builder:
         holders = [self.module(fqn.rpartition(".")[0]) for fqn in (norm, behind)]
         condition = Condition([*first.modules(), *second.modules()], holders, trains=self.trains)
 
-        def put(fused: Fused) -> None:
-            fused.modules[norm] = Passed(first, condition)
-            fused.modules[behind] = Stepped(second, candidate.step, condition)
+        def put(fused: dict[str, StandIn]) -> None:
+            fused[norm] = Passed(first, condition)
+            fused[behind] = Stepped(second, candidate.step, condition)
 
         return Replacement((candidate,), condition, put)
 

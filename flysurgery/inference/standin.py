@@ -1,10 +1,10 @@
-"""Modules and methods that replace others, with the same parameters, buffers, children and hooks; puts them in, and restores the own."""
+"""Modules that replace others, with the same parameters, buffers, children and hooks; puts them in, and restores the own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -203,82 +203,29 @@ def view(module: nn.Module, replacements: Mapping[str, nn.Module], attributes: M
     return copies[""]
 
 
-def above(module: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
-    """``module`` and the modules on the way to these names below it. A ``view`` that replaces these names has copies of them."""
-    parts = [path.split(".")[:-1] for path in paths]
-    return [module.get_submodule(path) for path in {".".join(names[:count]): None for names in parts for count in range(len(names) + 1)}]
-
-
-class Together(nn.Module):
-    """``method`` of a module behind its child ``before``."""
-
-    def __init__(self, module: nn.Module, method: str, before: str) -> None:
-        super().__init__()
-        self.module, self.method, self.before = module, method, before
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self.module, self.method)(self.module.get_submodule(self.before)(x))
-
-    def replaced(self, step: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
-        """A view of the module, with ``others`` below it. Its ``before`` gives its input to ``step``, which replaces ``method``."""
-        before = Passed(self.module.get_submodule(self.before), Condition(()))
-        return view(self.module, {**others, self.before: before}, {("", self.method): step})
-
-
-class StandInMethod:
-    """Replaces a method of ``module``. It calls the method on the view ``inner`` as long as the condition holds.
-
-    At each call the view gets the attributes that the module has now, such as a switch for checkpoints.
-    """
-
-    def __init__(self, module: nn.Module, method: str, inner: nn.Module, condition: Condition) -> None:
-        self.module, self.method, self.inner, self.condition = module, method, inner, condition
-        self._own = {name: value for name, value in vars(inner).items() if vars(module).get(name) is not value}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        holder = self.module
-        if self.condition.holds():
-            holder = self.inner
-            if not torch.compiler.is_compiling():
-                vars(holder).update(vars(self.module) | self._own)
-        return getattr(type(holder), self.method)(holder, *args, **kwargs)
-
-
-class Fused(NamedTuple):
-    """What is put into a model: modules by the names of those that they replace, and methods by the names of modules and their own."""
-
-    modules: dict[str, StandIn]
-    methods: dict[tuple[str, str], StandInMethod]
-
-
-def put(model: nn.Module, fused: Fused) -> None:
-    """Put modules in place under all names of the old ones, and methods on modules. For ``model`` itself, set its forward."""
-    methods = list[tuple[nn.Module, str, Callable[..., Any]]]()
-    methods += [(model.get_submodule(fqn), name, method) for (fqn, name), method in fused.methods.items()]
-    old = {id(model.get_submodule(fqn)): module for fqn, module in fused.modules.items()}
+def put(model: nn.Module, modules: Mapping[str, StandIn]) -> None:
+    """Put modules in place under all names of the old ones. For ``model`` itself, set its forward."""
+    old = {id(model.get_submodule(fqn)): module for fqn, module in modules.items()}
     for parent, name, child in _children(model):
         if id(child) in old:
             parent._modules[name] = old[id(child)]
-    if "" in fused.modules:
-        methods.append((model, "forward", fused.modules[""].forward))
-    for module, name, method in methods:
-        vars(module).update({name: method, STANDS_FOR: (module, name)})
-    for each in (*fused.modules.values(), *fused.methods.values()):
+    if "" in modules:
+        vars(model).update({"forward": modules[""].forward, STANDS_FOR: None})
+    for each in modules.values():
         each.condition.settle()
 
 
 def restore(model: nn.Module) -> int:
     """Put back the modules that ``optimize`` replaced, in ``model`` and in modules of it that were optimized separately.
 
-    Returns the number of these modules and of those on which a method was set; 0 for a model that is not optimized.
+    Returns the number of these modules, and of those whose forward was set; 0 for a model that is not optimized.
     """
     replaced = [(parent, name, child) for parent, name, child in _children(model) if isinstance(child, StandIn)]
     for parent, name, child in replaced:
         parent._modules[name] = child.original
-    themselves = [module for module in model.modules() if STANDS_FOR in vars(module)]
+    themselves = [module for module in model.modules() if STANDS_FOR in vars(module) and not isinstance(module, StandIn)]
     for module in themselves:
-        _, name = vars(module).pop(STANDS_FOR)
-        del vars(module)[name]
+        del vars(module)[STANDS_FOR], vars(module)["forward"]
     return len(replaced) + len(themselves)
 
 

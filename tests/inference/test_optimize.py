@@ -37,10 +37,10 @@ def build(name: str, options: dict[str, Any]) -> nn.Module:
     ("name", "options", "kernels", "reasons"),
     [
         ("deit3_small_patch16_224", SMALL, WHOLE, set()),
-        ("beit_base_patch16_224", SMALL, MASKED, {"inline"}),
+        ("beit_base_patch16_224", SMALL, MASKED, set()),
         ("vit_small_patch16_224", {**SMALL, "act_layer": "gelu_tanh", "class_token": False, "global_pool": "avg"}, WHOLE, set()),
-        ("eva02_tiny_patch14_224", SMALL, WHOLE, {"call-form"}),  # gate and value from one layer, and layer norms without a scale
-        ("eva02_base_patch14_224", SMALL, SPLIT, {"norm-shared", "call-form"}),  # from two layers, and a norm before the last one
+        ("eva02_tiny_patch14_224", SMALL, WHOLE, set()),  # gate and value from one layer, and layer norms without a scale
+        ("eva02_base_patch14_224", SMALL, SPLIT, {"norm-shared"}),  # from two layers, and a norm before the last one
         (
             "swin_tiny_patch4_window7_224",
             SWIN,
@@ -97,7 +97,7 @@ def with_another_step(model: nn.Module) -> None:
     ("change", "reasons"),
     [
         (of_another_class, {"blocks.0.attn.proj": "no-kernel"}),
-        (with_own_forwards, {"blocks.0.mlp.fc2": "no-kernel", "patch_embed.proj": "overlap", "_pos_embed": "no-patches"}),
+        (with_own_forwards, {"blocks.0.mlp.fc2": "no-kernel", "patch_embed.proj": "overlap"}),
         (with_another_step, {"blocks.0.attn.proj": "more"}),
     ],
 )
@@ -173,12 +173,12 @@ def test_parts_and_wholes_know_of_each_other(called: list[str]) -> None:
     called.clear()
     assert_equal(blocks(x), before)
     assert not called
-    assert flysurgery.restore(model) == 5
+    assert flysurgery.restore(model) == 4
     assert flysurgery.restore(model) == 0
     flysurgery.densify(model)
 
 
-@pytest.mark.parametrize(("itself", "kernels", "count"), [(False, WHOLE, 5), (True, BLOCK, 1)])
+@pytest.mark.parametrize(("itself", "kernels", "count"), [(False, WHOLE, 4), (True, BLOCK, 1)])
 def test_copies_pickles_and_state_dicts_follow(called: list[str], itself: bool, kernels: list[str], count: int) -> None:
     model = small()
     x = torch.randn(2, 17, 48) if itself else images(model)
@@ -233,7 +233,6 @@ def test_what_makes_the_whole_model_slower_is_taken_back_the_least_gain_first(ca
         "NormLinear": 1.0,
         "LinearResidual": 2.0,
         "Patches": 3.0,
-        "Embedding": 3.5,
         "FeedForward": 4.0,
     }
     model = small()
