@@ -15,11 +15,10 @@ _STREAMED_SUMS = 384
 
 
 class Patch(NamedTuple):
-    """Patches of images in place of rows: their height and width, and how many rows of y stand before those of each image."""
+    """Patches of images in place of rows: their height and width."""
 
     high: int
     wide: int
-    prefix: int = 0
 
 
 NO_PATCH = Patch(0, 0)
@@ -85,7 +84,7 @@ class DenseTiling:
         return tiles * max(1, min(-(-rows // _UNIT), multiprocessors // tiles))
 
     def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added."""
+        """The macros that the kernel is compiled with; ``residual`` says whether one is added."""
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
@@ -95,7 +94,6 @@ class DenseTiling:
             "RESIDUAL": int(residual),
             "PATCH_HIGH": patch.high,
             "PATCH_WIDE": patch.wide,
-            "PREFIX": patch.prefix,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "STAGES": self.stages,

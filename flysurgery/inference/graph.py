@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
 from flysurgery.errors import WalkError
