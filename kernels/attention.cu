@@ -137,7 +137,7 @@ __device__ __forceinline__ void bring_whole(const Ring& ring, int n, const Share
 template <int N, int O, int T>
 __device__ __forceinline__ void multiply_scores(float (&c)[T][4], u32 a, u32 b, bool accumulate) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) WgmmaRows<N>::template run<O>(c, rows_descriptor(a + s * 32), rows_descriptor(b + s * 32), accumulate || s > 0);
+    for (int s = 0; s < 4; ++s) WgmmaShared<N>::template run<O>(c, rows_descriptor(a + s * 32), rows_descriptor(b + s * 32), accumulate || s > 0);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)

@@ -4,8 +4,6 @@
 #include "instructions.cuh"
 #include "tensor_map.cuh"
 #include "wgmma_rows.cuh"
-#include "wgmma_wide.cuh"
-#include "wgmma_wide_shared.cuh"
 
 constexpr int kSlot = 16 * 128;  // bytes of a warp's stage
 constexpr int kStages = D * STEPS;

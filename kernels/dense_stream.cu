@@ -23,7 +23,7 @@
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "tensor_map.cuh"
-#include "wgmma_wide_shared.cuh"
+#include "wgmma.cuh"
 #include "wgmma_rows.cuh"
 
 constexpr int kUnits = 384 / COLUMNS, kRows = 64 * kUnits;  // as many rows as a warpgroup's registers hold sums of

@@ -26,7 +26,7 @@
 #include "instructions.cuh"
 #include "mode.cuh"
 #include "panel_ring.cuh"
-#include "wgmma_shared.cuh"
+#include "wgmma.cuh"
 
 constexpr int kWarpgroups = WARPS / 4;  // that multiply
 constexpr int kIn = A1 * C1, kOut = B4 * D4, kRowOfY = kOut * 4;

@@ -22,7 +22,7 @@
 #include "instructions.cuh"
 #include "row_pairs.cuh"
 #include "tensor_map.cuh"
-#include "wgmma_shared.cuh"
+#include "wgmma.cuh"
 
 constexpr int kWarpgroups = 3, kWarps = 4 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
 constexpr int kRegisters = 160, kBringing = 32;                     // of a multiplying thread, and of a loading thread; together all registers

@@ -35,7 +35,6 @@
 #include "norm_rows.cuh"
 #include "panel_ring.cuh"
 #include "wgmma.cuh"
-#include "wgmma_shared.cuh"
 
 constexpr int kWarps = 4 * WARPGROUPS;
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;  // of a thread; all of a multiprocessor's with three warpgroups and one

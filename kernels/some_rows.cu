@@ -24,7 +24,7 @@
 #include "instructions.cuh"
 #include "scale.cuh"
 #include "wgmma_rows.cuh"
-#include "wgmma_shared.cuh"
+#include "wgmma.cuh"
 
 constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
 constexpr int kElem = kFloat ? 4 : 2, kPlanes = kPairs ? 2 : 1;

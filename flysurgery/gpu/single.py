@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.kernel import Prepared, Rows, address_of, current_stream, in_rows, load_kernel
+from flysurgery.gpu.kernel import Kernel, Rows, Sizes, current_stream, in_rows, load_kernel
+from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.single_choice import candidates, single_reason
 from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
@@ -43,7 +44,7 @@ class SingleFactor:
         self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0])
         self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
         self._out_features = pattern.out_features
-        self._launches: dict[tuple[Rows, int], Prepared] = {}
+        self._launchers: dict[tuple[Rows, int], tuple[Kernel, Sizes, int]] = {}
 
     def sources(self) -> list[tuple[str, str, dict[str, int]]]:
         """The kernel that rows at aligned addresses need: file, name, macros."""
@@ -90,22 +91,22 @@ class SingleFactor:
     ) -> Tensor:  # shape: (*batch, a*b*d)
         """Launch on the current stream. Rows of x may be strided, and may begin at any element; inputs that lie differently are copied."""
         x, at = in_rows(x)
-        y = x.new_empty((*x.shape[:-1], self._out_features))
+        y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
         if at.rows:
             device = x.device.index
-            self._prepared(at, device)(current_stream(device), x.data_ptr(), image.data_ptr(), address_of(bias), y.data_ptr())
+            kernel, sizes, tiles = self._launcher(at, device)
+            kernel.launch(*sizes, current_stream(device), x, image, bias, y, at.rows, at.stride, tiles)
         return y
 
-    def _prepared(self, x: Rows, device_index: int) -> Prepared:
-        """The launch for x of this layout; it takes the addresses of x, the image, the bias and y."""
-        found = self._launches.get((x, device_index))
+    def _launcher(self, x: Rows, device_index: int) -> tuple[Kernel, Sizes, int]:
+        """The kernel for x of this layout, the sizes of its launch, and the tiles of rows that a block takes."""
+        found = self._launchers.get((x, device_index))
         if found is None:
             defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
             kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
             row_chunks, tiles = self.tile.row_chunks(x.rows, torch.cuda.get_device_properties(device_index).multi_processor_count)
             grid, block = (self.tile.groups * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
-            found = kernel.prepare(grid, block, self.tile.shared_bytes, x.rows, x.stride, tiles)
-            self._launches[x, device_index] = found
+            found = self._launchers[x, device_index] = kernel, (grid, block, self.tile.shared_bytes), tiles
         return found
 
 
