@@ -18,8 +18,8 @@ from flysurgery.errors import BackendError
 from flysurgery.factors import factor_to_dense, ks_einsum, to_blocks
 from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import find_cubin
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.kernel import ARCH
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.single_choice import candidates, remember
 from flysurgery.gpu.single_tiling import SingleConfig
 from flysurgery.ops import BACKENDS, Problem

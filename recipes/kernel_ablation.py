@@ -9,9 +9,9 @@ from kernel_operations import LAYERS, SHARED_LIMIT, Drawn, Operation, Place, lin
 from recipe import NEEDS_CUDA, Run
 
 from flysurgery.bench import TIMED_MODES, Case
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import FusedLinear, fused_kernel
 from flysurgery.gpu.fused_configs import configs, fits
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.ops import FusedFactors, ks_linear

@@ -23,6 +23,7 @@ import torch
 from flysurgery.gpu.attention import run_attention
 from flysurgery.gpu.dense import run_dense, run_dense_gated
 from flysurgery.gpu.dense_patches import run_patches
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.factor_gradients import factor_gradients
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.gpu.ffn import run_ffn
@@ -32,7 +33,6 @@ from flysurgery.gpu.fused_linears import run_fused_linears
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.layer_norm import run_layer_norm
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.product import product_of
 from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.some_rows import run_some_rows

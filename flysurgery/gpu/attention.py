@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.ring_attention import RingAttention, ring_attention
 from flysurgery.gpu.tensor_map import head_boxes

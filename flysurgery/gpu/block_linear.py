@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
+from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
@@ -234,7 +235,7 @@ class BlockLinear:
     def __init__(self, tile: BlockTiling, dtype: torch.dtype, activation: str, device_index: int) -> None:
         self.tile, self.dtype, self.activation, self.device_index = tile, dtype, activation, device_index
         device = torch.device("cuda", device_index)
-        self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._multiprocessors = multiprocessors_of(device_index)
         self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
         self._kernels: dict[tuple[int, bool, bool], Kernel] = {}
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import plain_boxes, swizzled_boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch

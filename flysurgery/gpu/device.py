@@ -47,6 +47,18 @@ def _device_obstacle(device_index: int) -> str | None:
     return None
 
 
+@functools.cache
+def shared_limit_of(device_index: int) -> int:
+    """Bytes of shared memory that a block may use."""
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+
+
+@functools.cache
+def multiprocessors_of(device_index: int) -> int:
+    """The number of multiprocessors, cached because PyTorch needs longer than a launch to give it."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 def cuda_facts() -> list[tuple[str, str, str | None]]:
     """What ``flysurgery doctor`` says about the CUDA backend: rows of ``(what, what was found, obstacle or None)``."""
     return [_compiler_fact(), *_device_facts(), _folder_fact()]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import factors_to_dense
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 

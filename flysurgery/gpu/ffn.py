@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn
@@ -16,7 +17,6 @@ from flysurgery.gpu.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, mode_for
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
@@ -50,7 +50,7 @@ class FusedFfn:
             "RESIDUAL": int(residual),
         }
         self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
-        self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._blocks = multiprocessors_of(device_index)
         self._shared_bytes = tile.shared_bytes  # computing it takes longer than running a block
 
     def run(

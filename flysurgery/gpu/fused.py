@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
@@ -98,8 +99,7 @@ class FusedLinear:
         tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
         if isinstance(tile, str):
             return []
-        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-        return configs(tile, limit)
+        return configs(tile, shared_limit_of(device_index))
 
     def cases(self, rows: int) -> list[TunedCase]:
         """The case to autotune for calls with this many rows."""
@@ -152,8 +152,7 @@ class FusedLinear:
         index, config = self.device.index, self.config
         epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual)}
         kernel = load_kernel("fused_linear.cu", {**self.tile.defines(config), **epilogue}, name="fused_linear", device_index=index)
-        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        grid = (min(-(-rows // 64), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
+        grid = (min(-(-rows // 64), max(multiprocessors_of(index) // self.tile.blocks, 1)), self.tile.blocks, 1)
         found = kernel, (grid, (32 * config.warps, 1, 1), self.tile.shared_bytes(config))
         self._launchers[rows, activation, scaled, residual] = found
         return found
@@ -193,8 +192,7 @@ def _config_of(fields: dict[str, Any], tile: Tiling | str, device_index: int) ->
         config = FusedConfig(**fields)
     except TypeError:
         return None
-    limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-    return config if not isinstance(tile, str) and fits(tile, config, limit) else None
+    return config if not isinstance(tile, str) and fits(tile, config, shared_limit_of(device_index)) else None
 
 
 def readable(tensor: Tensor) -> Tensor:

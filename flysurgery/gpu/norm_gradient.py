@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.device import kernels_take
+from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import layer_norm_obstacle
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.obstacles import multiprocessors_of
 from flysurgery.gpu.row_sums import sum_of_rows
 
 _WARPS, _MOST_COLUMNS = 8, 1024

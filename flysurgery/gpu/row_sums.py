@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.device import kernels_take
+from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import ACTIVATIONS, packed
 from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.obstacles import multiprocessors_of
 
 _WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
 _BLOCKS, _BLOCKS_OF_SUMS = 6, 1

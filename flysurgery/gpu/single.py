@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, Rows, Sizes, current_stream, in_rows, load_kernel
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.single_choice import candidates, single_reason
 from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
-
-__all__ = ["SingleFactor", "candidates", "single_reason"]
 
 _WEIGHT_EXPONENT = 11
 _LARGEST_SCALE = 123
@@ -104,7 +103,7 @@ class SingleFactor:
         if found is None:
             defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
             kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
-            row_chunks, tiles = self.tile.row_chunks(x.rows, torch.cuda.get_device_properties(device_index).multi_processor_count)
+            row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors_of(device_index))
             grid, block = (self.tile.groups * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
             found = self._launchers[x, device_index] = kernel, (grid, block, self.tile.shared_bytes), tiles
         return found

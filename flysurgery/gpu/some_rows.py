@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.few_rows import in_place, pack_vectors, pack_weights, sizes_of
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, most_rows, some_rows_tiling
 from flysurgery.gpu.weight_cache import derived_for_launch

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.attention import attention_obstacle, few_attention_obstacle, run_attention
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.modes import mode_for
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.ops.ways import Stage, Stages
 
 

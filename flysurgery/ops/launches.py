@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.gpu.dense import dense_obstacle, run_dense, run_dense_gated
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.few_rows import most_rows, run_few_rows
 from flysurgery.gpu.ffn import ffn_obstacle, run_ffn
 from flysurgery.gpu.fused import fused_reason
@@ -15,7 +16,6 @@ from flysurgery.gpu.fused_linears import run_fused_linears
 from flysurgery.gpu.gated import run_gated
 from flysurgery.gpu.layer_norm import layer_norm_obstacle, run_layer_norm
 from flysurgery.gpu.modes import mode_for
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.some_rows import most_some_rows, run_some_rows
 from flysurgery.ops.multiply import ks_linear
 from flysurgery.ops.parts import Dense, FusedFactors, Gated, Linear, Norm

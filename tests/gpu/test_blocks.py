@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.gated import run_gated
-from flysurgery.gpu.obstacles import multiprocessors_of
 from flysurgery.gpu.wide_ffn import run_wide_ffn
 from flysurgery.gpu.wide_group import run_wide_group
 from flysurgery.ops import (

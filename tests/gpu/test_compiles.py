@@ -22,7 +22,7 @@ from flysurgery.gpu.fused_configs import configs
 from flysurgery.gpu.kernel import ARCH
 from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.gpu.ring_attention import ring_attention
-from flysurgery.gpu.single import candidates
+from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleTiling
 from flysurgery.gpu.some_rows_tiling import some_rows_tiling
 from flysurgery.gpu.tiling import tiling

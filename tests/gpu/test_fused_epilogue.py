@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import every_config
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture
