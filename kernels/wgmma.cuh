@@ -1,5 +1,5 @@
 // wgmma (sm_90a): c[O..] += a * B, 64 rows a warpgroup; B from shared memory through a descriptor, a from registers (Wgmma) or through a
-// descriptor too (WgmmaShared). Without `accumulate` the product replaces c.
+// descriptor too (WgmmaShared, whose `add` always adds). Without `accumulate` the product replaces c.
 //
 // A warp holds rows 16w..16w+15 of the 64 in the layout of mma.sync m16n8k16, accumulators and a alike, so the code
 // around the product is the same for both. B lies as no-swizzle core matrices, K-major: panel [k8][column][8 halves],
@@ -111,12 +111,20 @@ template <int N> struct WgmmaShared;
     };                                                                                                                                       \
     template <> struct WgmmaShared<N> {                                                                                                      \
         template <int O = 0, int T>                                                                                                          \
-        static __device__ __forceinline__ void run(float (&c)[T][4], unsigned long long a, unsigned long long b, int accumulate = 1) {       \
+        static __device__ __forceinline__ void run(float (&c)[T][4], unsigned long long a, unsigned long long b, int accumulate) {           \
             asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P2 ", 0;"                                                                       \
                          " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_HALF "." WGMMA_HALF                                        \
                          " {" TEXT "}, %" #P0 ", %" #P1 ", p, 1, 1, 0, 0; }"                                                                 \
                          : __VA_ARGS__                                                                                                       \
                          : "l"(a), "l"(b), "r"(accumulate));                                                                                 \
+        }                                                                                                                                    \
+        template <int T>                                                                                                                     \
+        static __device__ __forceinline__ void add(float (&c)[T][4], unsigned long long a, unsigned long long b) {                           \
+            constexpr int O = 0;                                                                                                             \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_HALF "." WGMMA_HALF                                         \
+                         " {" TEXT "}, %" #P0 ", %" #P1 ", 1, 1, 1, 0, 0;"                                                                   \
+                         : __VA_ARGS__                                                                                                       \
+                         : "l"(a), "l"(b));                                                                                                  \
         }                                                                                                                                    \
     };
 

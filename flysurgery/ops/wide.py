@@ -30,13 +30,6 @@ q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor 
 59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
 """
 
-FEWEST_TOGETHER = {1: 3456, 2: 8192}
-"""Below this many rows one launch is not chosen for this few linears: no configuration of their launch was searched.
-
-On an H200 in fp16 one linear of 768 features takes 12.0 us in one launch and 11.8 factor by factor at 3200 rows, 12.3 and 12.8 at 4096,
-17.2 and 22.7 at 12608; two 25.1 and 20.7 at 6304, and more were not timed (architecture of Gonon et al.).
-"""
-
 
 def wide_ffn(
     x: Tensor,  # shape: (*batch, in_features)
@@ -92,7 +85,6 @@ def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> boo
     """
     architecture, features = group[0].architecture, x.shape[-1]
     between = max(architecture.inner_features)
-    fewest = max(ROWS_TOGETHER * between, FEWEST_TOGETHER.get(len(group), 0))
-    if together and between <= WIDEST_TOGETHER and x.numel() >= fewest * features:
+    if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
         return False
     return features >= NARROWEST_GROUP and wide_group_obstacle(architecture, len(group), x.dtype, x.device.index) is None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,12 +56,10 @@ class DenseKernel:
     def arithmetic(self) -> Arithmetic:
         return ARITHMETICS[self.mode]
 
-    @contextmanager
-    def taken(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def take_tile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """See to it that the kernel takes its tile."""
         if self.tile is not None:
             monkeypatch.setattr(some_rows, "_tiling", partial(_by_tile, self.tile))
-        yield
 
     def linears(
         self,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from flysurgery.gpu.kernel import Kernel, Parameters
 from flysurgery.gpu.replay import remembered_calls
-from flysurgery.gpu.replay.launch_again import Repeated
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
 from flysurgery.gpu.weight_cache import derived, forget_derived
@@ -221,25 +220,6 @@ def test_constants_are_found_where_they_are() -> None:
     for scale in (1.0, 2.0, 3.0):
         assert_equal(layer.repeating(compute, layer.modules, torch.full((FEATURES,), scale)), torch.full((FEATURES,), scale + 1))
     assert layer.calls == 1
-
-
-def test_what_lies_between_launches_shares_memory_while_nobody_reads_it() -> None:
-    """The second launch reads the first's result, the third both, the fourth the third's; the fifth gives the result."""
-    layer = Layer()
-
-    def compute(x: Tensor) -> Tensor:
-        layer.calls += 1
-        results = [x]
-        for reads in ((0, 0), (1, 0), (2, 1), (3, 3), (4, 4)):
-            results.append(fresh(x.shape, x.dtype, x.device))
-            layer.kernel.add(results[reads[0]], results[reads[1]], results[-1], 1)
-        return results[-1]
-
-    for scale in (1.0, 2.0, 3.0):
-        assert_equal(layer.repeating(compute, layer.modules, torch.full((FEATURES,), scale)), torch.full((FEATURES,), 20 * scale))
-    assert layer.calls == 1
-    (repeated,) = layer.repeating._known[1].values()
-    assert isinstance(repeated, Repeated) and repeated._bytes == 3 * 512  # of four results
 
 
 def test_copies_and_pickles_begin_anew(layer: Layer) -> None:

@@ -147,33 +147,6 @@ def test_what_no_kernel_takes_says_why(kernels: Callable[..., None]) -> None:
         run(x, FeedForward(*block))  # type: ignore[arg-type]
 
 
-def test_operands_that_look_the_same_are_decided_on_once(kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels("whole")
-    decisions_made: list[Tensor] = []
-    monkeypatch.setattr(ways, "_obstacle", lambda x, operation: decisions_made.append(x))
-    x = torch.zeros(3, WIDTH)
-    for _ in range(3):
-        assert reason(x.clone(), FeedForward(*operands("factors", False))) is None  # type: ignore[arg-type]
-    assert len(decisions_made) == 1
-    norm, up, down, *others, _ = operands("factors", False)
-    wider = FusedFactors(tuple(factor.double() for factor in down.factors), None)  # type: ignore[attr-defined]
-    for changed in (
-        (x[:2], norm, up, down, *others),
-        (x.double(), norm, up, down, *others),
-        (x, norm, up, wider, *others),
-        (x, None, up, down, *others),
-        (x, Norm(None, None), up, down, *others),
-        (x, norm, up, down, "silu", *others[1:]),
-        (x, norm, up, down, "gelu", None),
-        (x, norm, up, down, "gelu", None, False),
-        (x.clone().requires_grad_(), norm, up, down, *others),
-    ):
-        before = len(decisions_made)
-        for _ in range(2):
-            reason(changed[0], FeedForward(*changed[1:]))  # type: ignore[arg-type]
-        assert len(decisions_made) == before + 1
-
-
 def test_what_is_remembered_holds_no_tensors(kernels: Callable[..., None]) -> None:
     kernels("epilogue")
     block = operands("gated", True)
