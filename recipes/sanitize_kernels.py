@@ -92,7 +92,7 @@ def run_gates(mode: str) -> None:
     for rows in ROWS:
         x = drawn(dtype, rows, SMALL.in_features)
         for eps in (None, 1e-6):
-            run_fused_linears(x, None, None, eps, (left, right), (), 1, "silu", None, None, mode)
+            run_fused_linears(x, None if eps is None else (None, None, eps), [(left, right)], (), 1, "silu", None, None, mode)
         run_dense_gated(x, weights, [weight[0] for weight in weights], 0, "gelu", mode)
         run_gated(x[:, :32], x[:, 32:], "silu")
 
@@ -138,8 +138,8 @@ def run_feed_forward(family: Callable[[int, int], Architecture], mode: str, all_
     bias = drawn(dtype, 192)
     for rows in all_rows:
         x = drawn(dtype, rows, 192)
-        run_ffn(x, bias, bias, 1e-6, up, None, down, bias, "gelu", bias, True)
-        run_ffn(x, None, None, 1e-6 if dtype == torch.float32 else None, up, None, down, None, "gelu_tanh", None, False)
+        run_ffn(x, (bias, bias, 1e-6), up, None, down, bias, "gelu", bias, True)
+        run_ffn(x, (None, None, 1e-6) if dtype == torch.float32 else None, up, None, down, None, "gelu_tanh", None, False)
 
 
 def run_attentions(mode: str) -> None:
@@ -157,8 +157,8 @@ def run_few(mode: str) -> None:
         x, residual = (drawn(dtype, rows, size) for size in (192, 96))
         heads = drawn(dtype, 1, 2, rows, 64)
         for _ in range(2):  # the second begins early
-            run_few_rows(x, None, None, 1e-6, [weight], [0], [bias], "gelu", residual, bias)
-            run_few_rows(x, None, None, None, [weight], [0], [bias], "none", None, None)
+            run_few_rows(x, (None, None, 1e-6), [weight], [bias], "gelu", residual, bias)
+            run_few_rows(x, None, [weight], [bias], "none", None, None)
             run_attention(heads, heads, heads, 0.125, mode, few=True)
 
 
@@ -170,7 +170,7 @@ def run_some(mode: str) -> None:
         for rows in ROWS:
             x, residual = (drawn(dtype, rows, size) for size in (inputs, outputs))
             for _ in range(2):  # the second begins early
-                run_some_rows(x, [weight], [0], [bias], "gelu", residual, bias, mode)
+                run_some_rows(x, [weight], [bias], "gelu", residual, bias, mode)
 
 
 def run_factor_gradients(mode: str) -> None:

@@ -13,15 +13,13 @@ from torch import Tensor
 from flysurgery.factors import ks_einsum
 from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.layer_norm import row_moments
+from flysurgery.gpu.layer_norm import NormParts, row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived
 from flysurgery.patterns import Pattern
 
-NormParts = tuple[Tensor | None, Tensor | None, float]
-"""A layer norm's weight and bias, shapes: (in_features,), and epsilon."""
 ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _PIECE, _STAGE, _UNIT = 8, 64, 64
 _SLOT_BYTES = _UNIT * 2 * _STAGE

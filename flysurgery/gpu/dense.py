@@ -107,16 +107,12 @@ def run_dense_gated(
     Raises:
         BackendError: as ``run_dense``.
     """
-    device_index = x.device.index
-    x = readable(x)
-    rows, in_features = x.shape
-    outputs = sum(weight.shape[0] for weight in weights)
+    device_index, x = x.device.index, readable(x)
+    (rows, in_features), outputs = x.shape, sum(weight.shape[0] for weight in weights)
     y = fresh((rows, outputs // 2), x.dtype, x.device)
     if rows == 0:
         return y
-    tile = _tiling(in_features, outputs, mode, device_index, True)
-    if isinstance(tile, str):
-        raise BackendError(tile)
+    tile, kernel, sizes = launcher(in_features, outputs, mode, activation, False, NO_PATCH, rows, device_index, gated=True)
 
     def make() -> tuple[Tensor, ...]:
         weight, bias = (_in_turn(tile, parts, gate) if parts else None for parts in (weights, biases))
@@ -124,13 +120,7 @@ def run_dense_gated(
         return pack_dense(tile, weight, bias, None)
 
     image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make, inference=True)
-    _kernel(tile, activation, False, NO_PATCH, device_index).launch(
-        (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
-        (32 * tile.warps, 1, 1),
-        tile.shared_bytes,
-        current_stream(device_index),
-        *(x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0),
-    )
+    kernel.launch(*sizes, current_stream(device_index), x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0)
     return y
 
 
@@ -142,14 +132,23 @@ def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def launcher(
-    in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: Patch, rows: int, device_index: int
+    in_features: int,
+    out_features: int,
+    mode: str,
+    activation: str,
+    residual: bool,
+    patch: Patch,
+    rows: int,
+    device_index: int,
+    *,
+    gated: bool = False,
 ) -> tuple[DenseTiling, Kernel, Sizes]:
     """The tiling for this many rows, its kernel, and the launch: blocks, threads and shared memory.
 
     Raises:
         BackendError: there is no tiling, or the kernel does not compile.
     """
-    tile = _tiling(in_features, out_features, mode, device_index, False)
+    tile = _tiling(in_features, out_features, mode, device_index, gated)
     if isinstance(tile, str):
         raise BackendError(tile)
     sizes = (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes

@@ -16,6 +16,7 @@ from flysurgery.gpu.ffn_image import pack_ffn
 from flysurgery.gpu.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, mode_for
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -94,9 +95,7 @@ def _fused_ffn(
 
 def run_ffn(
     x: Tensor,  # shape: (rows, in_features)
-    norm_weight: Tensor | None,  # shape: (in_features,)
-    norm_bias: Tensor | None,  # shape: (in_features,)
-    eps: float | None,  # of the norm; None where there is none
+    norm: NormParts | None,
     up: Sequence[Tensor],
     up_bias: Tensor | None,
     down: Sequence[Tensor],
@@ -112,16 +111,17 @@ def run_ffn(
     """
     device_index = x.device.index
     shapes = tuple([factor.shape for factor in up]), tuple([factor.shape for factor in down])
-    kernel = _fused_ffn(*shapes, mode_for(x), activation, eps is not None, scale is not None, residual, device_index)
+    kernel = _fused_ffn(*shapes, mode_for(x), activation, norm is not None, scale is not None, residual, device_index)
+    norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     parts = (*up, *down, up_bias, down_bias, norm_weight, norm_bias, scale)
     sources = tuple([part for part in parts if part is not None])
 
     def make() -> tuple[Tensor, ...]:
-        factors, norm = (up[1], up[0], down[1], down[0]), (norm_weight, norm_bias)
+        factors, affine = (up[1], up[0], down[1], down[0]), (norm_weight, norm_bias)
         if isinstance(kernel.tile, FloatFfnTiling):
-            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), norm, scale),)
-        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), norm, scale, x.dtype),)
+            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale),)
+        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
 
     present = tuple([part is not None for part in parts])
     (image,), early = derived_for_launch(("ffn", kernel, x.dtype, present), sources, make)
-    return kernel.run(readable(x), image, eps or 0.0, early=early)
+    return kernel.run(readable(x), image, eps, early=early)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
 from flysurgery.gpu.fused import fused_kernel
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import dtype_of
 from flysurgery.gpu.tuning_record import meet
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -16,10 +17,8 @@ from flysurgery.gpu.weight_cache import derived_for_launch
 
 def run_fused_linears(
     x: Tensor,  # shape: (*batch, in_features)
-    weight: Tensor | None,  # shape: (in_features,)
-    bias: Tensor | None,  # shape: (in_features,)
-    eps: float | None,
-    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
+    norm: NormParts | None,
+    linears: Sequence[Sequence[Tensor]],  # each: left and right factor, shapes: (a, b, c, d)
     biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
     gate: int | None,
     activation: str,
@@ -29,33 +28,33 @@ def run_fused_linears(
 ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
     """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
-    Rows are normalized, with ``weight`` and ``bias``, where ``eps`` is not None: the weight is multiplied into the right factors, the
-    bias by the factors and added to the biases, both before rounding. Where ``gate`` is not None, the outputs of one linear are two
-    halves, and the result is ``activation(gate) * value``; it is the index of the gate. A norm or a gate excludes ``scale``.
+    The norm's weight is multiplied into the right factors, its bias by the factors and added to the biases, both before rounding. Where
+    ``gate`` is not None, the outputs of one linear are two halves, and the result is ``activation(gate) * value``; it is the index of the
+    gate. A norm or a gate excludes ``scale``.
 
     Raises:
         BackendError: no kernel runs these factors; ``fused_reason`` tells beforehand.
     """
-    norm, linears = eps is not None, len(factors) // 2
-    rows, device_index = x.numel() // x.shape[-1], x.device.index
-    kernel = fused_kernel(architecture_of(factors[:2]), mode, linears, rows, norm=norm, gated=gate is not None, device_index=device_index)
+    weight, bias, eps = norm or (None, None, 0.0)
+    rows, kinds = x.numel() // x.shape[-1], {"norm": norm is not None, "gated": gate is not None}
+    kernel = fused_kernel(architecture_of(linears[0]), mode, len(linears), rows, **kinds, device_index=x.device.index)
     meet(kernel, x)
 
     def make() -> tuple[Tensor, ...]:
-        pairs, offset = [*zip(factors[::2], factors[1::2], strict=True)], torch.cat([*biases]) if biases else None
+        pairs, offset = [(left, right) for left, right in linears], torch.cat([*biases]) if biases else None
         if gate is not None:
             pairs = [(_gate_first(left, 1, gate), right) for left, right in pairs]
             offset = None if offset is None else _gate_first(offset, 0, gate)
         pairs, offset = _fold(pairs, offset, weight, bias)
-        behind = _sums(pairs, dtype_of(mode)) if norm else None if scale is None else scale.detach().double()
+        behind = _sums(pairs, dtype_of(mode)) if norm is not None else None if scale is None else scale.detach().double()
         if behind is not None:
             offset = torch.cat((torch.zeros_like(behind) if offset is None else offset, behind))
         return kernel.pack(pairs), *([] if offset is None else [offset.to(dtype_of(mode))])
 
-    sources = (*factors, *biases, *(part for part in (weight, bias, scale) if part is not None))
+    sources = (*[factor for linear in linears for factor in linear], *biases, *(part for part in (weight, bias, scale) if part is not None))
     packed, early = derived_for_launch((kernel, gate, len(biases), weight is None, bias is None, scale is None), sources, make)
     image, *behind = packed
-    return kernel.run(x, image, next(iter(behind), None), residual, activation, eps or 0.0, scaled=scale is not None, early=early)
+    return kernel.run(x, image, next(iter(behind), None), residual, activation, eps, scaled=scale is not None, early=early)
 
 
 def _gate_first(rows: Tensor, dim: int, gate: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.few_rows import in_place, pack_vectors, pack_weights, sizes_of
+from flysurgery.gpu.few_rows import Weights, form_of, lies_in_place, outputs_of, pack_vectors, pack_weights, tensors_of
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.replay.recording import fresh
@@ -35,8 +35,7 @@ def _tiling(rows: int, in_features: int, out_features: int, mode: str, device_in
 
 def run_some_rows(
     x: Tensor,  # shape: (rows, in_features)
-    weights: Sequence[Tensor],  # dense ones, (out_features, *), and factors, (a, b, c, d), of one linear after the other
-    lengths: Sequence[int],  # a linear: how many factors it has, 0 for a dense one
+    linears: Sequence[Weights],
     biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
     activation: str,
     residual: Tensor | None,  # shape: (rows, sum of all out_features)
@@ -52,22 +51,22 @@ def run_some_rows(
         BackendError: there is no tiling for the layer, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
+    (rows, in_features), sizes = x.shape, [*map(outputs_of, linears)]
     y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
         return y
     tile = _tiling(rows, in_features, sum(sizes), mode, device_index)
-    sources = tuple([part for part in (*weights, *biases, scale) if part is not None])
-    as_it_lies = [*lengths] == [0] and x.element_size() == 2 and in_place(weights[0], x.dtype)
+    sources = tuple([part for part in (*tensors_of(linears), *biases, scale) if part is not None])
+    in_place = x.element_size() == 2 and lies_in_place(linears, x.dtype)
 
     def make() -> tuple[Tensor, ...]:
-        _, columns = pack_vectors(weights[0], (None, None), biases, scale, in_features, sizes)
-        if as_it_lies:
+        _, columns = pack_vectors(sources[0], (None, None), biases, scale, in_features, sizes)
+        if in_place:
             return (columns,)
-        dense = pack_weights(weights, lengths)
+        dense = pack_weights(linears)
         return (columns, dense.to(x.dtype)) if x.element_size() == 2 else pack_floats(dense, columns, mode)
 
-    token = ("some rows", mode, as_it_lies, tuple(lengths), tuple([part is not None for part in (*biases, scale)]))
+    token = ("some rows", mode, in_place, form_of(linears), tuple([part is not None for part in (*biases, scale)]))
     (columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
@@ -76,7 +75,7 @@ def run_some_rows(
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
-        *(x, packed[0] if packed else weights[0], columns, residual, y, rows, *strides),
+        *(x, packed[0] if packed else sources[0], columns, residual, y, rows, *strides),
         early=early,
     )
     return y

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, NormParts, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
 from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import readable
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.patterns import Architecture, Pattern
 
 

@@ -74,8 +74,8 @@ def _fused(
     residual: Tensor | None = None,  # shape: (rows, sum of all out_features)
     scale: Tensor | None = None,  # shape: (sum of all out_features,)
 ) -> Tensor:  # shape: (rows, sum of all out_features), half of them where gated
-    factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    return run_fused_linears(x, *norm_parts(norm), factors, biases, gate, activation, residual, scale, mode_for(x))
+    linears, biases = [member.factors for member in group], [m.bias for m in group if m.bias is not None]
+    return run_fused_linears(x, norm, linears, biases, gate, activation, residual, scale, mode_for(x))
 
 
 def fused_norm_linear(
@@ -111,12 +111,11 @@ def few_rows_linear(
 
     Factors are multiplied out when they are packed; dense layers stay.
     """
-    weights = [part for member in group for part in (member.factors if isinstance(member, FusedFactors) else (member.weight,))]
-    lengths = [len(member.factors) if isinstance(member, FusedFactors) else 0 for member in group]
+    linears = [member.factors if isinstance(member, FusedFactors) else member.weight for member in group]
     rows, added, biases = rows_of(x), None if residual is None else rows_of(residual), [member.bias for member in group]
     if _has_fewest(x, group, norm):
-        return like(x, run_few_rows(rows, *norm_parts(norm), weights, lengths, biases, activation, added, scale))
-    return like(x, run_some_rows(rows, weights, lengths, biases, activation, added, scale, mode_for(x)))
+        return like(x, run_few_rows(rows, norm, linears, biases, activation, added, scale))
+    return like(x, run_some_rows(rows, linears, biases, activation, added, scale, mode_for(x)))
 
 
 def takes_few_rows(x: Tensor, group: Sequence[Linear], norm: Norm | None = None) -> bool:
@@ -187,8 +186,7 @@ def whole_ffn(
     residual: bool,
 ) -> Tensor:  # shape: (*batch, out_features)
     """``x + scale * down(activation(up(norm(x))))``, where ``whole_reason`` is None; without ``x +`` where ``residual`` is false."""
-    layers = list(up.factors), up.bias, list(down.factors), down.bias
-    return like(x, run_ffn(rows_of(x), *norm_parts(norm), *layers, activation, scale, residual))
+    return like(x, run_ffn(rows_of(x), norm, up.factors, up.bias, down.factors, down.bias, activation, scale, residual))
 
 
 def whole_reason(x: Tensor, norm: Norm | None, up: Linear, down: Linear) -> str | None:
@@ -206,8 +204,3 @@ def rows_of(x: Tensor) -> Tensor:
 def like(x: Tensor, y: Tensor) -> Tensor:
     """The rows of y with the leading dimensions of x."""
     return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def norm_parts(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """A norm's weight, bias and epsilon; the last is None where there is no norm."""
-    return (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)

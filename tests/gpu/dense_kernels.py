@@ -13,7 +13,7 @@ from torch import Tensor
 from flysurgery.gpu import some_rows
 from flysurgery.gpu.dense import run_dense
 from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.few_rows import run_few_rows
+from flysurgery.gpu.few_rows import Weights, run_few_rows
 from flysurgery.gpu.some_rows import run_some_rows
 from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, some_rows_tiling, some_rows_tilings
 from flysurgery.patterns import Pattern
@@ -64,8 +64,7 @@ class DenseKernel:
     def linears(
         self,
         x: Tensor,
-        weights: Sequence[Tensor],
-        lengths: Sequence[int],
+        weights: Sequence[Weights],
         biases: Sequence[Tensor | None],
         activation: str = "none",
         residual: Tensor | None = None,
@@ -73,14 +72,14 @@ class DenseKernel:
     ) -> Tensor:
         """What ``run_some_rows`` says; the kernel for any number of rows takes one dense layer, that for few rows few at a time."""
         if self.kind == "some rows":
-            return run_some_rows(x, weights, lengths, biases, activation, residual, scale, self.mode)
+            return run_some_rows(x, weights, biases, activation, residual, scale, self.mode)
         if self.kind == "few rows":
             parts = x.split(FEW_ROWS)
             added = [None] * len(parts) if residual is None else residual.split(FEW_ROWS)
             pairs = zip(parts, added, strict=True)
-            linears = weights, lengths, biases, activation
-            return torch.cat([run_few_rows(part, None, None, None, *linears, each, scale) for part, each in pairs])
+            return torch.cat([run_few_rows(part, None, weights, biases, activation, each, scale) for part, each in pairs])
         (weight,), (bias,) = weights, biases
+        assert isinstance(weight, Tensor)
         return run_dense(x, weight, bias, activation, residual, scale, self.mode)
 
     def linear(
@@ -93,11 +92,11 @@ class DenseKernel:
         scale: Tensor | None = None,
     ) -> Tensor:
         """One dense layer."""
-        return self.linears(x, [factor[0, :, :, 0]], [0], [bias], activation, residual, scale)
+        return self.linears(x, [factor[0, :, :, 0]], [bias], activation, residual, scale)
 
     def run(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """By one factor as a dense weight, by several as factors."""
-        return self.linear(x, factors[0], bias) if len(factors) == 1 else self.linears(x, factors, [len(factors)], [bias])
+        return self.linear(x, factors[0], bias) if len(factors) == 1 else self.linears(x, [factors], [bias])
 
 
 def _kernels() -> tuple[DenseKernel, ...]:

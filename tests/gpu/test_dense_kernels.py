@@ -130,7 +130,7 @@ def test_infinities_and_nan_do_not_come_out_finite(kernel: DenseKernel) -> None:
     x[3, 5], x[9, 200] = torch.inf, torch.nan
     outs = [kernel.linear(x, factor)]
     if kernel.kind == "few rows":
-        outs.append(run_few_rows(x, None, None, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None))
+        outs.append(run_few_rows(x, (None, None, 1e-6), [factor[0, :, :, 0]], [None], "none", None, None))
     for out in outs:
         assert not bool(out[[3, 9]].isfinite().any())
         assert bool(out[[row for row in range(64) if row not in (3, 9)]].isfinite().all())
@@ -141,7 +141,7 @@ def test_linears_side_by_side_dense_or_not(kernel: DenseKernel) -> None:
     arithmetic = kernel.arithmetic
     x, factors = make_input(197, 384, arithmetic, device="cuda"), make_factors(gonon(384, 384), arithmetic, device="cuda")
     dense, bias = make_factor(SQUARE, arithmetic, device="cuda"), make_vector(384, arithmetic, device="cuda")
-    out = kernel.linears(x, [dense[0, :, :, 0], *factors, dense[0, :, :, 0]], [0, 2, 0], [bias, None, None])
+    out = kernel.linears(x, [dense[0, :, :, 0], factors, dense[0, :, :, 0]], [bias, None, None])
     assert_equal(out, torch.cat([kernel.run(x, [dense], bias), kernel.run(x, factors, None), kernel.run(x, [dense], None)], dim=-1))
 
 
@@ -201,7 +201,7 @@ def test_few_rows_behind_a_norm(halves: Arithmetic, pattern: Pattern, mean: floa
     x = (torch.randn(197, pattern.c, generator=torch.Generator("cuda").manual_seed(1), device="cuda") * deviation + mean).to(halves.dtype)
     weight, bias = make_vector(pattern.c, halves, device="cuda"), make_vector(pattern.c, halves, device="cuda")
     factor = make_factor(pattern, halves, device="cuda")
-    out = run_few_rows(x, weight, bias, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None)
+    out = run_few_rows(x, (weight, bias, 1e-6), [factor[0, :, :, 0]], [None], "none", None, None)
     truth = product(layer_norm(x.double(), (pattern.c,), weight.double(), bias.double(), 1e-6), [factor])
     assert_epilogue_comparable(out, plainly(layer_norm(x, (pattern.c,), weight, bias, 1e-6), [factor], None), truth, halves)
 
