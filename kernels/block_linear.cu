@@ -79,7 +79,7 @@ block_linear(const char* __restrict__ x, const char* __restrict__ image, const i
 
     if (warp == 0) {  // weights are requested before any other wait
         if (lane == 0) {
-            for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, kCopyArrivals);
+            for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, 1);
             StagedRows::prepare(row_barriers);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }

@@ -4,8 +4,6 @@
 #include "instructions.cuh"
 #include "tensor_map.cuh"
 #include "wgmma_rows.cuh"
-#include "wgmma_wide.cuh"
-#include "wgmma_wide_shared.cuh"
 
 constexpr int kSlot = 16 * 128;  // bytes of a warp's stage
 constexpr int kStages = D * STEPS;
@@ -61,7 +59,7 @@ struct StagedRows {
     __device__ __forceinline__ void wait(Operands&, int, int) { barrier_wait(arrived + 8 * from, phase); }
     template <int COLUMNS_>
     __device__ __forceinline__ void multiply(float (&sums)[COLUMNS_ / 8][4], const Operands&, int, int k, u64 b) {
-        WgmmaShared<COLUMNS_>::run(sums, rows_descriptor(__shfl_sync(0xffffffffu, slots + from * 4 * kSlot, 0)) + (k * 32 >> 4), b);
+        WgmmaShared<COLUMNS_>::add(sums, rows_descriptor(__shfl_sync(0xffffffffu, slots + from * 4 * kSlot, 0)) + (k * 32 >> 4), b);
     }
     __device__ __forceinline__ void leave(int slot) {
         if (lane == 0) barrier_arrive(left + 8 * slot);

@@ -6,8 +6,8 @@
 //      └────┴────┴────┴─ … ─┘     in shared memory    └───────────────┴─ … ─┘
 //
 // A block keeps all inputs of its COLUMNS outputs in shared memory and goes over the rows; the blocks of one row range, a column tile each,
-// run together, so that x comes from device memory once and from the L2 cache for the others. A warp owns 16 rows (a warpgroup 64) and
-// loads its own x, STAGES - 1 batches of 128 bytes of a row ahead; there is no barrier between load and use, nor between warps.
+// run together, so that x comes from device memory once and from the L2 cache for the others. A warpgroup owns 64 rows; a warp
+// loads its own 16, STAGES - 1 batches of 128 bytes of a row ahead; there is no barrier between load and use, nor between warps.
 // Residuals are requested while products run.
 //
 // MODE 0 fp16, 1 bf16: float32 sums over all inputs. MODE 2 (tf32 grade) and 3 (fp32 grade) take float32. Every row of a batch has a
@@ -16,26 +16,22 @@
 // truncation does not add up. Rows of less than 2^-106 lose precision; infinities and NaN in x give NaN or infinite results.
 //
 // Columns of W are ordered so that a lane holds 16 adjacent bytes of a row of y. The image (flysurgery/gpu/dense.py) is
-// [column tile][batch][hi, lo][k8][column][8 halves], read by ldmatrix or by the descriptors of wgmma.
+// [column tile][batch][hi, lo][k8][column][8 halves], which the descriptors of wgmma name.
 //
 // Floor: the bytes of x, residual, y and weights. Its share of a whole model's time is in recipes/results/optimized_vits.csv, as the gain
 // of "dense optimized"; no recipe times it alone.
 //
-// Products: wgmma where WGMMA is 1 (sm_90a), mma.sync elsewhere (sm_80 and later).
 // Patches: where PATCH_WIDE is not 0, x is images (image, channel, row, column) without gaps, and a row of the product is a patch of PATCH_HIGH x
-// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row. Each image has PREFIX rows of
-// y before its patches. RESIDUAL then adds a position: `residual` has the rows of one image, first the PREFIX ones as they are to be in y.
+// PATCH_WIDE pixels, all channels one after the other: patches are read where they lie, image by image, row by row.
 //
 // Gated: half of the outputs of a block are a gate's and half the value's at the same places, and y = act(gate) * value, of OUT / 2 columns.
 //
-// Defines: IN, OUT, MODE, WGMMA, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, PREFIX, WARPS, COLUMNS, STAGES.
-// Limits: rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
+// Defines: IN, OUT, MODE, ACTIVATION (exact_activation.cuh), GATED, RESIDUAL, PATCH_HIGH, PATCH_WIDE, WARPS, COLUMNS, STAGES.
+// Limits: sm_90a; rows of x of whole batches, beginning at multiples of 16 bytes, as those of the residual; OUT a multiple of COLUMNS.
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "scale.cuh"
-#if WGMMA
 #include "wgmma.cuh"
-#endif
 
 constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
 constexpr int kElem = kFloat ? 4 : 2;
@@ -43,7 +39,7 @@ constexpr int kTiles = COLUMNS / 8, kColumnTiles = OUT / COLUMNS;
 constexpr int kBatch = 128 / kElem, kSteps = kBatch / 16, kBatches = IN / kBatch;  // inputs and k16 steps of a batch
 constexpr int kImageBytes = kBatch * COLUMNS * 2, kPanelBytes = kImageBytes * (kPairs ? 2 : 1);
 constexpr int kStageBytes = 16 * 128;
-constexpr int kUnitWarps = WGMMA ? 4 : 1, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
+constexpr int kUnitWarps = 4, kUnits = WARPS / kUnitWarps, kUnitRows = 16 * kUnitWarps;
 constexpr int kRun = kFloat ? 2 : 4, kHeld = 2 * kRun;  // tiles whose columns of a lane are adjacent, and how many these are: 16 bytes
 constexpr int kHalves = GATED ? 2 : 1, kVectors = kTiles / kRun / kHalves;  // vectors of y that a lane stores
 constexpr int kWeightShift = 13;  // weights of [2^11, 2^12) count as [1/4, 1/2): a sum then overflows where the result does
@@ -57,7 +53,7 @@ constexpr int kBatchesOfChannel = kPatches ? PATCH_HIGH * kLine / 128 : kBatches
 static_assert(!kPatches || (kLine % 16 == 0 && 128 % kLine == 0 && PATCH_HIGH * kLine % 128 == 0), "a batch is whole lines of one channel");
 static_assert(IN % kBatch == 0 && OUT % COLUMNS == 0 && kTiles % (kRun * kHalves) == 0 && WARPS % kUnitWarps == 0, "whole batches, tiles and units");
 static_assert(!GATED || !RESIDUAL, "nothing is added behind a gate");
-static_assert(kPatches || PREFIX == 0, "images have rows before their patches");
+static_assert(!kPatches || !RESIDUAL, "nothing is added to patches");
 
 __device__ __forceinline__ long long first_row(int round, int warp) {
     const long long block = blockIdx.x / kColumnTiles, blocks = gridDim.x / kColumnTiles;
@@ -198,33 +194,16 @@ struct StagedRows {
     }
 };
 
-#if WGMMA
 template <int O = 0>
 __device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address, bool fresh) {
     constexpr int kPiece = wgmma_piece((kTiles - O) * 8);
     Wgmma<kPiece>::template run<O>(acc, a, wgmma_descriptor(address + O * 128, COLUMNS), !fresh);
     if constexpr (O + kPiece / 8 < kTiles) multiply_step<O + kPiece / 8>(acc, a, address, fresh);
 }
-#else
-__device__ __forceinline__ void multiply_step(float (&acc)[kTiles][4], const u32 (&a)[4], u32 address, bool fresh) {
-#pragma unroll
-    for (int n = 0; n < kTiles; n += 2) {
-        u32 b[4];
-        load_matrices(b, address + n * 128);
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-            if (fresh) acc[n + e / 4][e % 4] = 0.0f;
-        mma(acc[n], a, b[0], b[1]);
-        mma(acc[n + 1], a, b[2], b[3]);
-    }
-}
-#endif
 
-// acc += operands * panel, small products first; acc = operands * panel where it is fresh. `panel` has the lane's offset for ldmatrix in it.
+// acc += operands * panel, small products first; acc = operands * panel where it is fresh.
 __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands& operands, u32 panel, bool fresh) {
-#if WGMMA
     wgmma_fence();
-#endif
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
         const u32 step = panel + s * COLUMNS * 32;
@@ -234,10 +213,8 @@ __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], const Operands
         }
         multiply_step(acc, operands.hi[s], step, fresh && s == 0 && !kPairs);
     }
-#if WGMMA
     wgmma_commit();
     wgmma_wait<0>();  // the other warpgroups make use of the time
-#endif
 }
 
 // sums += operands * panel
@@ -267,18 +244,6 @@ __device__ __forceinline__ void spread(float (&to)[kHeld], const u32 (&from)[4])
     }
 }
 
-// The rows before the patches of each image: the PREFIX rows of `from`, by all blocks of a column tile.
-__device__ __forceinline__ void store_prefix(char* y, const char* from, long long images, u32 of_image, int tile) {
-    constexpr int kPieces = COLUMNS * kElem / 16;  // of a row
-    const long long threads = gridDim.x / kColumnTiles * blockDim.x, pieces = images * PREFIX * kPieces;
-    for (long long at = blockIdx.x / kColumnTiles * blockDim.x + threadIdx.x; at < pieces; at += threads) {
-        const long long image = at / (PREFIX * kPieces);
-        const int row = (int)(at / kPieces % PREFIX), byte = tile * COLUMNS * kElem + (int)(at % kPieces) * 16;
-        *reinterpret_cast<Vector<16>*>(y + (image * (PREFIX + of_image) + row) * (OUT * kElem) + byte) =
-            *reinterpret_cast<const Vector<16>*>(from + row * (OUT * kElem) + byte);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 dense_linear(const char* __restrict__ x, const char* __restrict__ image, const float* __restrict__ columns, const char* __restrict__ residual,
              char* __restrict__ y, long long rows, long long x_stride, long long residual_stride, long long height) {
@@ -290,10 +255,8 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     const int tile = blockIdx.x % kColumnTiles;
 
     if (threadIdx.x == 0) {
-        for (int b = 0; b < kBatches; ++b) barrier_init(full + 8 * b, kCopyArrivals);
-#if __CUDA_ARCH__ >= 900
+        for (int b = 0; b < kBatches; ++b) barrier_init(full + 8 * b, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
     }
     for (int c = threadIdx.x; c < 2 * COLUMNS; c += 32 * WARPS)
         store_shared(columns_at + 4 * c, __float_as_uint(columns[c / COLUMNS * OUT + tile * COLUMNS + c % COLUMNS]));
@@ -304,15 +267,12 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
     StagedRows staged(x, rows, x_stride, height, staged_at, warp, lane);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) staged.load();
-    const u32 of_image = patches_of_image(x_stride, height);
-    if constexpr (PREFIX > 0) store_prefix(y, residual, rows / of_image, of_image, tile);
 
-    const u32 own = weights + (WGMMA ? 0 : ((lane >> 3 & 1) * COLUMNS + (lane >> 4) * 8 + (lane & 7)) * 16);
     const int column_byte = tile * (COLUMNS / kHalves) * kElem + t * 16;
 #pragma unroll 1
     for (int round = 0; first_row(round, warp) < rows; ++round) {
         const long long row = first_row(round, warp) + warp % kUnitWarps * 16 + g;
-        if (RESIDUAL && !kPatches && t == 0) {  // from here on they are loading into the L2 cache
+        if (RESIDUAL && t == 0) {  // from here on they are loading into the L2 cache
             const char* const residual_row = residual + row * residual_stride + column_byte;
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -326,20 +286,14 @@ dense_linear(const char* __restrict__ x, const char* __restrict__ image, const f
             Operands operands;
             staged.read(operands);
             barrier_wait(full + 8 * b, 0);
-            add_batch(sums, operands, own + b * kPanelBytes);
+            add_batch(sums, operands, weights + b * kPanelBytes);
         }
         const char* residual_row[2];
         char* y_row[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            long long from = row + h * 8, to = from;
-            if constexpr (kPatches) {
-                const Patch patch(from, of_image);
-                from = PREFIX + patch.place;
-                to += (patch.image + 1ll) * PREFIX;
-            }
-            residual_row[h] = residual + from * residual_stride + column_byte;
-            y_row[h] = y + to * (OUT / kHalves * kElem) + column_byte;
+            residual_row[h] = residual + (row + h * 8) * residual_stride + column_byte;
+            y_row[h] = y + (row + h * 8) * (OUT / kHalves * kElem) + column_byte;
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

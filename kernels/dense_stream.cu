@@ -23,7 +23,7 @@
 #include "exact_activation.cuh"
 #include "instructions.cuh"
 #include "tensor_map.cuh"
-#include "wgmma_wide_shared.cuh"
+#include "wgmma.cuh"
 #include "wgmma_rows.cuh"
 
 constexpr int kUnits = 384 / COLUMNS, kRows = 64 * kUnits;  // as many rows as a warpgroup's registers hold sums of
@@ -128,7 +128,7 @@ dense_stream(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int u = 0; u < kUnits; ++u) WgmmaShared<COLUMNS>::run(sums[u], a + ((u * 8192 + k * 32) >> 4), b + (k * COLUMNS * 32 >> 4));
+                for (int u = 0; u < kUnits; ++u) WgmmaShared<COLUMNS>::add(sums[u], a + ((u * 8192 + k * 32) >> 4), b + (k * COLUMNS * 32 >> 4));
             wgmma_commit();
             wgmma_wait<1>();  // the stage before is multiplied
             if (s > 0) ring.free(n - 1, lane);

@@ -26,7 +26,7 @@
 #include "instructions.cuh"
 #include "mode.cuh"
 #include "panel_ring.cuh"
-#include "wgmma_shared.cuh"
+#include "wgmma.cuh"
 
 constexpr int kWarpgroups = WARPS / 4;  // that multiply
 constexpr int kIn = A1 * C1, kOut = B4 * D4, kRowOfY = kOut * 4;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_held(float (&acc)[TILES][4], const Held
     for (int s = first; s < first + STEPS; ++s) {
         if (tiles[s][0] < 0) continue;
         const u32 step = weights + (s - first) * TILES * 256;
-        WgmmaShared<TILES * 8>::run(acc, held.in_memory(tiles[s]), wgmma_descriptor(step, TILES * 8));
+        WgmmaShared<TILES * 8>::add(acc, held.in_memory(tiles[s]), wgmma_descriptor(step, TILES * 8));
         if constexpr (kPairs) {
             u32 a[4];
             held.in_registers(a, tiles[s]);

@@ -22,7 +22,7 @@
 #include "instructions.cuh"
 #include "row_pairs.cuh"
 #include "tensor_map.cuh"
-#include "wgmma_shared.cuh"
+#include "wgmma.cuh"
 
 constexpr int kWarpgroups = 3, kWarps = 4 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
 constexpr int kRegisters = 160, kBringing = 32;                     // of a multiplying thread, and of a loading thread; together all registers
@@ -156,7 +156,7 @@ ffn_middle(const __grid_constant__ TensorMap u, const char* __restrict__ image, 
                             const u64 a = stretch_of(from + (s * kStretch >> 4)), b = panel_of(ring.sixteenths(s > 0));
                             wgmma_fence();
 #pragma unroll
-                            for (int k = 0; k < kSteps; ++k) WgmmaShared<kColumns>::run(h, a + (k * 32 >> 4), b + (k * kColumns * 32 >> 4));
+                            for (int k = 0; k < kSteps; ++k) WgmmaShared<kColumns>::add(h, a + (k * 32 >> 4), b + (k * kColumns * 32 >> 4));
                             wgmma_commit();
                             if (s > 0) {
                                 wgmma_wait<1>();

@@ -35,7 +35,6 @@
 #include "norm_rows.cuh"
 #include "panel_ring.cuh"
 #include "wgmma.cuh"
-#include "wgmma_shared.cuh"
 
 constexpr int kWarps = 4 * WARPGROUPS;
 constexpr int kConsumerRegisters = 160, kProducerRegisters = 32;  // of a thread; all of a multiprocessor's with three warpgroups and one
@@ -265,7 +264,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < kSteps2; ++s)
-                        WgmmaShared<HIDDEN>::run(h, (u64)(128 >> 4) << 32 | (u_descriptor + kTilesOfClass2[cls][part * kSteps2 + s]), weights + s * kTiles2 * 16);
+                        WgmmaShared<HIDDEN>::add(h, (u64)(128 >> 4) << 32 | (u_descriptor + kTilesOfClass2[cls][part * kSteps2 + s]), weights + s * kTiles2 * 16);
                     wgmma_commit();
                     if (activate) {
                         there = ring.is_there((part > 0) + 1);
@@ -401,7 +400,7 @@ fused_ffn(const char* __restrict__ x, const char* __restrict__ image, char* __re
                         for (int s = 0; s < kSteps4; ++s) {
                             const u32 tiles = kTilesOfClass4[j][part * kSteps4 + s];
                             if (tiles == kNoTile) continue;
-                            WgmmaShared<COLUMNS4>::run(acc[j], (u64)(128 >> 4) << 32 | (u_descriptor + tiles), weights + s * kTiles4 * 16);
+                            WgmmaShared<COLUMNS4>::add(acc[j], (u64)(128 >> 4) << 32 | (u_descriptor + tiles), weights + s * kTiles4 * 16);
                         }
                         wgmma_commit();
                         if (ahead) {

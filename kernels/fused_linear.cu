@@ -5,14 +5,14 @@
 //   u[(i2*B2 + p2)*D2 + j2]            = sum_q x[(i2*C2 + q)*D2 + j2] * K2[i2,p2,q,j2]         stage 1, groups (i2,j2)
 //   y[((g*A1 + i1)*B1 + p)*D1 + j1]    = sum_q u[(i1*C1 + q)*D1 + j1] * K1[g][i1,p,q,j1]       stage 2, classes (i1,j1)
 //
-// Each warp owns 16*MT rows from the first load to the last store. One m16n8k16 accumulator tile, rounded, is half of an
-// m16n8k16 A operand, so u stays in registers (or, where it is too large, in shared memory that only its own lane reads).
+// Each warpgroup owns 64 rows from the first load to the last store, 16 a warp. One m16n8k16 accumulator tile, rounded, is half of
+// an m16n8k16 A operand, so u stays in registers (or, where it is too large, in shared memory that only its own lane reads).
 // The order of u is free: the columns of stage 1 are sorted by the class of stage 2 that reads them, so the stride-D1
 // permutation costs nothing. GROUPS linears that share x (q, k, v) run side by side, or BLOCKS blocks with one of them each.
 // With NORM a layer norm of x stands before the layer, see fused_norm.cuh.
 //
-// Weights arrive as an image in the order of use, cut into panels: [k8][column][8 halves], which ldmatrix reads without
-// bank conflicts. They pass through a ring of SLOTS slots; the last warp to leave a slot refills it, so nobody waits to
+// Weights arrive as an image in the order of use, cut into panels: [k8][column][8 halves], which the descriptors of wgmma name.
+// Four warps share each read of a panel. Panels pass through a ring of SLOTS slots; the last warp to leave a slot refills it, so nobody waits to
 // refill. A ring that holds all panels is filled once and never again. Each warp stages its own x by cp.async, STAGES - 1
 // batches of k16 steps ahead, so there is no barrier of the block between load and use.
 //
@@ -23,9 +23,7 @@
 //
 // Measured on an H200 at 25088 rows: recipes/results/kernels_h200.csv has its share of the roofline by layer and mode.
 //
-// Products: wgmma where WGMMA is 1 (sm_90a; four warps share each read of a panel), mma.sync elsewhere (sm_80 and later).
-//
-// Limits: sm_80 or newer; row strides of x, y and residual in multiples of 16 bytes; C2 % 4 == 0.
+// Limits: sm_90a; row strides of x, y and residual in multiples of 16 bytes; C2 % 4 == 0.
 
 #include "exact_activation.cuh"
 #include "fused_norm.cuh"
@@ -99,8 +97,6 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
     wait_for_kernels_before();  // weights were there before
     for (int s = 0; s < STAGES - 1; ++s) staged.load();  // after the first weights, which would wait behind them
 
-    const u32 matrix1 = WGMMA ? 0 : matrix_offset(lane, kTiles1 * 8, kImage1), matrix2 = WGMMA ? 0 : matrix_offset(lane, PANEL_COLUMNS, kImage2);
-
     for (int round = 0; round < rounds; ++round) {
         const long long row0 = first_row(round, warp, shared_round);
         if (row0 - warp % kUnitWarps * kRowsOfWarp >= rows) {  // no rows left for this unit, others still need the panels
@@ -113,15 +109,15 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
             continue;
         }
         // u as halves of A operands, tile by tile.
-        u32 u_hi[kUTiles][MT][2], u_lo[kPairs ? kUTiles : 1][MT][2];
-        int u_exponent[MT][2];
-        auto put_u = [&](int i, int m, const u32 (&hi)[2], const u32 (&lo)[2]) {
-            const u32 at = u_base + (i * MT + m) * kUImages * 256;
+        u32 u_hi[kUTiles][2], u_lo[kPairs ? kUTiles : 1][2];
+        int u_exponent[2];
+        auto put_u = [&](int i, const u32 (&hi)[2], const u32 (&lo)[2]) {
+            const u32 at = u_base + i * kUImages * 256;
             if (high_is_shared(i)) store_shared_pair(at, hi[0], hi[1]);
-            else { u_hi[i][m][0] = hi[0]; u_hi[i][m][1] = hi[1]; }
+            else { u_hi[i][0] = hi[0]; u_hi[i][1] = hi[1]; }
             if constexpr (kPairs) {
                 if (low_is_shared(i)) store_shared_pair(at + kLowOfU, lo[0], lo[1]);
-                else { u_lo[i][m][0] = lo[0]; u_lo[i][m][1] = lo[1]; }
+                else { u_lo[i][0] = lo[0]; u_lo[i][1] = lo[1]; }
             }
         };
 
@@ -133,27 +129,28 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 const int group0 = i2 * D2 + pass * RESIDUES;
-                float acc[RESIDUES][MT][kTiles1][4] = {};
-                float small[kSmallApart ? RESIDUES : 1][MT][kTiles1][4] = {};  // sums of lo*hi and hi*lo
-                int exponent[MT][2] = {};
-                float scale[MT][2] = {};
+                float acc[RESIDUES][kTiles1][4] = {};
+                float small[kSmallApart ? RESIDUES : 1][kTiles1][4] = {};  // sums of lo*hi and hi*lo
+                int exponent[2] = {};
+                float scale[2] = {};
 
+#pragma unroll kUnrolledPanels
                 for (int p = 0; p < kPanelsOfGroup; ++p) {
-                    const u32 address = panels.next() + matrix1;
+                    const u32 address = panels.next();
 #pragma unroll
                     for (int c = 0; c < PANEL_STEPS; c += kBatch1) {
                         staged.wait();
-                        u32 hi[RESIDUES][kBatch1][MT][4], lo[RESIDUES][kPairs ? kBatch1 : 1][MT][4];
+                        u32 hi[RESIDUES][kBatch1][4], lo[RESIDUES][kPairs ? kBatch1 : 1][4];
                         u32 largest_half = 0;
-                        auto scaled = [&](u32 word, int m, int h) {
-                            return (NORM ? __uint_as_float(word) - norm.shift[2 * m + h] : __uint_as_float(word)) * scale[m][h];
+                        auto scaled = [&](u32 word, int h) {
+                            return (NORM ? __uint_as_float(word) - norm.shift[h] : __uint_as_float(word)) * scale[h];
                         };
                         const bool first_of_row = group0 == 0 && p == 0 && c == 0;
                         auto operands = [&](bool anew) {
                             if constexpr (kMatrix) {
                                 staged.read_operands(hi[0]);
                             } else {
-                                u32 raw[kBatch1][2 * MT][kLaneBytes / 4];  // read anew where needed again: registers are scarce
+                                u32 raw[kBatch1][2][kLaneBytes / 4];  // read anew where needed again: registers are scarce
                                 staged.read(raw);
                                 if constexpr (NORM && kFloat)
                                     if (pass == 0 && !anew) norm.take(raw);
@@ -162,21 +159,19 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
 #pragma unroll
                                     for (int s = 0; s < kBatch1; ++s)
 #pragma unroll
-                                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                                            for (int k = 0; k < 4; ++k) {
-                                                // Pair k/2 of row half k%2: elements 2(k/2) and the next of the lane's four, residue j2.
-                                                const auto& from = raw[s][2 * m + (k & 1)];
-                                                const int j2 = pass * RESIDUES + r;
-                                                const int e0 = 2 * (k >> 1) * D2 + j2, e1 = e0 + D2;
-                                                if constexpr (kFloat) {
-                                                    split2(scaled(from[e0], m, k & 1), scaled(from[e1], m, k & 1), hi[r][s][m][k], lo[r][kPairs ? s : 0][m][k]);
-                                                    largest_half = max_halves(largest_half, hi[r][s][m][k]);
-                                                } else {
-                                                    hi[r][s][m][k] = __byte_perm(from[e0 / 2], from[e1 / 2],
-                                                                                 ((e0 & 1) ? 0x32 : 0x10) | ((e1 & 1) ? 0x7600 : 0x5400));
-                                                }
+                                        for (int k = 0; k < 4; ++k) {
+                                            // Pair k/2 of row half k%2: elements 2(k/2) and the next of the lane's four, residue j2.
+                                            const auto& from = raw[s][k & 1];
+                                            const int j2 = pass * RESIDUES + r;
+                                            const int e0 = 2 * (k >> 1) * D2 + j2, e1 = e0 + D2;
+                                            if constexpr (kFloat) {
+                                                split2(scaled(from[e0], k & 1), scaled(from[e1], k & 1), hi[r][s][k], lo[r][kPairs ? s : 0][k]);
+                                                largest_half = max_halves(largest_half, hi[r][s][k]);
+                                            } else {
+                                                hi[r][s][k] = __byte_perm(from[e0 / 2], from[e1 / 2],
+                                                                          ((e0 & 1) ? 0x32 : 0x10) | ((e1 & 1) ? 0x7600 : 0x5400));
                                             }
+                                        }
                             }
                             if constexpr (NORM && !kFloat) {
                                 if (first_of_row) norm.begin(hi[0]);
@@ -190,33 +185,32 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
 #pragma unroll 1
                         while (true) {
                             if (settle) {
-                                u32 raw[kBatch1][2 * MT][kLaneBytes / 4];
+                                u32 raw[kBatch1][2][kLaneBytes / 4];
                                 staged.read(raw);
-                                finish_products<0>();
+                                wgmma_wait<0>();
                                 if constexpr (NORM && kFloat)
                                     if (first_of_row) norm.begin(raw);
 #pragma unroll
-                                for (int mh = 0; mh < 2 * MT; ++mh) {
-                                    const int m = mh / 2, h = mh % 2;
+                                for (int h = 0; h < 2; ++h) {
                                     float largest = 0.0f;
 #pragma unroll
                                     for (int b = 0; b < kBatch1; ++b)
 #pragma unroll
-                                        for (int e = 0; e < kLaneBytes / 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[b][mh][e]) - (NORM ? norm.shift[mh] : 0.0f)));
+                                        for (int e = 0; e < kLaneBytes / 4; ++e) largest = fmaxf(largest, fabsf(__uint_as_float(raw[b][h][e]) - (NORM ? norm.shift[h] : 0.0f)));
                                     const int fresh = exponent_for(over_quad(largest));
-                                    const int change = first ? 0 : min(fresh - exponent[m][h], 0);
-                                    exponent[m][h] = first ? fresh : exponent[m][h] + change;
-                                    scale[m][h] = power(exponent[m][h]);
+                                    const int change = first ? 0 : min(fresh - exponent[h], 0);
+                                    exponent[h] = first ? fresh : exponent[h] + change;
+                                    scale[h] = power(exponent[h]);
                                     const float factor = power(change);
 #pragma unroll
                                     for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
                                         for (int n = 0; n < kTiles1; ++n) {
-                                            acc[r][m][n][2 * h] *= factor;
-                                            acc[r][m][n][2 * h + 1] *= factor;
+                                            acc[r][n][2 * h] *= factor;
+                                            acc[r][n][2 * h + 1] *= factor;
                                             if constexpr (kSmallApart) {
-                                                small[r][m][n][2 * h] *= factor;
-                                                small[r][m][n][2 * h + 1] *= factor;
+                                                small[r][n][2 * h] *= factor;
+                                                small[r][n][2 * h + 1] *= factor;
                                             }
                                         }
                                 }
@@ -226,14 +220,14 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                             settle = anew = true;
                         }
                         staged.done();
-                        begin_products();
+                        wgmma_fence();
 #pragma unroll
                         for (int r = 0; r < RESIDUES; ++r)
                             multiply<kTiles1, kBatch1, RESIDUES, kImage1>(acc[r], kSmallApart ? small[r] : acc[r], hi[r], lo[r], address, c * RESIDUES + r);
-                        queue_products();
+                        wgmma_commit();
                         // The next batch is made ready while this one is multiplied.
-                        if (c + kBatch1 < PANEL_STEPS) finish_products<1>();
-                        else finish_products<0>();
+                        if (c + kBatch1 < PANEL_STEPS) wgmma_wait<1>();
+                        else wgmma_wait<0>();
                     }
                     panels.leave();
                 }
@@ -242,85 +236,74 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
 #pragma unroll
                     for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
-                        for (int m = 0; m < MT; ++m)
+                        for (int n = 0; n < kTiles1; ++n)
 #pragma unroll
-                            for (int n = 0; n < kTiles1; ++n)
-#pragma unroll
-                                for (int e = 0; e < 4; ++e) acc[r][m][n][e] += small[r][m][n][e];
+                            for (int e = 0; e < 4; ++e) acc[r][n][e] += small[r][n][e];
 
                 // ---- accumulators become A operands
                 if constexpr (kFloat) {
                     const bool first = group0 == 0;
                     bool over = first;
-                    float largest[MT][2];
+                    float largest[2];
 #pragma unroll
-                    for (int mh = 0; mh < 2 * MT; ++mh) {
-                        const int m = mh / 2, h = mh % 2;
-                        largest[m][h] = 0.0f;
+                    for (int h = 0; h < 2; ++h) {
+                        largest[h] = 0.0f;
 #pragma unroll
                         for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
                             for (int n = 0; n < kTiles1; ++n)
-                                largest[m][h] = fmaxf(largest[m][h], fmaxf(fabsf(acc[r][m][n][2 * h]), fabsf(acc[r][m][n][2 * h + 1])));
+                                largest[h] = fmaxf(largest[h], fmaxf(fabsf(acc[r][n][2 * h]), fabsf(acc[r][n][2 * h + 1])));
                         // acc = u * 2^exponent; u is kept as u * 2^u_exponent
-                        if (!first) over |= largest[m][h] * power(u_exponent[m][h] - exponent[m][h]) > kLargest;
+                        if (!first) over |= largest[h] * power(u_exponent[h] - exponent[h]) > kLargest;
                     }
                     if (__any_sync(0xffffffffu, over)) {
 #pragma unroll
-                        for (int mh = 0; mh < 2 * MT; ++mh) {
-                            const int m = mh / 2, h = mh % 2;
-                            const int fresh = exponent_for(over_quad(largest[m][h])) + exponent[m][h];
-                            const int change = first ? 0 : min(fresh - u_exponent[m][h], 0);
-                            u_exponent[m][h] = first ? fresh : u_exponent[m][h] + change;
+                        for (int h = 0; h < 2; ++h) {
+                            const int fresh = exponent_for(over_quad(largest[h])) + exponent[h];
+                            const int change = first ? 0 : min(fresh - u_exponent[h], 0);
+                            u_exponent[h] = first ? fresh : u_exponent[h] + change;
                             if (first) continue;
                             const float factor = power(change);
                             const int there = group0 * kTiles1;  // tiles of u that are there
 #pragma unroll
                             for (int i = 0; i < kUTiles; ++i) {
                                 if (i >= there) continue;
-                                if (!high_is_shared(i)) u_hi[i][m][h] = scale2(u_hi[i][m][h], factor);
-                                if (kPairs && !low_is_shared(i)) u_lo[i][m][h] = scale2(u_lo[i][m][h], factor);
+                                if (!high_is_shared(i)) u_hi[i][h] = scale2(u_hi[i][h], factor);
+                                if (kPairs && !low_is_shared(i)) u_lo[i][h] = scale2(u_lo[i][h], factor);
                             }
 #pragma unroll 1
                             for (int i = 0; i < min(there, kUSharedTiles) * kUImages; ++i) {
-                                const u32 at = u_base + ((i / kUImages * MT + m) * kUImages + i % kUImages) * 256 + h * 4;
+                                const u32 at = u_base + i * 256 + h * 4;
                                 store_shared(at, scale2(load_shared_one(at), factor));
                             }
                         }
                     }
 #pragma unroll
-                    for (int mh = 0; mh < 2 * MT; ++mh) {
-                        const int m = mh / 2, h = mh % 2;
-                        const float factor = power(u_exponent[m][h] - exponent[m][h]);
+                    for (int h = 0; h < 2; ++h) {
+                        const float factor = power(u_exponent[h] - exponent[h]);
 #pragma unroll
                         for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
                             for (int n = 0; n < kTiles1; ++n) {
-                                acc[r][m][n][2 * h] *= factor;
-                                acc[r][m][n][2 * h + 1] *= factor;
+                                acc[r][n][2 * h] *= factor;
+                                acc[r][n][2 * h + 1] *= factor;
                             }
                     }
                 }
-                u32 hi[RESIDUES][MT][kTiles1][2], lo[RESIDUES][MT][kTiles1][2];
+                u32 hi[RESIDUES][kTiles1][2], lo[RESIDUES][kTiles1][2];
 #pragma unroll
                 for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
-                    for (int m = 0; m < MT; ++m)
+                    for (int n = 0; n < kTiles1; ++n)
 #pragma unroll
-                        for (int n = 0; n < kTiles1; ++n)
-#pragma unroll
-                            for (int h = 0; h < 2; ++h)
-                                split2(acc[r][m][n][2 * h], acc[r][m][n][2 * h + 1], hi[r][m][n][h], lo[r][m][n][h]);
+                        for (int h = 0; h < 2; ++h) split2(acc[r][n][2 * h], acc[r][n][2 * h + 1], hi[r][n][h], lo[r][n][h]);
 #pragma unroll
                 for (int known = 0; known < A2; ++known) {
                     if (known != i2) continue;  // registers have their names at compile time
 #pragma unroll
                     for (int r = 0; r < RESIDUES; ++r)
 #pragma unroll
-                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                            for (int n = 0; n < kTiles1; ++n)
-                                put_u((known * D2 + pass * RESIDUES + r) * kTiles1 + n, m, hi[r][m][n], lo[r][m][n]);
+                        for (int n = 0; n < kTiles1; ++n) put_u((known * D2 + pass * RESIDUES + r) * kTiles1 + n, hi[r][n], lo[r][n]);
                 }
             }
         }
@@ -329,18 +312,18 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
         if constexpr (NORM) norm.finish(g, __int_as_float(eps_bits));
         char* const y_base = y + row0 * (long long)kRowOfY;
         const char* const residual_base = residual + row0 * residual_stride;
-        const int left = (int)(rows - row0 < kRowsOfWarp ? rows - row0 : kRowsOfWarp) - g;  // row mh*8 is inside if left > mh*8
+        const int left = (int)(rows - row0 < kRowsOfWarp ? rows - row0 : kRowsOfWarp) - g;  // row h*8 is inside if left > h*8
         constexpr int kLaneStride = kWhole ? kStore : kRun * kElem, kPlaceStride = kWhole ? 4 * kStore : kStore;
         const u32 y_lane = g * kRowOfY + t * kLaneStride;
 #pragma unroll
         for (int gi = 0; gi < GROUPS * A1; ++gi) {  // linear and block i1
-            float down[2 * MT][2] = {};  // the scale undone, in two steps since one may leave float32's range
+            float down[2][2] = {};  // the scale undone, in two steps since one may leave float32's range
             if constexpr (kFloat) {
 #pragma unroll
-                for (int mh = 0; mh < 2 * MT; ++mh) {
-                    const int e = -(u_exponent[mh / 2][mh % 2] + reinterpret_cast<const int*>(image)[gi / A1]);
-                    down[mh][0] = power(e / 2);
-                    down[mh][1] = NORM ? power(e - e / 2) * norm.factor[mh] : power(e - e / 2);
+                for (int h = 0; h < 2; ++h) {
+                    const int e = -(u_exponent[h] + reinterpret_cast<const int*>(image)[gi / A1]);
+                    down[h][0] = power(e / 2);
+                    down[h][1] = NORM ? power(e - e / 2) * norm.factor[h] : power(e - e / 2);
                 }
             }
             for (int panel = 0; panel < kColumnPanels; ++panel) {
@@ -352,10 +335,10 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                     }
                     continue;
                 }
-                float acc[D1][MT][kTiles2][4] = {};
+                float acc[D1][kTiles2][4] = {};
 #pragma unroll
                 for (int j0 = 0; j0 < D1; j0 += PANEL_CLASSES) {
-                    const u32 address = panels.next(kHeld2 && j0 > 0) + matrix2;
+                    const u32 address = panels.next(kHeld2 && j0 > 0);
 #pragma unroll
                     for (int j = j0; j < j0 + PANEL_CLASSES; ++j) {
                         const int c = gi % A1 * D1 + j, steps = class_steps(c), tiles = class_tiles(c);
@@ -364,39 +347,36 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
 #pragma unroll
                             for (int s = 0; s < steps; s += kBatch2) {
                                 const int terms = kSweeps2 == 1 ? kSmallTerms | kLargeTerms : sweep == 0 ? kSmallTerms : kLargeTerms;
-                                u32 hi[kBatch2][MT][4], lo[kPairs ? kBatch2 : 1][MT][4];
+                                u32 hi[kBatch2][4], lo[kPairs ? kBatch2 : 1][4];
 #pragma unroll
                                 for (int o = 0; o < 2 * kBatch2; ++o) {
                                     const int nth = 2 * s + o, b = o / 2, k = o % 2 * 2;  // the class's nth tile is half of operand b
                                     if (nth >= 2 * steps) continue;
-#pragma unroll
-                                    for (int m = 0; m < MT; ++m) {
-                                        if (nth == kGroups2 * tiles) {  // padding
-                                            hi[b][m][k] = hi[b][m][k + 1] = 0;
-                                            if constexpr (kPairs) lo[b][m][k] = lo[b][m][k + 1] = 0;
-                                            continue;
-                                        }
-                                        const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
-                                        const u32 at = u_base + (i * MT + m) * kUImages * 256;
-                                        if (high_is_shared(i)) load_shared_pair(&hi[b][m][k], at);
-                                        else { hi[b][m][k] = u_hi[i][m][0]; hi[b][m][k + 1] = u_hi[i][m][1]; }
-                                        if (kPairs && (terms & kSmallTerms)) {
-                                            if (low_is_shared(i)) load_shared_pair(&lo[b][m][k], at + kLowOfU);
-                                            else { lo[b][m][k] = u_lo[i][m][0]; lo[b][m][k + 1] = u_lo[i][m][1]; }
-                                        }
+                                    if (nth == kGroups2 * tiles) {  // padding
+                                        hi[b][k] = hi[b][k + 1] = 0;
+                                        if constexpr (kPairs) lo[b][k] = lo[b][k + 1] = 0;
+                                        continue;
+                                    }
+                                    const int i = nth / tiles * kTiles1 + gi / A1 * GROUP_TILES + class_from(c) + nth % tiles;
+                                    const u32 at = u_base + i * kUImages * 256;
+                                    if (high_is_shared(i)) load_shared_pair(&hi[b][k], at);
+                                    else { hi[b][k] = u_hi[i][0]; hi[b][k + 1] = u_hi[i][1]; }
+                                    if (kPairs && (terms & kSmallTerms)) {
+                                        if (low_is_shared(i)) load_shared_pair(&lo[b][k], at + kLowOfU);
+                                        else { lo[b][k] = u_lo[i][0]; lo[b][k + 1] = u_lo[i][1]; }
                                     }
                                 }
-                                if (sweep == 0 && s == 0 || kUSharedTiles > 0) begin_products();
+                                if (sweep == 0 && s == 0 || kUSharedTiles > 0) wgmma_fence();
                                 multiply<kTiles2, kBatch2, 1, kImage2>(acc[j], acc[j], hi, lo, address, (j - j0) * kSteps2 + s, steps - s, terms);
-                                queue_products();
-                                if (kUSharedTiles > 0) finish_products<1>();
+                                wgmma_commit();
+                                if (kUSharedTiles > 0) wgmma_wait<1>();
                             }
                     }
-                    finish_products<kHeld2>();
+                    wgmma_wait<kHeld2>();
                     if (!kHeld2 || j0 > 0) panels.leave();
                 }
                 if (kHeld2) {
-                    finish_products<0>();
+                    wgmma_wait<0>();
                     panels.leave();
                 }
 
@@ -404,7 +384,7 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                 const int panel_byte = (gi * B1 + panel * PANEL_COLUMNS / kHalves) * D1 * kElem;
 #pragma unroll
                 for (int run = 0; run < kTiles2 / RUN / kHalves; ++run) {
-                    Vector<kStore> held[2 * MT][kPlaces];
+                    Vector<kStore> held[2][kPlaces];
 #pragma unroll
                     for (int place = 0; place < kPlaces; ++place) {
                         const int in_panel = run * 4 * kRun * kElem + place * kPlaceStride;
@@ -422,38 +402,38 @@ fused_linear(const char* x, const char* __restrict__ image, const char* __restri
                         }
                         if constexpr (SCALED) widen_vector(s, *reinterpret_cast<const Vector<kStore>*>(bias + kOutFeatures * kElem + byte + t * kLaneStride));
 #pragma unroll
-                        for (int mh = 0; mh < 2 * MT; ++mh) {
+                        for (int h = 0; h < 2; ++h) {
                             float out[kPer];
 #pragma unroll
                             for (int e = 0; e < kPer; ++e) {
                                 const int p = (place * kPer + e) / D1, j = (place * kPer + e) % D1;
                                 auto sum = [&](int half) {
-                                    const float a = acc[j][mh / 2][half * (kTiles2 / 2) + run * RUN + p / 2][2 * (mh % 2) + p % 2];
-                                    const float shift = NORM ? fmaf(b[kBiases - 1][half][e], norm.rest[mh], b[0][half][e]) : b[0][half][e];
-                                    return kFloat ? fmaf(a * down[mh][0], down[mh][1], shift) : NORM ? fmaf(a, norm.factor[mh], shift) : a + shift;
+                                    const float a = acc[j][half * (kTiles2 / 2) + run * RUN + p / 2][2 * h + p % 2];
+                                    const float shift = NORM ? fmaf(b[kBiases - 1][half][e], norm.rest[h], b[0][half][e]) : b[0][half][e];
+                                    return kFloat ? fmaf(a * down[h][0], down[h][1], shift) : NORM ? fmaf(a, norm.factor[h], shift) : a + shift;
                                 };
                                 out[e] = activate<ACTIVATION, !kFloat>(SCALED ? sum(0) * s[e] : sum(0));
                                 if constexpr (GATED) out[e] *= sum(1);
                             }
-                            if (RESIDUAL && left > mh * 8) {
+                            if (RESIDUAL && left > h * 8) {
                                 float r[kPer];
-                                widen_vector(r, *reinterpret_cast<const Vector<kStore>*>(residual_base + (g + mh * 8) * residual_stride + t * kLaneStride + byte));
+                                widen_vector(r, *reinterpret_cast<const Vector<kStore>*>(residual_base + (g + h * 8) * residual_stride + t * kLaneStride + byte));
 #pragma unroll
                                 for (int e = 0; e < kPer; ++e) out[e] += r[e];
                             }
-                            Vector<kStore>& packed = held[mh][place];
+                            Vector<kStore>& packed = held[h][place];
 #pragma unroll
                             for (int k = 0; k < kStore / 4; ++k) {
                                 if constexpr (kFloat) packed.w[k] = __float_as_uint(out[k]);
                                 else packed.w[k] = round2(out[2 * k], out[2 * k + 1]);
                             }
-                            if (!kExchanged && left > mh * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + mh * 8 * kRowOfY + byte)) = packed;
+                            if (!kExchanged && left > h * 8) *reinterpret_cast<Vector<kStore>*>(y_base + (y_lane + h * 8 * kRowOfY + byte)) = packed;
                         }
                     }
                     if constexpr (kExchanged)
 #pragma unroll
-                        for (int mh = 0; mh < 2 * MT; ++mh)
-                            store_three(y_base + (y_lane + mh * 8 * kRowOfY + panel_byte + run * 4 * kRun * kElem), held[mh], t & 1, left > mh * 8);
+                        for (int h = 0; h < 2; ++h)
+                            store_three(y_base + (y_lane + h * 8 * kRowOfY + panel_byte + run * 4 * kRun * kElem), held[h], t & 1, left > h * 8);
                 }
             }
         }

@@ -3,7 +3,7 @@
 #include "instructions.cuh"
 
 // Panels: kPanels of them a round and kSlots slots of kSlotBytes for kWarps warps; source(panel) is where a panel begins in the image,
-// bytes(panel) its size. kUniform: products need its address in a uniform register, as the descriptors of wgmma do.
+// bytes(panel) its size.
 template <class Panels>
 struct PanelRing {
     static constexpr bool kResident = Panels::kSlots == Panels::kPanels;  // filled once and never again
@@ -18,13 +18,11 @@ struct PanelRing {
     // One thread initialises the barriers; then all threads synchronize.
     static __device__ __forceinline__ void prepare(u32 full, u32 left) {
         for (int s = 0; s < Panels::kSlots; ++s) {
-            barrier_init(full + 8 * s, kCopyArrivals);
+            barrier_init(full + 8 * s, 1);
             barrier_init(left + 8 * s, 32 * Panels::kWarps);
             store_shared(left + 8 * Panels::kSlots + 4 * s, 0);
         }
-#if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
     }
 
     __device__ __forceinline__ PanelRing(const char* image_, u32 ring_, u32 full_, u32 left_, int rounds, int warp_, int lane_)
@@ -42,8 +40,7 @@ struct PanelRing {
         const bool wraps = slot + ahead >= Panels::kSlots;
         const int s = wraps ? slot + ahead - Panels::kSlots : slot + ahead;
         barrier_wait(full + 8 * s, kResident ? 0 : wraps ? phase ^ 1 : phase);
-        const u32 address = ring + s * Panels::kSlotBytes;
-        return Panels::kUniform ? __shfl_sync(0xffffffffu, address, 0) : address;
+        return __shfl_sync(0xffffffffu, ring + s * Panels::kSlotBytes, 0);  // the descriptors of wgmma need a uniform register
     }
 
     // The warp has finished with the panel. The last warp to finish loads the next panel of this slot.

@@ -38,8 +38,8 @@ struct StagedRows {
         row = x + (row0 * stride + t * (kMatrix ? 16 : kLaneBytes));
     }
 
-    __device__ __forceinline__ int size(int mh) const { return mh * 8 < inside ? kCopy : 0; }
-    __device__ __forceinline__ const char* at(int mh, int offset) const { return row + mh * 8 * stride + (byte + offset); }
+    __device__ __forceinline__ int size(int h) const { return h * 8 < inside ? kCopy : 0; }
+    __device__ __forceinline__ const char* at(int h, int offset) const { return row + h * 8 * stride + (byte + offset); }
 
     // Ask for the next batch.
     __device__ __forceinline__ void load() {
@@ -75,10 +75,10 @@ struct StagedRows {
 #pragma unroll
         for (int v = 0; v < kPairsOfSteps; ++v)
 #pragma unroll
-            for (int mh = 0; mh < 2 * MT; ++mh) {
-                const int bytes = C2 == 16 * kSteps1 || valid > v * 64 ? size(mh) : 0;
+            for (int h = 0; h < 2; ++h) {
+                const int bytes = C2 == 16 * kSteps1 || valid > v * 64 ? size(h) : 0;
                 if (kBatch1 % 2 == 0 || t + 4 * v < 2 * kBatch1)
-                    copy_ahead<16>(to + (mh / 2 * kPairsOfSteps + v) * 1024 + mh % 2 * 512, at(mh, v * 64), bytes);
+                    copy_ahead<16>(to + v * 1024 + h * 512, at(h, v * 64), bytes);
             }
     }
 
@@ -87,12 +87,12 @@ struct StagedRows {
         for (int b = 0; b < kBatch1; ++b) {
             const int valid = (C2 - (batch * kBatch1 + b) * 16 - t * 4) * D2 * kElem;
 #pragma unroll
-            for (int mh = 0; mh < 2 * MT; ++mh)
+            for (int h = 0; h < 2; ++h)
 #pragma unroll
                 for (int v = 0; v < kVecs; ++v) {
-                    const int bytes = C2 == 16 * kSteps1 ? size(mh) : min(max(valid - v * kVec, 0), size(mh));
-                    const u32 piece = to + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32;
-                    const char* const source = at(mh, b * kStepBytes + v * kVec);
+                    const int bytes = C2 == 16 * kSteps1 ? size(h) : min(max(valid - v * kVec, 0), size(h));
+                    const u32 piece = to + ((b * 2 + h) * kLaneBytes + v * kVec) * 32;
+                    const char* const source = at(h, b * kStepBytes + v * kVec);
                     if constexpr (kOnce) copy_once(piece, source, bytes);
                     else copy_ahead<kVec>(piece, source, bytes);
                 }
@@ -106,25 +106,23 @@ struct StagedRows {
     }
 
     // The lane's four neighbours of each residue, for each step and row.
-    __device__ __forceinline__ void read(u32 (&raw)[kBatch1][2 * MT][kLaneBytes / 4]) const {
+    __device__ __forceinline__ void read(u32 (&raw)[kBatch1][2][kLaneBytes / 4]) const {
 #pragma unroll
         for (int b = 0; b < kBatch1; ++b)
 #pragma unroll
-            for (int mh = 0; mh < 2 * MT; ++mh)
+            for (int h = 0; h < 2; ++h)
 #pragma unroll
                 for (int v = 0; v < kVecs; ++v) {
-                    const u32 piece = from + ((b * 2 * MT + mh) * kLaneBytes + v * kVec) * 32;
-                    if constexpr (kVec == 16) load_shared(&raw[b][mh][v * 4], piece);
-                    else load_shared_pair(&raw[b][mh][v * 2], piece);
+                    const u32 piece = from + ((b * 2 + h) * kLaneBytes + v * kVec) * 32;
+                    if constexpr (kVec == 16) load_shared(&raw[b][h][v * 4], piece);
+                    else load_shared_pair(&raw[b][h][v * 2], piece);
                 }
     }
 
     // Operands as they lie in memory, where kMatrix holds.
-    __device__ __forceinline__ void read_operands(u32 (&a)[kBatch1][MT][4]) const {
+    __device__ __forceinline__ void read_operands(u32 (&a)[kBatch1][4]) const {
 #pragma unroll
-        for (int s = 0; s < kBatch1; ++s)
-#pragma unroll
-            for (int m = 0; m < MT; ++m) load_matrices(a[s][m], from + (m * kPairsOfSteps + s / 2) * 1024 + (s % 2 ? odd_step : 0));
+        for (int s = 0; s < kBatch1; ++s) load_matrices(a[s], from + s / 2 * 1024 + (s % 2 ? odd_step : 0));
     }
 
     __device__ __forceinline__ void done() {

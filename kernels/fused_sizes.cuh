@@ -1,5 +1,5 @@
 // The sizes of the fused kernel, all known at compile time. The macros come from the host code that packs the weights:
-// the patterns A1..D1 (second product) and A2..D2 (first), GROUPS linears that share x, MODE, WGMMA, and the configuration.
+// the patterns A1..D1 (second product) and A2..D2 (first), GROUPS linears that share x, MODE, and the configuration.
 #pragma once
 #include "mode.cuh"
 
@@ -28,7 +28,7 @@ constexpr int kPasses = D2 / RESIDUES;        // passes over a block of x, RESID
 constexpr int kBatch1 = BATCH;                // steps handled together: their operands are ready before the first product, small corrections first
 constexpr int kBatches = kSteps1 / kBatch1;   // batches of a group
 constexpr int kPairsOfSteps = (kBatch1 + 1) / 2;
-constexpr int kStageBytes = kMatrix ? kPairsOfSteps * MT * 1024 : kBatch1 * MT * 2 * kLaneBytes * 32;
+constexpr int kStageBytes = kMatrix ? kPairsOfSteps * 1024 : kBatch1 * 2 * kLaneBytes * 32;
 constexpr int kPanelsOfGroup = kSteps1 / PANEL_STEPS;
 constexpr int kPanel1 = PANEL_STEPS * RESIDUES * 16 * kTiles1 * 8 * 2 * kImages;
 constexpr int kSteps2 = most_steps();         // k16 steps of a class in a panel
@@ -41,8 +41,8 @@ constexpr int kCount1 = A2 * kPasses * kPanelsOfGroup;
 constexpr int kCount2 = GROUPS * A1 * kColumnPanels * kPanelsOfColumns;
 constexpr int kPanels = kCount1 + kCount2;
 constexpr int kImage1 = kPanel1 / kImages, kImage2 = kPanel2 / kImages;
-constexpr int kRowsOfWarp = 16 * MT;
-constexpr int kUnitWarps = WGMMA ? 4 : 1;     // warps that take rows together: a warpgroup, or one warp
+constexpr int kRowsOfWarp = 16;
+constexpr int kUnitWarps = 4;                 // warps that take rows together: a warpgroup
 constexpr int kUnits = WARPS / kUnitWarps;
 constexpr int kUnitRows = kUnitWarps * kRowsOfWarp;
 constexpr int kHeader = 128;                  // bytes before the panels: an int for each linear, the exponent of its scaled weights
@@ -53,7 +53,6 @@ constexpr int kRowOfY = BLOCKS * kOutFeatures / kHalves * kElem;  // bytes
 constexpr int kImageBytes = kHeader + kCount1 * kPanel1 + kCount2 * kPanel2;
 struct Panels {                               // as a ring brings them
     static constexpr int kPanels = ::kPanels, kSlots = SLOTS, kSlotBytes = kSlot, kWarps = WARPS;
-    static constexpr bool kUniform = WGMMA;
     static __device__ int source(int panel) {
         return kHeader + (panel < kCount1 ? panel * kPanel1 : kCount1 * kPanel1 + (panel - kCount1) * kPanel2);
     }
@@ -70,7 +69,7 @@ constexpr int kUTiles = kGroups2 * kTiles1;   // tiles of u
 constexpr int kUSharedTiles = (U_LOW ? U_LOW : U_GROUPS) * kTiles1;
 constexpr int kUImages = U_LOW ? 1 : kImages;
 constexpr int kLowOfU = U_LOW ? 0 : 256;      // from a tile's high halves to its low ones
-constexpr int kUBytes = kUSharedTiles * MT * 256 * kUImages;
+constexpr int kUBytes = kUSharedTiles * 256 * kUImages;
 __host__ __device__ constexpr bool high_is_shared(int tile) { return tile < U_GROUPS * kTiles1; }
 __host__ __device__ constexpr bool low_is_shared(int tile) { return tile < kUSharedTiles; }
 constexpr int kRowBytes = A2 * C2 * D2 * kElem;
@@ -80,14 +79,16 @@ constexpr bool kOnce = kFloat && kPasses == 1 && BLOCKS == 1 && !NORM;  // x is 
 constexpr bool kSmallApart = SMALL_APART;
 // The blocks of x share their code where that would be long and u leaves registers.
 constexpr int kUnrolled1 = LOOPED ? 1 : A2;
+// So do the panels of a group, unless they are two at most and their code stays short.
+constexpr int kUnrolledPanels = kPanelsOfGroup <= 2 && (!kFloat || A2 <= 4) ? kPanelsOfGroup : 1;
 // A last round that has few rows is shared by the warpgroups of a block: all multiply by the first factor, each by its part of the second.
 constexpr bool kShares = SHARES;
 // Panels with one of many classes are left when the products with the next one are queued.
-constexpr bool kHeld2 = kPairs && WGMMA && U_LOW && PANEL_CLASSES == 1 && D1 > 2;
+constexpr bool kHeld2 = kPairs && U_LOW && PANEL_CLASSES == 1 && D1 > 2;
 // Steps of the second product handled together.
-constexpr int kBatch2 = kUSharedTiles == 0 ? (WGMMA ? kSteps2 : 4) : STEPS2;
+constexpr int kBatch2 = kUSharedTiles == 0 ? kSteps2 : STEPS2;
 // The small products of pairs come first, while the sum is small: of all steps, in a sweep of their own where not all steps go together.
-constexpr int kSweeps2 = kPairs && WGMMA && kBatch2 < kSteps2 ? 2 : 1;
+constexpr int kSweeps2 = kPairs && kBatch2 < kSteps2 ? 2 : 1;
 
 static_assert(SLOTS <= kPanels && SLOTS > 1, "a slot for each panel at most");
 static_assert(C2 % 4 == 0, "a lane reads 4 elements of a column class at a time");
@@ -96,7 +97,7 @@ static_assert(kSteps1 % PANEL_STEPS == 0 && PANEL_STEPS % BATCH == 0, "panels ho
 static_assert(D1 % PANEL_CLASSES == 0, "panels of the second product hold whole classes");
 
 static_assert(STAGES >= 2, "one batch of x is read while others are on their way");
-static_assert(!WGMMA || (MT == 1 && WARPS % 4 == 0), "a warpgroup has 64 rows, 16 a warp");
+static_assert(WARPS % kUnitWarps == 0, "whole warpgroups");
 static_assert(U_GROUPS <= kGroups2 && U_LOW <= kGroups2 && (!U_LOW || (kPairs && U_GROUPS == 0)), "only pairs have a low part to put aside");
 static_assert(!NORM || (C2 % 16 == 0 && !SCALED), "a norm counts all columns of x and no others");
 static_assert(!GATED || (GROUPS * BLOCKS * A1 == 1 && B1 % PANEL_COLUMNS == 0 && kTiles2 % (2 * RUN) == 0 && !RESIDUAL && !SCALED),

@@ -26,9 +26,6 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
-__device__ __forceinline__ void load_two_matrices(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
-}
 
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -134,12 +131,8 @@ __device__ __forceinline__ void copy_ahead(u32 to, const void* from, int valid) 
 // The same of bytes that nobody reads again: they leave the L2 cache first, and it is asked for the 128 around. `to` must come from `one_register`:
 // NVRTC makes an illegal instruction where a part of the address lies in a register that all lanes share.
 __device__ __forceinline__ void copy_once(u32 to, const void* from, int valid) {
-#if __CUDA_ARCH__ >= 900
     constexpr u64 kEvictFirst = 0x12f0000000000000ull;  // as createpolicy gives it
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid), "l"(kEvictFirst));
-#else
-    copy_ahead<16>(to, from, valid);
-#endif
 }
 // An address that the compiler cannot take apart.
 __device__ __forceinline__ u32 one_register(u32 address, int lane) { return __shfl_sync(0xffffffffu, address, lane); }
@@ -154,19 +147,13 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra done; bra again; done: }"
                  ::"r"(barrier), "r"(parity) : "memory");
-#else
-    asm volatile("{ .reg .pred p; again: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @p bra done; bra again; done: }"
-                 ::"r"(barrier), "r"(parity) : "memory");
-#endif
 }
 
 __device__ __forceinline__ void named_barrier_wait(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
-#if __CUDA_ARCH__ >= 900
 // Whether a barrier has completed; does not wait.
 __device__ __forceinline__ u32 barrier_completed(u32 barrier, u32 parity) {
     u32 r;
@@ -188,32 +175,17 @@ __device__ __forceinline__ void copy_bulk(u32 to, const char* from, int bytes, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-#endif
 
-// One warp copies `bytes` from global to shared memory; `barrier` completes a phase when they are there. The barrier
-// expects one arrival on sm_90 and later, where one lane starts the copy engine, and 32 before.
-constexpr int kCopyArrivals =
-#if __CUDA_ARCH__ >= 900
-    1;
-#else
-    32;
-#endif
+// One lane of a warp starts the copy engine; `barrier`, which expects one arrival, completes a phase when the bytes are there.
 __device__ __forceinline__ void copy_by_warp(u32 to, const char* from, int bytes, u32 barrier, int lane) {
-#if __CUDA_ARCH__ >= 900
     if (lane == 0) {
         barrier_expect(barrier, bytes);
         copy_bulk(to, from, bytes, barrier);
     }
-#else
-    for (int b = lane * 16; b < bytes; b += 512) copy_async<16>(to + b, from + b, 16);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-#endif
 }
 
-// From sm_90 on: lets the next kernel begin, if it was launched to begin early, and waits until those before have ended.
+// Lets the next kernel begin, if it was launched to begin early, and waits until those before have ended.
 __device__ __forceinline__ void wait_for_kernels_before() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }

@@ -19,13 +19,13 @@
 // ldmatrix; the order of q within 16 follows the fragment of x. They stay in shared memory (RESIDENT) or stream with x.
 // The CTA goes over TILES row tiles one after another; the copies run STAGES - 1 chunks ahead.
 //
-// Modes. fp16, bf16: m16n8k16, float32 sums. exact: float32 FFMA, q ascending. tf32 and fp32 take float32: every row and residue
+// Modes. fp16, bf16: m16n8k16, float32 sums. tf32 and fp32 take float32: every row and residue
 // has a power-of-two scale, chosen from the first 16 q with 2^8 of headroom and lowered (sums rescaled) if a later element does
 // not fit; scaled x = hi + lo in fp16, the weights likewise with one scale a factor. tf32 multiplies hi*hi, fp32 also lo*hi and
 // hi*lo, and adds each group of 16 products in float32 with rounding. An element smaller than 2^-33 times the largest of its
 // row and residue may vanish. Infinities and NaN in x or the factor give NaN or infinite results.
 //
-// Limits: any a, b, c, d, rows; rows of zero length are not launched. Needs sm_80. Shared memory is the caller's sum, see single.py.
+// Limits: any a, b, c, d, rows; rows of zero length are not launched. Shared memory is the caller's sum, see single.py.
 // Measured on an H200, 25088 rows, 120 patterns of Gonon et al., default tiles: fp32 beats bmm and einsum on all, by 2.65 in the median;
 // fp16 on 105, by 2.73. It loses on 15: small ones with a = d = 1, which are plain dense products, blocks with a side of
 // 1024, and two where the first choice of tiles is poor. These and others go to PyTorch's product of the blocks, with transpose.cu around
@@ -39,18 +39,13 @@
 
 #include "single_shape.cuh"
 #include "single_tiles.cuh"
-#if MODE == MODE_EXACT
-#include "single_exact.cuh"
-#else
 #include "single_tensor.cuh"
-#endif
 
 __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 rows, i64 row0, i64 y_stride, const Place& at) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-#if MODE != MODE_EXACT
             if constexpr (DIRECT) {
                 i64 row = row0 + (at.wm * MT + mt) * 16 + h * 8 + at.g;
 #pragma unroll
@@ -60,10 +55,7 @@ __device__ __forceinline__ void store_tile(char* y, char* slab, Sums& sums, i64 
                     int p = at.output_tile * BN + (at.wn * NT + nt) * 8 + 2 * at.t;
                     if (row < rows && p < PB) write_words<OWN_WORDS>(y + row * y_stride + ((i64)at.i * PB + p) * PD * ES, words);
                 }
-                continue;
-            }
-#endif
-            if constexpr (!DIRECT) {
+            } else {
                 write_slab(slab, sums, mt, h, at);
                 __syncthreads();
                 store_slab(y, slab, rows, row0 + mt * 16 + h * 8, y_stride, at);

@@ -7,14 +7,12 @@
 #define MODE_BF16 1
 #define MODE_TF32 2
 #define MODE_FP32 3
-#define MODE_EXACT 4
 
 constexpr int PA = PATTERN_A, PB = PATTERN_B, PC = PATTERN_C, PD = PATTERN_D;
 constexpr bool HALVES = MODE == MODE_FP16 || MODE == MODE_BF16;
 constexpr bool SCALED = MODE == MODE_TF32 || MODE == MODE_FP32;
 constexpr int PLANES = MODE == MODE_FP32 ? 2 : 1;
 constexpr int ES = HALVES ? 2 : 4;           // bytes an element of x, the bias and y
-constexpr int WS = MODE == MODE_EXACT ? 4 : 2;  // bytes an element of the weights
 constexpr int J = WJ * R;
 constexpr int BM = WM * MT * 16;
 constexpr int BN = WN * NT * 8;
@@ -23,7 +21,7 @@ constexpr int OUTPUT_TILES = (PB + BN - 1) / BN;
 constexpr int RANGES = (PD + J - 1) / J;     // residue ranges
 constexpr int CHUNKS = (PC + KC - 1) / KC;
 constexpr int IMAGE_HEADER = 128;            // holds the exponent of the weights' scale
-constexpr int WEIGHT_CHUNK = J * PLANES * KC * BN * WS;
+constexpr int WEIGHT_CHUNK = J * PLANES * KC * BN * 2;
 constexpr int X_STAGE = BM * X_PITCH;
 constexpr int STAGE = X_STAGE + (RESIDENT ? 0 : WEIGHT_CHUNK);
 constexpr int WEIGHTS_AT = 0;
@@ -33,7 +31,7 @@ constexpr int OUTPUT_AT = BIAS_AT + (BN * J * 4 + 15) / 16 * 16;
 constexpr bool WHOLE = J == PD;              // a chunk of x and a row of the output tile are contiguous in global memory
 constexpr bool CONTIGUOUS_Q = WJ == 1 && !INTERLEAVED_Q;  // a thread's four q lie next to each other, all residues included
 constexpr int OWN = 2 * J * ES;              // bytes of a row that one thread holds side by side after the product, where WJ = 1
-constexpr bool DIRECT = MODE != MODE_EXACT && WJ == 1 && WHOLE && PB % 2 == 0 && (OWN == 8 || OWN == 16) && Y_VECTOR == 16;
+constexpr bool DIRECT = WJ == 1 && WHOLE && PB % 2 == 0 && (OWN == 8 || OWN == 16) && Y_VECTOR == 16;
 
 struct Place {  // which part of the product this thread works on
     int i, range, output_tile;

@@ -24,7 +24,7 @@
 #include "instructions.cuh"
 #include "scale.cuh"
 #include "wgmma_rows.cuh"
-#include "wgmma_shared.cuh"
+#include "wgmma.cuh"
 
 constexpr bool kFloat = MODE >= 2, kPairs = MODE == 3;
 constexpr int kElem = kFloat ? 4 : 2, kPlanes = kPairs ? 2 : 1;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kTiles][4], u32 rows, u32
         const u64 of_rows = rows_descriptor(rows + warp % (ROWS / 16) / 4 * 64 * kLine);
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < 4; ++s) WgmmaShared<COLUMNS>::run(sums, of_rows + (s * 32 >> 4), of_weights + (s * 32 >> 4));
+        for (int s = 0; s < 4; ++s) WgmmaShared<COLUMNS>::add(sums, of_rows + (s * 32 >> 4), of_weights + (s * 32 >> 4));
         wgmma_commit();
         wgmma_wait<0>();
     }

@@ -1,8 +1,10 @@
-// wgmma (sm_90a): c[O..] += a * B, 64 rows a warpgroup, a from registers, B from shared memory through a descriptor.
+// wgmma (sm_90a): c[O..] += a * B, 64 rows a warpgroup; B from shared memory through a descriptor, a from registers (Wgmma) or through a
+// descriptor too (WgmmaShared, whose `add` always adds). Without `accumulate` the product replaces c.
 //
 // A warp holds rows 16w..16w+15 of the 64 in the layout of mma.sync m16n8k16, accumulators and a alike, so the code
 // around the product is the same for both. B lies as no-swizzle core matrices, K-major: panel [k8][column][8 halves],
-// 128 bytes from one 8 columns to the next, columns*16 bytes from one k8 to the next.
+// 128 bytes from one 8 columns to the next, columns*16 bytes from one k8 to the next. In shared memory a lies in the same way, 8 rows in
+// the place of 8 columns, any distance from one k8 to the next.
 #pragma once
 
 #if MODE == 1
@@ -25,126 +27,121 @@ __host__ __device__ constexpr int wgmma_piece(int columns) {
     return columns % 128 == 0 ? 128 : columns % 96 == 0 ? 96 : columns % 72 == 0 ? 72 : columns % 64 == 0 ? 64 : columns <= 48 && columns != 0 ? columns : columns % 48 == 0 ? 48 : columns % 40 == 0 ? 40 : columns % 32 == 0 ? 32 : columns % 24 == 0 ? 24 : columns % 16 == 0 ? 16 : 8;
 }
 
+// The sums of n column tiles: their operands in the text of an instruction, and the operands themselves.
+#define WGMMA_TEXT_1 "%0,%1,%2,%3"
+#define WGMMA_TEXT_2 WGMMA_TEXT_1 ",%4,%5,%6,%7"
+#define WGMMA_TEXT_3 WGMMA_TEXT_2 ",%8,%9,%10,%11"
+#define WGMMA_TEXT_4 WGMMA_TEXT_3 ",%12,%13,%14,%15"
+#define WGMMA_TEXT_5 WGMMA_TEXT_4 ",%16,%17,%18,%19"
+#define WGMMA_TEXT_6 WGMMA_TEXT_5 ",%20,%21,%22,%23"
+#define WGMMA_TEXT_7 WGMMA_TEXT_6 ",%24,%25,%26,%27"
+#define WGMMA_TEXT_8 WGMMA_TEXT_7 ",%28,%29,%30,%31"
+#define WGMMA_TEXT_9 WGMMA_TEXT_8 ",%32,%33,%34,%35"
+#define WGMMA_TEXT_10 WGMMA_TEXT_9 ",%36,%37,%38,%39"
+#define WGMMA_TEXT_11 WGMMA_TEXT_10 ",%40,%41,%42,%43"
+#define WGMMA_TEXT_12 WGMMA_TEXT_11 ",%44,%45,%46,%47"
+#define WGMMA_TEXT_13 WGMMA_TEXT_12 ",%48,%49,%50,%51"
+#define WGMMA_TEXT_14 WGMMA_TEXT_13 ",%52,%53,%54,%55"
+#define WGMMA_TEXT_15 WGMMA_TEXT_14 ",%56,%57,%58,%59"
+#define WGMMA_TEXT_16 WGMMA_TEXT_15 ",%60,%61,%62,%63"
+#define WGMMA_TEXT_17 WGMMA_TEXT_16 ",%64,%65,%66,%67"
+#define WGMMA_TEXT_18 WGMMA_TEXT_17 ",%68,%69,%70,%71"
+#define WGMMA_TEXT_19 WGMMA_TEXT_18 ",%72,%73,%74,%75"
+#define WGMMA_TEXT_20 WGMMA_TEXT_19 ",%76,%77,%78,%79"
+#define WGMMA_TEXT_21 WGMMA_TEXT_20 ",%80,%81,%82,%83"
+#define WGMMA_TEXT_22 WGMMA_TEXT_21 ",%84,%85,%86,%87"
+#define WGMMA_TEXT_23 WGMMA_TEXT_22 ",%88,%89,%90,%91"
+#define WGMMA_TEXT_24 WGMMA_TEXT_23 ",%92,%93,%94,%95"
+#define WGMMA_TEXT_25 WGMMA_TEXT_24 ",%96,%97,%98,%99"
+#define WGMMA_TEXT_26 WGMMA_TEXT_25 ",%100,%101,%102,%103"
+#define WGMMA_TEXT_27 WGMMA_TEXT_26 ",%104,%105,%106,%107"
+#define WGMMA_TEXT_28 WGMMA_TEXT_27 ",%108,%109,%110,%111"
+#define WGMMA_TEXT_29 WGMMA_TEXT_28 ",%112,%113,%114,%115"
+#define WGMMA_TEXT_30 WGMMA_TEXT_29 ",%116,%117,%118,%119"
+#define WGMMA_TEXT_31 WGMMA_TEXT_30 ",%120,%121,%122,%123"
+#define WGMMA_TEXT_32 WGMMA_TEXT_31 ",%124,%125,%126,%127"
 #define WGMMA_C(n) "+f"(c[O + n][0]), "+f"(c[O + n][1]), "+f"(c[O + n][2]), "+f"(c[O + n][3])
+#define WGMMA_SUMS_1 WGMMA_C(0)
+#define WGMMA_SUMS_2 WGMMA_SUMS_1, WGMMA_C(1)
+#define WGMMA_SUMS_3 WGMMA_SUMS_2, WGMMA_C(2)
+#define WGMMA_SUMS_4 WGMMA_SUMS_3, WGMMA_C(3)
+#define WGMMA_SUMS_5 WGMMA_SUMS_4, WGMMA_C(4)
+#define WGMMA_SUMS_6 WGMMA_SUMS_5, WGMMA_C(5)
+#define WGMMA_SUMS_7 WGMMA_SUMS_6, WGMMA_C(6)
+#define WGMMA_SUMS_8 WGMMA_SUMS_7, WGMMA_C(7)
+#define WGMMA_SUMS_9 WGMMA_SUMS_8, WGMMA_C(8)
+#define WGMMA_SUMS_10 WGMMA_SUMS_9, WGMMA_C(9)
+#define WGMMA_SUMS_11 WGMMA_SUMS_10, WGMMA_C(10)
+#define WGMMA_SUMS_12 WGMMA_SUMS_11, WGMMA_C(11)
+#define WGMMA_SUMS_13 WGMMA_SUMS_12, WGMMA_C(12)
+#define WGMMA_SUMS_14 WGMMA_SUMS_13, WGMMA_C(13)
+#define WGMMA_SUMS_15 WGMMA_SUMS_14, WGMMA_C(14)
+#define WGMMA_SUMS_16 WGMMA_SUMS_15, WGMMA_C(15)
+#define WGMMA_SUMS_17 WGMMA_SUMS_16, WGMMA_C(16)
+#define WGMMA_SUMS_18 WGMMA_SUMS_17, WGMMA_C(17)
+#define WGMMA_SUMS_19 WGMMA_SUMS_18, WGMMA_C(18)
+#define WGMMA_SUMS_20 WGMMA_SUMS_19, WGMMA_C(19)
+#define WGMMA_SUMS_21 WGMMA_SUMS_20, WGMMA_C(20)
+#define WGMMA_SUMS_22 WGMMA_SUMS_21, WGMMA_C(21)
+#define WGMMA_SUMS_23 WGMMA_SUMS_22, WGMMA_C(22)
+#define WGMMA_SUMS_24 WGMMA_SUMS_23, WGMMA_C(23)
+#define WGMMA_SUMS_25 WGMMA_SUMS_24, WGMMA_C(24)
+#define WGMMA_SUMS_26 WGMMA_SUMS_25, WGMMA_C(25)
+#define WGMMA_SUMS_27 WGMMA_SUMS_26, WGMMA_C(26)
+#define WGMMA_SUMS_28 WGMMA_SUMS_27, WGMMA_C(27)
+#define WGMMA_SUMS_29 WGMMA_SUMS_28, WGMMA_C(28)
+#define WGMMA_SUMS_30 WGMMA_SUMS_29, WGMMA_C(29)
+#define WGMMA_SUMS_31 WGMMA_SUMS_30, WGMMA_C(30)
+#define WGMMA_SUMS_32 WGMMA_SUMS_31, WGMMA_C(31)
 
 template <int N> struct Wgmma;
+template <int N> struct WgmmaShared;
 
-template <> struct Wgmma<8> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n8k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3},"
-                     " {%4,%5,%6,%7}, %8, p, 1, 1, 0; }"
-                     : WGMMA_C(0)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
+// Products of N columns. P0 to P5 are the numbers of the operands behind the sums.
+#define WGMMA_WIDTH(N, TEXT, P0, P1, P2, P3, P4, P5, ...)                                                                                    \
+    template <> struct Wgmma<N> {                                                                                                            \
+        template <int O = 0, int T>                                                                                                          \
+        static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {     \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P5 ", 0;"                                                                       \
+                         " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_HALF "." WGMMA_HALF                                        \
+                         " {" TEXT "}, {%" #P0 ",%" #P1 ",%" #P2 ",%" #P3 "}, %" #P4 ", p, 1, 1, 0; }"                                       \
+                         : __VA_ARGS__                                                                                                       \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                             \
+        }                                                                                                                                    \
+    };                                                                                                                                       \
+    template <> struct WgmmaShared<N> {                                                                                                      \
+        template <int O = 0, int T>                                                                                                          \
+        static __device__ __forceinline__ void run(float (&c)[T][4], unsigned long long a, unsigned long long b, int accumulate) {           \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P2 ", 0;"                                                                       \
+                         " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_HALF "." WGMMA_HALF                                        \
+                         " {" TEXT "}, %" #P0 ", %" #P1 ", p, 1, 1, 0, 0; }"                                                                 \
+                         : __VA_ARGS__                                                                                                       \
+                         : "l"(a), "l"(b), "r"(accumulate));                                                                                 \
+        }                                                                                                                                    \
+        template <int T>                                                                                                                     \
+        static __device__ __forceinline__ void add(float (&c)[T][4], unsigned long long a, unsigned long long b) {                           \
+            constexpr int O = 0;                                                                                                             \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_HALF "." WGMMA_HALF                                         \
+                         " {" TEXT "}, %" #P0 ", %" #P1 ", 1, 1, 1, 0, 0;"                                                                   \
+                         : __VA_ARGS__                                                                                                       \
+                         : "l"(a), "l"(b));                                                                                                  \
+        }                                                                                                                                    \
+    };
 
-template <> struct Wgmma<16> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n16k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7},"
-                     " {%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<24> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %17, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n24k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11},"
-                     " {%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<32> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n32k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
-                     " {%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<40> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %25, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n40k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19},"
-                     " {%20,%21,%22,%23}, %24, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3), WGMMA_C(4)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<48> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n48k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23},"
-                     " {%24,%25,%26,%27}, %28, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3), WGMMA_C(4), WGMMA_C(5)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<64> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-                     " {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3), WGMMA_C(4), WGMMA_C(5), WGMMA_C(6), WGMMA_C(7)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<72> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %41, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n72k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35},"
-                     " {%36,%37,%38,%39}, %40, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3), WGMMA_C(4), WGMMA_C(5), WGMMA_C(6), WGMMA_C(7), WGMMA_C(8)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<96> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %53, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n96k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47},"
-                     " {%48,%49,%50,%51}, %52, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3), WGMMA_C(4), WGMMA_C(5), WGMMA_C(6), WGMMA_C(7), WGMMA_C(8), WGMMA_C(9), WGMMA_C(10), WGMMA_C(11)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <> struct Wgmma<128> {
-    template <int O, int T>
-    static __device__ __forceinline__ void run(float (&c)[T][4], const unsigned int (&a)[4], unsigned long long b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;"
-                     " wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_HALF "." WGMMA_HALF
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
-                     " {%64,%65,%66,%67}, %68, p, 1, 1, 0; }"
-                     : WGMMA_C(0), WGMMA_C(1), WGMMA_C(2), WGMMA_C(3), WGMMA_C(4), WGMMA_C(5), WGMMA_C(6), WGMMA_C(7), WGMMA_C(8), WGMMA_C(9), WGMMA_C(10), WGMMA_C(11), WGMMA_C(12), WGMMA_C(13), WGMMA_C(14), WGMMA_C(15)
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
+WGMMA_WIDTH(8, WGMMA_TEXT_1, 4, 5, 6, 7, 8, 9, WGMMA_SUMS_1)
+WGMMA_WIDTH(16, WGMMA_TEXT_2, 8, 9, 10, 11, 12, 13, WGMMA_SUMS_2)
+WGMMA_WIDTH(24, WGMMA_TEXT_3, 12, 13, 14, 15, 16, 17, WGMMA_SUMS_3)
+WGMMA_WIDTH(32, WGMMA_TEXT_4, 16, 17, 18, 19, 20, 21, WGMMA_SUMS_4)
+WGMMA_WIDTH(40, WGMMA_TEXT_5, 20, 21, 22, 23, 24, 25, WGMMA_SUMS_5)
+WGMMA_WIDTH(48, WGMMA_TEXT_6, 24, 25, 26, 27, 28, 29, WGMMA_SUMS_6)
+WGMMA_WIDTH(56, WGMMA_TEXT_7, 28, 29, 30, 31, 32, 33, WGMMA_SUMS_7)
+WGMMA_WIDTH(64, WGMMA_TEXT_8, 32, 33, 34, 35, 36, 37, WGMMA_SUMS_8)
+WGMMA_WIDTH(72, WGMMA_TEXT_9, 36, 37, 38, 39, 40, 41, WGMMA_SUMS_9)
+WGMMA_WIDTH(80, WGMMA_TEXT_10, 40, 41, 42, 43, 44, 45, WGMMA_SUMS_10)
+WGMMA_WIDTH(88, WGMMA_TEXT_11, 44, 45, 46, 47, 48, 49, WGMMA_SUMS_11)
+WGMMA_WIDTH(96, WGMMA_TEXT_12, 48, 49, 50, 51, 52, 53, WGMMA_SUMS_12)
+WGMMA_WIDTH(104, WGMMA_TEXT_13, 52, 53, 54, 55, 56, 57, WGMMA_SUMS_13)
+WGMMA_WIDTH(128, WGMMA_TEXT_16, 64, 65, 66, 67, 68, 69, WGMMA_SUMS_16)
+WGMMA_WIDTH(144, WGMMA_TEXT_18, 72, 73, 74, 75, 76, 77, WGMMA_SUMS_18)
+WGMMA_WIDTH(192, WGMMA_TEXT_24, 96, 97, 98, 99, 100, 101, WGMMA_SUMS_24)
+WGMMA_WIDTH(256, WGMMA_TEXT_32, 128, 129, 130, 131, 132, 133, WGMMA_SUMS_32)

@@ -19,7 +19,7 @@ from flysurgery.bench import TIMED_MODES, Case
 from flysurgery.bench.ceilings import Work
 from flysurgery.factors import factors_to_dense, ks_einsum
 from flysurgery.gpu.gradients import all_gradients
-from flysurgery.gpu.kernel import device_arch
+from flysurgery.gpu.layer_norm import run_layer_norm
 from flysurgery.layers import ButterflyLinear, SplitLinear
 from flysurgery.ops import BACKENDS, Dense, FusedFactors, Gated, Linear, Norm, ks_linear
 from flysurgery.ops.launches import fused_norm_linear, linear_epilogue
@@ -196,7 +196,7 @@ def block_part(
         operation = Operation(_norm_linear, (norm, group))
 
         def two_launches(x: Tensor) -> Tensor:
-            normed = torch.ops.flysurgery.layer_norm(x, norm.weight, norm.bias, norm.eps)
+            normed = run_layer_norm(x, norm.weight, norm.bias, norm.eps)
             return ops.ks_linear_group(normed, [member.factors for member in group], [member.bias for member in group])
 
         ways = {
@@ -210,8 +210,6 @@ def block_part(
         operation, x = Operation(_attention), drawn.tensor(rows // TOKENS, TOKENS, 3 * width)
         flops = 4 * rows * TOKENS * width
     launched = {name: place.kernel(run) for name, run in ways.items()}
-    if place.on_cuda and device_arch(0) != "sm_90a" and "factor by factor" in ways:
-        launched["factor by factor"] = "no: a launch a factor needs sm_90a"
     known = operation.runs(place) | launched
     if part == "attention":  # it has no weights
         known = {name: run for name, run in known.items() if name in ("dense", "dense fused")}

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.ring_attention import RingAttention, ring_attention
 from flysurgery.gpu.tensor_map import head_boxes
@@ -104,17 +103,10 @@ _sizes = lru_cache(maxsize=1024)(ring_attention)
 
 @lru_cache(maxsize=64)
 def _ring_kernel(sizes: RingAttention, device_index: int) -> Kernel:
-    return load_kernel(f"{sizes.name}_wgmma.cu", sizes.defines(), name=sizes.name, device_index=device_index)
+    return load_kernel(f"{sizes.name}.cu", sizes.defines(), name=sizes.name, device_index=device_index)
 
 
 @lru_cache(maxsize=64)
 def _few_kernel(head: int, dtype: torch.dtype, warps: int, device_index: int) -> Kernel:
     defines = {"HEAD": head, "WARPS": warps, "STEPS": _STEPS, "MODE": DTYPE_NUMBERS[dtype]}
     return load_kernel("few_attention.cu", defines, name="few_attention", device_index=device_index)
-
-
-attention_operator = Operator(
-    "attention(Tensor q, Tensor k, Tensor v, float scale, str mode, bool few) -> Tensor",
-    run_attention,
-    lambda q, given: tokens_before_heads(q),
-)

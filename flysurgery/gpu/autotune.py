@@ -14,12 +14,10 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.configured import factor_configs, factor_product
 from flysurgery.gpu.cubins import SERIALIZED_WARNING
-from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.doubt import doubt
 from flysurgery.gpu.fused import KINDS, FusedLinear
-from flysurgery.gpu.kernel import may_begin_early
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.table import TunedCase, TunedEntry, save_entries
 from flysurgery.gpu.tuning_record import recording
 
@@ -108,8 +106,7 @@ def _bind(case: TunedCase, config: Any, device_index: int) -> Callable[[Tensor],
         linears = [_random_factors(case, device_index) for _ in range(case.linears)]
         image = fused.pack([(left, right) for left, right in linears])
         activation = "silu" if fused.tile.gated else "none"
-        early = may_begin_early(device_index)
-        return lambda x: fused.run(x, image, activation=activation, early=early)
+        return lambda x: fused.run(x, image, activation=activation, early=True)
     single = factor_product(case.architecture.patterns[0], case.mode, config, shared_limit_of(device_index))
     image = single.pack(_random_factors(case, device_index)[0])
     return lambda x: single.run(x, image)

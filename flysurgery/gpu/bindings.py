@@ -35,10 +35,3 @@ def nvrtc_version() -> tuple[int, int]:
     except RuntimeError as error:
         raise BackendError(f"the compiler library NVRTC cannot be loaded ({error}); install a CUDA build of PyTorch") from error
     return (major, minor)
-
-
-@functools.cache
-def nvrtc_capabilities() -> tuple[int, ...]:
-    """Compute capabilities, ten times major plus minor, that this NVRTC compiles for. Raises as ``nvrtc_version``."""
-    nvrtc_version()
-    return tuple(cuda_module("bindings.nvrtc").nvrtcGetSupportedArchs()[1])

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.gpu.device import hopper_obstacle
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
-from flysurgery.gpu.layer_norm import row_moments
+from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
+from flysurgery.gpu.layer_norm import NormParts, row_moments
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived
 from flysurgery.patterns import Pattern
 
-NormParts = tuple[Tensor | None, Tensor | None, float]
-"""A layer norm's weight and bias, shapes: (in_features,), and epsilon."""
 ACTIVATIONS = {"none": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _PIECE, _STAGE, _UNIT = 8, 64, 64
 _SLOT_BYTES = _UNIT * 2 * _STAGE
@@ -191,13 +189,11 @@ def _widest(tile: BlockTiling, shared_limit: int) -> BlockTiling | None:
     return None
 
 
-def blocks_obstacle(dtype: torch.dtype, activation: str, device_index: int) -> str | None:
+def blocks_obstacle(dtype: torch.dtype) -> str | None:
     """Why the kernel has no tiling; None where it has one."""
     if dtype not in HALF_MODES:
         return f"the kernel of dense blocks takes float16 and bfloat16, not {dtype}"
-    if activation not in ACTIVATIONS:
-        return f"the kernel of dense blocks has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    return hopper_obstacle("the kernel of dense blocks", device_index)
+    return None
 
 
 def pack_blocks(
@@ -237,7 +233,7 @@ class BlockLinear:
     def __init__(self, tile: BlockTiling, dtype: torch.dtype, activation: str, device_index: int) -> None:
         self.tile, self.dtype, self.activation, self.device_index = tile, dtype, activation, device_index
         device = torch.device("cuda", device_index)
-        self._multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._multiprocessors = multiprocessors_of(device_index)
         self._pieces = torch.from_numpy(np.where(tile.pieces >= 0, tile.pieces * 2 * _PIECE, -1).astype(np.int32)).to(device)
         self._kernels: dict[tuple[int, bool, bool], Kernel] = {}
 
@@ -302,7 +298,7 @@ class BlockLinear:
                 int(backwards),
                 0 if norm is None else float_bits(eps),
             ),
-            early=not changed and may_begin_early(self.device_index),  # the weights were packed before the last queued kernel
+            early=not changed,  # the weights were packed before the last queued kernel
         )
         return y
 

@@ -58,7 +58,7 @@ def compile_cubin(source: str, defines: Mapping[str, int | str], *, arch: str, n
 
     Args:
         source: file name in ``kernel_path()``.
-        arch: ``"sm_80"``, ``"sm_90a"``, ``"sm_100"`` and the like; wgmma needs ``"sm_90a"``.
+        arch: such as ``"sm_90a"``.
         name: the ``extern "C" __global__`` function to report on.
 
     Raises:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.single import SingleFactor, candidates
+from flysurgery.gpu.device import shared_limit_of
+from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_configs, batched_pays
+from flysurgery.gpu.single_choice import candidates
 from flysurgery.gpu.single_tiling import SingleConfig
 from flysurgery.gpu.table import matching, rows_bucket, tuned_config
 from flysurgery.patterns import Architecture, Pattern

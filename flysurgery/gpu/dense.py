@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.gpu.dense_tiling import NO_PATCH, DenseTiling, Patch, StreamTiling, dense_tiling, stream_tiling
-from flysurgery.gpu.fused import ACTIVATIONS, readable
-from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, device_arch, load_kernel
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.fused import readable
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.tensor_map import plain_boxes, swizzled_boxes
 from flysurgery.gpu.weight_cache import derived, derived_for_launch
@@ -24,21 +22,18 @@ _WEIGHT_EXPONENT = 11
 _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
-def dense_obstacle(in_features: int, out_features: int, mode: str, activation: str, device_index: int, gated: bool = False) -> str | None:
-    """Why the kernel cannot run a dense layer, or a gate and a value with this many outputs together; None where it can."""
-    if activation not in ACTIVATIONS:
-        return f"the dense kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    tile = _tiling(in_features, out_features, mode, device_index, gated)
-    return tile if isinstance(tile, str) else None
+def dense_obstacle(
+    in_features: int, out_features: int, mode: str, device_index: int, *, gated: bool = False, fast: bool = False
+) -> str | None:
+    """Why the kernel cannot run a dense layer, or a gate and a value with this many outputs together; None where it can.
 
-
-def dense_advice(in_features: int, out_features: int, mode: str, device_index: int, gated: bool = False) -> str | None:
-    """Why PyTorch's product, followed by separate launches for the epilogue, is faster; None where it is not.
-
-    With narrower tiles x is read more often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
+    ``fast``: also where PyTorch's product, followed by separate launches for the epilogue, is faster. With narrower tiles x is read more
+    often from the L2 cache. Float32 by pairs is faster than PyTorch in all cases.
     """
     tile = _tiling(in_features, out_features, mode, device_index, gated)
-    if mode == "fp32" or isinstance(tile, str) or tile.columns > _NARROW:
+    if isinstance(tile, str):
+        return tile
+    if not fast or mode == "fp32" or tile.columns > _NARROW:
         return None
     return f"the weights of {in_features} inputs leave the dense kernel tiles of {tile.columns} columns, for which x is read too often"
 
@@ -112,16 +107,12 @@ def run_dense_gated(
     Raises:
         BackendError: as ``run_dense``.
     """
-    device_index = x.device.index
-    x = readable(x)
-    rows, in_features = x.shape
-    outputs = sum(weight.shape[0] for weight in weights)
+    device_index, x = x.device.index, readable(x)
+    (rows, in_features), outputs = x.shape, sum(weight.shape[0] for weight in weights)
     y = fresh((rows, outputs // 2), x.dtype, x.device)
     if rows == 0:
         return y
-    tile = _tiling(in_features, outputs, mode, device_index, True)
-    if isinstance(tile, str):
-        raise BackendError(tile)
+    tile, kernel, sizes = launcher(in_features, outputs, mode, activation, False, NO_PATCH, rows, device_index, gated=True)
 
     def make() -> tuple[Tensor, ...]:
         weight, bias = (_in_turn(tile, parts, gate) if parts else None for parts in (weights, biases))
@@ -129,13 +120,7 @@ def run_dense_gated(
         return pack_dense(tile, weight, bias, None)
 
     image, columns = derived(("dense gated", tile, gate, len(biases)), (*weights, *biases), make, inference=True)
-    _kernel(tile, activation, False, NO_PATCH, device_index).launch(
-        (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1),
-        (32 * tile.warps, 1, 1),
-        tile.shared_bytes,
-        current_stream(device_index),
-        *(x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0),
-    )
+    kernel.launch(*sizes, current_stream(device_index), x, image, columns, None, y, rows, x.stride(0) * x.element_size(), 0, 0)
     return y
 
 
@@ -147,14 +132,23 @@ def _in_turn(tile: DenseTiling, parts: Sequence[Tensor], gate: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def launcher(
-    in_features: int, out_features: int, mode: str, activation: str, residual: bool, patch: Patch, rows: int, device_index: int
+    in_features: int,
+    out_features: int,
+    mode: str,
+    activation: str,
+    residual: bool,
+    patch: Patch,
+    rows: int,
+    device_index: int,
+    *,
+    gated: bool = False,
 ) -> tuple[DenseTiling, Kernel, Sizes]:
     """The tiling for this many rows, its kernel, and the launch: blocks, threads and shared memory.
 
     Raises:
         BackendError: there is no tiling, or the kernel does not compile.
     """
-    tile = _tiling(in_features, out_features, mode, device_index, False)
+    tile = _tiling(in_features, out_features, mode, device_index, gated)
     if isinstance(tile, str):
         raise BackendError(tile)
     sizes = (tile.blocks(rows, multiprocessors_of(device_index)), 1, 1), (32 * tile.warps, 1, 1), tile.shared_bytes
@@ -222,7 +216,7 @@ def pack_dense(
 
 @lru_cache(maxsize=256)
 def _tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
-    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), device_arch(device_index) == "sm_90a", gated)
+    return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), gated)
 
 
 @lru_cache(maxsize=1024)
@@ -242,26 +236,3 @@ def _streamed_kernel(tile: StreamTiling, activation: str, residual: bool, moment
 @lru_cache(maxsize=256)
 def _kernel(tile: DenseTiling, activation: str, residual: bool, patch: Patch, device_index: int) -> Kernel:
     return load_kernel(f"{tile.source}.cu", tile.defines(activation, residual, patch), name=tile.source, device_index=device_index)
-
-
-def _fake_dense_moments(x: Tensor, given: Any) -> tuple[Tensor, Tensor]:
-    streamed = streamed_for(x.shape[0], x.shape[1], given.weight.shape[0], given.mode, x.device.index)
-    parts = 1 if streamed is None else streamed.column_tiles
-    return rows_like(x, given.weight.shape[0]), x.new_empty((x.shape[0], parts, 2), dtype=torch.float32)
-
-
-dense_linear_operator = Operator(
-    "dense_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, Tensor? scale, str mode) -> Tensor",
-    run_dense,
-    lambda x, given: rows_like(x, given.weight.shape[0]),
-)
-dense_moments_operator = Operator(
-    "dense_moments(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor? scale, str mode) -> (Tensor, Tensor)",
-    run_dense_moments,
-    _fake_dense_moments,
-)
-dense_gated_operator = Operator(
-    "dense_gated(Tensor x, Tensor[] weights, Tensor[] biases, int gate, str activation, str mode) -> Tensor",
-    run_dense_gated,
-    lambda x, given: rows_like(x, sum(weight.shape[0] for weight in given.weights) // 2),
-)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flysurgery.gpu.fused import ACTIVATIONS
-from flysurgery.gpu.modes import MODE_NUMBERS, TENSOR_CORE_MODES, dtype_of
+from flysurgery.gpu.modes import MODE_NUMBERS, dtype_of
 
 BATCH_BYTES = 128
 _WIDEST = 128
@@ -15,11 +15,10 @@ _STREAMED_SUMS = 384
 
 
 class Patch(NamedTuple):
-    """Patches of images in place of rows: their height and width, and how many rows of y stand before those of each image."""
+    """Patches of images in place of rows: their height and width."""
 
     high: int
     wide: int
-    prefix: int = 0
 
 
 NO_PATCH = Patch(0, 0)
@@ -30,10 +29,9 @@ class DenseTiling:
     """Sizes of ``kernels/dense_linear.cu``.
 
     Attributes:
-        warps: of a block, 16 rows each.
+        warps: of a block, 16 rows each; a multiple of four.
         columns: outputs of a block, whose weights it keeps in shared memory.
         stages: batches of x in shared memory, a warp.
-        wgmma: whether products are made by warpgroups.
         gated: whether half of a block's outputs are a gate's, and half the value's at the same places.
     """
 
@@ -43,7 +41,6 @@ class DenseTiling:
     warps: int
     columns: int
     stages: int
-    wgmma: bool
     gated: bool = False
 
     @property
@@ -83,36 +80,32 @@ class DenseTiling:
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
         """How many blocks to launch."""
-        tiles, unit = self.out_features // self.columns, 64 if self.wgmma else 16
-        return tiles * max(1, min(-(-rows // unit), multiprocessors // tiles))
+        tiles = self.out_features // self.columns
+        return tiles * max(1, min(-(-rows // _UNIT), multiprocessors // tiles))
 
     def defines(self, activation: str, residual: bool, patch: Patch = NO_PATCH) -> dict[str, int]:
-        """The macros that the kernel is compiled with; ``residual`` says whether one, or a position of patches, is added."""
+        """The macros that the kernel is compiled with; ``residual`` says whether one is added."""
         return {
             "IN": self.in_features,
             "OUT": self.out_features,
             "MODE": MODE_NUMBERS[self.mode],
-            "WGMMA": int(self.wgmma),
             "ACTIVATION": ACTIVATIONS.index(activation),
             "GATED": int(self.gated),
             "RESIDUAL": int(residual),
             "PATCH_HIGH": patch.high,
             "PATCH_WIDE": patch.wide,
-            "PREFIX": patch.prefix,
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "STAGES": self.stages,
         }
 
 
-def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, wgmma: bool, gated: bool = False) -> DenseTiling | str:
+def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: int, gated: bool = False) -> DenseTiling | str:
     """The tiling for a layer, or why there is none: the widest column tile, to at most 128, beside which 12 warps keep 3 batches each.
 
     Fewer warps or batches only where not even the narrowest tile leaves room for them.
     """
-    if mode not in TENSOR_CORE_MODES:
-        return f"the dense kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
-    tile = DenseTiling(in_features, out_features, mode, 0, 0, 0, wgmma)
+    tile = DenseTiling(in_features, out_features, mode, 0, 0, 0)
     unit = 8 * tile.run * (2 if gated else 1)
     if in_features % tile.batch or out_features % unit:
         return f"the dense kernel takes multiples of {tile.batch} inputs and {unit} outputs, got {in_features} and {out_features}"
@@ -120,7 +113,7 @@ def dense_tiling(in_features: int, out_features: int, mode: str, shared_limit: i
     for warps, batches in ((12, (4, 3)), (8, (4, 3)), (4, (4, 3, 2))):
         for columns in widths:
             for stages in batches:
-                tile = DenseTiling(in_features, out_features, mode, warps, columns, stages, wgmma, gated)
+                tile = DenseTiling(in_features, out_features, mode, warps, columns, stages, gated)
                 if tile.shared_bytes <= shared_limit and tile.registers * warps * 32 <= 65536:
                     return tile
     return f"the weights of {in_features} inputs of the narrowest tile exceed {shared_limit} bytes of shared memory"
@@ -177,11 +170,11 @@ def stream_tiling(resident: DenseTiling, shared_limit: int) -> StreamTiling | No
 
     The widest tile beside which four stages fit, or three.
     """
-    if not resident.wgmma or resident.element_bytes != 2 or resident.gated or resident.columns >= _WIDEST:
+    if resident.element_bytes != 2 or resident.gated or resident.columns >= _WIDEST:
         return None
     for stages in (4, 3):
         for columns in (192, 128, 96):
-            tile = StreamTiling(resident.in_features, resident.out_features, resident.mode, 12, columns, stages, wgmma=True)
+            tile = StreamTiling(resident.in_features, resident.out_features, resident.mode, 12, columns, stages)
             if resident.out_features % columns == 0 and tile.shared_bytes <= shared_limit:
                 return tile
     return None

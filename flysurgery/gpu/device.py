@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.bindings import cuda_module, nvrtc_capabilities, nvrtc_version
+from flysurgery.gpu.bindings import cuda_module, nvrtc_version
 from flysurgery.gpu.compile import kernel_path
 from flysurgery.gpu.cubins import cubin_folder
 from flysurgery.gpu.folder import folder_obstacle
 
-OLDEST_CAPABILITY = (8, 0)
+CAPABILITY = (9, 0)
+"""That of H100 and H200, for which the kernels are written."""
 
 
 def device_obstacle(device_index: int | None = None) -> str | None:
@@ -25,32 +27,36 @@ def device_obstacle(device_index: int | None = None) -> str | None:
     return _device_obstacle(torch.cuda.current_device() if device_index is None else device_index)
 
 
-def hopper_obstacle(kernel: str, device_index: int) -> str | None:
-    """Why a kernel that needs wgmma, named by ``kernel``, cannot run on a CUDA device; None when it can."""
-    obstacle = device_obstacle(device_index)
-    if obstacle is not None:
-        return obstacle
-    major, minor = torch.cuda.get_device_capability(device_index)
-    if (major, minor) == (9, 0):
-        return None
-    return f"{kernel} needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+def kernels_take(x: Tensor) -> bool:
+    """Whether kernels run on the device of x; elsewhere PyTorch does their work."""
+    return x.is_cuda and device_obstacle(x.device.index) is None
 
 
 @functools.cache
 def _device_obstacle(device_index: int) -> str | None:
-    major, minor = torch.cuda.get_device_capability(device_index)
-    if (major, minor) < OLDEST_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability != CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (CAPABILITY, capability))
         name = torch.cuda.get_device_name(device_index)
-        return f"the kernels need a GPU of compute capability 8.0 or newer, {name} has {major}.{minor}"
+        return f"the kernels need a GPU of compute capability {needed}, such as an H100, {name} has {found}"
     try:
         kernel_path()
-        if 10 * major + minor not in nvrtc_capabilities():
-            return (
-                f"NVRTC {'.'.join(map(str, nvrtc_version()))} does not compile for compute capability {major}.{minor}; install a newer one"
-            )
+        nvrtc_version()
     except BackendError as error:
         return str(error)
     return None
+
+
+@functools.cache
+def shared_limit_of(device_index: int) -> int:
+    """Bytes of shared memory that a block may use."""
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+
+
+@functools.cache
+def multiprocessors_of(device_index: int) -> int:
+    """The number of multiprocessors, cached because PyTorch needs longer than a launch to give it."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def cuda_facts() -> list[tuple[str, str, str | None]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.patterns import Architecture
@@ -30,7 +31,7 @@ def factor_gradients(
     length = len(factors) // linears
     architecture = architecture_of(factors[:length])
     (dtype, *others) = {factor.dtype for factor in factors}
-    if length == 2 and dw.is_cuda and dw.dtype == torch.float32 and dtype in DTYPE_NUMBERS and not others:
+    if length == 2 and kernels_take(dw) and dw.dtype == torch.float32 and dtype in DTYPE_NUMBERS and not others:
         return _by_kernel(dw, [factor.contiguous() for factor in factors], linears, architecture)
     starts = range(0, len(factors), length)
     parts = zip(dw.split(architecture.out_features), starts, strict=True)

@@ -1,24 +1,27 @@
-"""Linears on few rows, with a norm before and an epilogue behind them, in one launch; and their registered operator."""
+"""Linears on few rows, with a norm before and an epilogue behind them, in one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import factors_to_dense
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import DTYPE_NUMBERS, HALF_MODES
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
+
+Weights = Tensor | Sequence[Tensor]
+"""Those of a linear: a dense one, shape (out_features, *), or factors, shapes (a, b, c, d), left to right."""
 
 _CHUNK = 32  # inputs of which a lane takes adjacent 16 bytes
 _MOST_WARPS = 12
@@ -102,12 +105,12 @@ def few_rows_tilings(in_features: int, out_features: int, norm: bool, shared_lim
 
 
 @lru_cache(maxsize=1024)
-def most_rows(in_features: int, out_features: int, norm: bool, activation: str, dtype: torch.dtype, device_index: int) -> int:
+def most_rows(in_features: int, out_features: int, norm: bool, dtype: torch.dtype, device_index: int) -> int:
     """The most rows for which the kernel takes a layer: all their blocks run at once. 0 where it does not take the layer.
 
     For more rows, kernels that read each weight once for many rows are faster.
     """
-    if dtype not in HALF_MODES or activation not in ACTIVATIONS:
+    if dtype not in HALF_MODES:
         return 0
     tiles = few_rows_tilings(in_features, out_features, norm, shared_limit_of(device_index))
     return max((tile.most_rows(multiprocessors_of(device_index)) for tile in tiles), default=0)
@@ -136,11 +139,8 @@ def _tiling(in_features: int, out_features: int, norm: bool, rows: int, device_i
 
 def run_few_rows(
     x: Tensor,  # shape: (rows, in_features)
-    norm_weight: Tensor | None,  # shape: (in_features,)
-    norm_bias: Tensor | None,  # shape: (in_features,)
-    eps: float | None,
-    weights: Sequence[Tensor],  # dense ones, (out_features, *), and factors, (a, b, c, d), of one linear after the other
-    lengths: Sequence[int],  # a linear: how many factors it has, 0 for a dense one
+    norm: NormParts | None,
+    linears: Sequence[Weights],
     biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
     activation: str,
     residual: Tensor | None,  # shape: (rows, sum of all out_features)
@@ -148,66 +148,72 @@ def run_few_rows(
 ) -> Tensor:  # shape: (rows, sum of all out_features)
     """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
-    Without a norm where ``eps`` is None. Factors are multiplied out in float64 when they are packed, and rounded once; the result
-    takes the memory of a dense layer. For few rows the arithmetic that factors save takes no time. Parameters may be wider than x.
+    Factors are multiplied out in float64 when they are packed, and rounded once; the result takes the memory of a dense layer. For few
+    rows the arithmetic that factors save takes no time. Parameters may be wider than x.
 
     Raises:
         BackendError: there are more than ``most_rows``, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
+    (rows, in_features), sizes = x.shape, [*map(outputs_of, linears)]
     y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
         return y
-    parts = (*weights, *biases, norm_weight, norm_bias, scale)
+    norm_weight, norm_bias, eps = norm or (None, None, 0.0)
+    parts = (*tensors_of(linears), *biases, norm_weight, norm_bias, scale)
     sources = tuple([part for part in parts if part is not None])
-    as_it_lies = [*lengths] == [0] and in_place(weights[0], x.dtype)
+    in_place = lies_in_place(linears, x.dtype)
 
     def make() -> tuple[Tensor, ...]:
-        vectors = pack_vectors(weights[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
-        return vectors if as_it_lies else (*vectors, pack_weights(weights, lengths).to(x.dtype))
+        vectors = pack_vectors(sources[0], (norm_weight, norm_bias), biases, scale, in_features, sizes)
+        return vectors if in_place else (*vectors, pack_weights(linears).to(x.dtype))
 
-    token = ("few rows", x.dtype, as_it_lies, tuple(lengths), tuple([part is not None for part in parts]))
-    (norm, columns, *packed), early = derived_for_launch(token, sources, make)
+    token = ("few rows", x.dtype, in_place, form_of(linears), tuple([part is not None for part in parts]))
+    (vectors, columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
-    kernel, launched = _launcher(in_features, sum(sizes), eps is not None, rows, x.dtype, activation, residual is not None, device_index)
+    kernel, launched = _launcher(in_features, sum(sizes), norm is not None, rows, x.dtype, activation, residual is not None, device_index)
     kernel.launch(
         *launched,
         current_stream(device_index),
-        *(x, packed[0] if packed else weights[0], norm, columns, residual, y, rows, *strides, float_bits(eps or 0.0)),
+        *(x, packed[0] if packed else sources[0], vectors, columns, residual, y, rows, *strides, float_bits(eps)),
         early=early,
     )
     return y
 
 
-def in_place(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel reads a dense weight where it lies."""
+def lies_in_place(linears: Sequence[Weights], dtype: torch.dtype) -> bool:
+    """Whether the kernel reads the weights where they lie: those of one dense linear."""
+    weight = linears[0]
+    if len(linears) > 1 or not isinstance(weight, Tensor):
+        return False
     return weight.dtype == dtype and weight.is_contiguous() and weight.data_ptr() % 16 == 0
 
 
-def _linears(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    ends = accumulate(max(length, 1) for length in lengths)
-    return [tuple(weights[end - max(length, 1) : end]) for end, length in zip(ends, lengths, strict=True)]
+def tensors_of(linears: Sequence[Weights]) -> list[Tensor]:
+    """The weights and factors of all linears, one after the other."""
+    return [part for linear in linears for part in ((linear,) if isinstance(linear, Tensor) else linear)]
 
 
-def sizes_of(weights: Sequence[Tensor], lengths: Sequence[int]) -> list[int]:
-    """The number of outputs of each linear, from the shape of its first weight."""
-    sizes, place = [], 0
-    for length in lengths:
-        shape = weights[place].shape
-        sizes.append(shape[0] * shape[1] * shape[3] if length else shape[0])
-        place += length or 1
-    return sizes
+def form_of(linears: Sequence[Weights]) -> tuple[int, ...]:
+    """How many factors each linear has, 0 for a dense one."""
+    return tuple([0 if isinstance(linear, Tensor) else len(linear) for linear in linears])
 
 
-def pack_weights(weights: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:  # shape: (out_features, in_features)
-    """The matrices of all linears, one below the other."""
-    linears = zip(_linears(weights, lengths), lengths, strict=True)
+def outputs_of(linear: Weights) -> int:
+    """How many outputs a linear has."""
+    if isinstance(linear, Tensor):
+        return linear.shape[0]
+    a, b, _, d = linear[0].shape
+    return a * b * d
+
+
+def pack_weights(linears: Sequence[Weights]) -> Tensor:  # shape: (sum of all out_features, in_features)
+    """The matrices of all linears, one below the other, in float64."""
     return torch.cat(
         [
-            factors_to_dense([factor.double() for factor in linear]) if length else linear[0].flatten(1).double()
-            for linear, length in linears
+            linear.flatten(1).double() if isinstance(linear, Tensor) else factors_to_dense([factor.double() for factor in linear])
+            for linear in linears
         ]
     )
 
@@ -231,11 +237,3 @@ def pack_vectors(
 @lru_cache(maxsize=256)
 def _kernel(tile: FewRowsTiling, dtype: torch.dtype, activation: str, residual: bool, device_index: int) -> Kernel:
     return load_kernel("few_rows.cu", tile.defines(dtype, activation, residual), name="few_rows", device_index=device_index)
-
-
-few_rows_operator = Operator(
-    "few_rows(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] weights, int[] lengths, Tensor?[] biases, "
-    "str activation, Tensor? residual, Tensor? scale) -> Tensor",
-    run_few_rows,
-    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
-)

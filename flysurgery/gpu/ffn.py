@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.factors import architecture_of
-from flysurgery.gpu.device import hopper_obstacle
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import FloatFfnTiling, float_ffn_tiling
 from flysurgery.gpu.ffn_image import pack_ffn
 from flysurgery.gpu.ffn_tiling import ACTIVATIONS, FfnTiling, ffn_tiling
 from flysurgery.gpu.fused import readable
 from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
-from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, TENSOR_CORE_MODES, present_mode
-from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
+from flysurgery.gpu.layer_norm import NormParts
+from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, mode_for
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived_for_launch
 from flysurgery.patterns import Architecture
 
 
-def ffn_obstacle(
-    up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, device_index: int
-) -> str | None:
-    """Why the fused kernel cannot run a block on a device in a mode of ``mode_of``; None when it can."""
-    obstacle = hopper_obstacle("the fused FFN", device_index)
-    return obstacle or size_obstacle(up, down, mode, norm, activation, residual, shared_limit_of(device_index))
-
-
 @lru_cache(maxsize=1024)
-def size_obstacle(
-    up: Architecture, down: Architecture, mode: str | None, norm: bool, activation: str, residual: bool, shared_limit: int
-) -> str | None:
-    """Why the kernel has no tiling for a block; None when it has one."""
-    if mode not in TENSOR_CORE_MODES:
-        return "the fused FFN takes float16, bfloat16 and float32"
+def ffn_obstacle(up: Architecture, down: Architecture, mode: str, norm: bool, shared_limit: int) -> str | None:
+    """Why the fused kernel cannot run a block; None when it can."""
     if mode not in HALVES and not norm:
         return "the fused FFN takes float32 behind a norm, which bounds the rows"
-    if activation not in ACTIVATIONS:
-        return f"the fused FFN has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    if residual and up.in_features != down.out_features:
-        return f"a residual needs as many outputs as inputs, got {down.out_features} and {up.in_features}"
     tile = _tile(up, down, mode, shared_limit, scaled=True)
     return tile if isinstance(tile, str) else None
 
@@ -69,7 +51,7 @@ class FusedFfn:
             "RESIDUAL": int(residual),
         }
         self._kernel: Kernel = load_kernel(f"{tile.kernel}.cu", defines, name=tile.kernel, device_index=device_index)
-        self._blocks = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._blocks = multiprocessors_of(device_index)
         self._shared_bytes = tile.shared_bytes  # computing it takes longer than running a block
 
     def run(
@@ -104,8 +86,8 @@ def _fused_ffn(
     device_index: int,
 ) -> FusedFfn:
     up, down = Architecture.of(*up_shapes), Architecture.of(*down_shapes)
-    obstacle = ffn_obstacle(up, down, mode, norm, activation, residual, device_index)
-    tile = _tile(up, down, mode, shared_limit_of(device_index), scaled=scaled)
+    limit = shared_limit_of(device_index)
+    obstacle, tile = ffn_obstacle(up, down, mode, norm, limit), _tile(up, down, mode, limit, scaled=scaled)
     if obstacle is not None or isinstance(tile, str):
         raise BackendError(obstacle or str(tile))
     return FusedFfn(tile, mode, activation, norm, residual, device_index)
@@ -113,9 +95,7 @@ def _fused_ffn(
 
 def run_ffn(
     x: Tensor,  # shape: (rows, in_features)
-    norm_weight: Tensor | None,  # shape: (in_features,)
-    norm_bias: Tensor | None,  # shape: (in_features,)
-    eps: float | None,  # of the norm; None where there is none
+    norm: NormParts | None,
     up: Sequence[Tensor],
     up_bias: Tensor | None,
     down: Sequence[Tensor],
@@ -131,29 +111,17 @@ def run_ffn(
     """
     device_index = x.device.index
     shapes = tuple([factor.shape for factor in up]), tuple([factor.shape for factor in down])
-    mode = present_mode(x.dtype)
-    kernel = _fused_ffn(*shapes, mode or "", activation, eps is not None, scale is not None, residual, device_index)
+    kernel = _fused_ffn(*shapes, mode_for(x), activation, norm is not None, scale is not None, residual, device_index)
+    norm_weight, norm_bias, eps = norm or (None, None, 0.0)
     parts = (*up, *down, up_bias, down_bias, norm_weight, norm_bias, scale)
     sources = tuple([part for part in parts if part is not None])
 
     def make() -> tuple[Tensor, ...]:
-        factors, norm = (up[1], up[0], down[1], down[0]), (norm_weight, norm_bias)
+        factors, affine = (up[1], up[0], down[1], down[0]), (norm_weight, norm_bias)
         if isinstance(kernel.tile, FloatFfnTiling):
-            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), norm, scale),)
-        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), norm, scale, x.dtype),)
+            return (pack_float_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale),)
+        return (pack_ffn(kernel.tile, factors, (up_bias, down_bias), affine, scale, x.dtype),)
 
     present = tuple([part is not None for part in parts])
     (image,), early = derived_for_launch(("ffn", kernel, x.dtype, present), sources, make)
-    return kernel.run(readable(x), image, eps or 0.0, early=early)
-
-
-def ffn_operator_of(schema: str, run: Callable[..., Tensor]) -> Operator[Tensor]:
-    """The operator of a feed-forward block; ``schema`` is its name and, with ``{}`` in the place of those of ``ffn``, its operands."""
-    operands = (
-        "Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
-        "str activation, Tensor? scale, bool residual"
-    )
-    return Operator(schema.format(operands), run, lambda x, given: rows_like(x, architecture_of(given.down).out_features))
-
-
-ffn_operator = ffn_operator_of("ffn({}) -> Tensor", run_ffn)
+    return kernel.run(readable(x), image, eps, early=early)

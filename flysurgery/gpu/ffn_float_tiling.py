@@ -134,8 +134,6 @@ class FloatFfnTiling(FfnTiling):
             "WARPS": self.warps,
             "U_TILES": braces(middle),
             "V_TILES": braces(last),
-            "MT": 1,
-            "WGMMA": 1,
             "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
             "CONSUMER_REGISTERS": self.most_registers,
             **{f"PARTS{n}": parts for n, parts in enumerate(self.parts, 1)},

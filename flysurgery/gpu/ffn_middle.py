@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.gpu.block_linear import ACTIVATIONS, BlockTiling, pack_blocks
+from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.kernel import current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.obstacles import multiprocessors_of
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.tensor_map import swizzled_boxes
 from flysurgery.gpu.weight_cache import derived_for_launch

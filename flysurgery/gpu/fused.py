@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.fused_configs import configs, every_config, fits
 from flysurgery.gpu.image import pack, panel_indices
-from flysurgery.gpu.kernel import Prepared, current_stream, device_arch, float_bits, load_kernel, rows_and_stride
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, float_bits, load_kernel, rows_and_stride
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.table import TunedCase, chosen_by_table, rows_bucket, tuned_config
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
@@ -41,7 +42,7 @@ def fused_reason(
     tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
     if isinstance(tile, str):
         return tile
-    if next(every_config(tile, shared_limit, wgmma=False), None) is None:
+    if next(every_config(tile, shared_limit), None) is None:
         return f"no tile of {linears} x {architecture} in mode {mode} fits in the registers and {shared_limit} bytes of shared memory"
     return None
 
@@ -88,7 +89,7 @@ class FusedLinear:
         self.device, self.device_index = torch.device("cuda", device_index), device_index
         self._case = partial(TunedCase, torch.cuda.get_device_name(device_index), _name_of(norm, gated), architecture, mode, linears)
         self._out_features = linears * architecture.out_features // (2 if gated else 1)
-        self._launches: dict[tuple[int, int, str, bool, int | None, float, bool], Prepared] = {}
+        self._launchers: dict[tuple[int, str, bool, bool], tuple[Kernel, Sizes]] = {}
 
     @staticmethod
     def candidates(
@@ -98,8 +99,7 @@ class FusedLinear:
         tile = tiling(architecture, mode, linears, norm=norm, gated=gated)
         if isinstance(tile, str):
             return []
-        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-        return configs(tile, limit, wgmma=device_arch(device_index) == "sm_90a")
+        return configs(tile, shared_limit_of(device_index))
 
     def cases(self, rows: int) -> list[TunedCase]:
         """The case to autotune for calls with this many rows."""
@@ -138,28 +138,24 @@ class FusedLinear:
         if rows == 0:
             return y
         bias = None if bias is None else _in_vectors(bias)[0]
-        residual_stride = None
+        residual_stride = 0
         if residual is not None:
             residual, _, residual_stride = _in_vectors(residual)
-        key = (rows, stride, activation, scaled, residual_stride, eps, early)
-        launch = self._launches.get(key) or self._prepare(*key)
-        launch.launch(current_stream(x.device.index), x, image, bias, residual, y)
+        key = (rows, activation, scaled, residual is not None)
+        kernel, sizes = self._launchers.get(key) or self._launcher(*key)
+        numbers = rows, stride, residual_stride, float_bits(eps)
+        kernel.launch(*sizes, current_stream(x.device.index), x, image, bias, residual, y, *numbers, early=early)
         return y
 
-    def _prepare(
-        self, rows: int, stride: int, activation: str, scaled: bool, residual_stride: int | None, eps: float, early: bool
-    ) -> Prepared:
+    def _launcher(self, rows: int, activation: str, scaled: bool, residual: bool) -> tuple[Kernel, Sizes]:
+        """The kernel for an epilogue, and the sizes of its launch for this many rows."""
         index, config = self.device.index, self.config
-        epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual_stride is not None)}
-        defines = {**self.tile.defines(config), **epilogue}
-        kernel = load_kernel("fused_linear.cu", defines, name="fused_linear", device_index=index)
-        unit = 64 if config.wgmma else 16 * config.row_tiles
-        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        grid = (min(-(-rows // unit), max(multiprocessors // self.tile.blocks, 1)), self.tile.blocks, 1)
-        block, shared_bytes = (32 * config.warps, 1, 1), self.tile.shared_bytes(config)
-        launch = kernel.prepare(grid, block, shared_bytes, rows, stride, residual_stride or 0, float_bits(eps), early=early)
-        self._launches[rows, stride, activation, scaled, residual_stride, eps, early] = launch
-        return launch
+        epilogue = {"ACTIVATION": ACTIVATIONS.index(activation), "SCALED": int(scaled), "RESIDUAL": int(residual)}
+        kernel = load_kernel("fused_linear.cu", {**self.tile.defines(config), **epilogue}, name="fused_linear", device_index=index)
+        grid = (min(-(-rows // 64), max(multiprocessors_of(index) // self.tile.blocks, 1)), self.tile.blocks, 1)
+        found = kernel, (grid, (32 * config.warps, 1, 1), self.tile.shared_bytes(config))
+        self._launchers[rows, activation, scaled, residual] = found
+        return found
 
 
 def fused_kernel(
@@ -196,8 +192,7 @@ def _config_of(fields: dict[str, Any], tile: Tiling | str, device_index: int) ->
         config = FusedConfig(**fields)
     except TypeError:
         return None
-    limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-    return config if not isinstance(tile, str) and fits(tile, config, limit, wgmma=device_arch(device_index) == "sm_90a") else None
+    return config if not isinstance(tile, str) and fits(tile, config, shared_limit_of(device_index)) else None
 
 
 def readable(tensor: Tensor) -> Tensor:

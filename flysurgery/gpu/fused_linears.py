@@ -1,4 +1,4 @@
-"""Linears of one architecture with what stands before and behind them, all in one launch, with their registered operator."""
+"""Linears of one architecture with what stands before and behind them, all in one launch."""
 
 from __future__ import annotations
 
@@ -8,30 +8,17 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, ks_einsum
-from flysurgery.gpu.fused import ACTIVATIONS, fused_kernel, fused_reason
+from flysurgery.gpu.fused import fused_kernel
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
 from flysurgery.gpu.tuning_record import meet
 from flysurgery.gpu.weight_cache import derived_for_launch
-from flysurgery.patterns import Architecture
-
-
-def fused_linears_obstacle(
-    architecture: Architecture, mode: str, linears: int, activation: str, norm: bool, gated: bool, device_index: int
-) -> str | None:
-    """Why no single launch computes this many linears of an architecture, a norm before them or a gate behind; None where one does."""
-    if activation not in ACTIVATIONS:
-        return f"the fused kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
-    return fused_reason(architecture, mode, linears, shared_limit_of(device_index), norm=norm, gated=gated)
 
 
 def run_fused_linears(
     x: Tensor,  # shape: (*batch, in_features)
-    weight: Tensor | None,  # shape: (in_features,)
-    bias: Tensor | None,  # shape: (in_features,)
-    eps: float | None,
-    factors: Sequence[Tensor],  # shapes: (a, b, c, d), left and right; of several linears one after the other
+    norm: NormParts | None,
+    linears: Sequence[Sequence[Tensor]],  # each: left and right factor, shapes: (a, b, c, d)
     biases: Sequence[Tensor],  # shapes: (out_features,), one a linear, or none
     gate: int | None,
     activation: str,
@@ -41,33 +28,33 @@ def run_fused_linears(
 ) -> Tensor:  # shape: (*batch, linears * out_features), half of them where gated
     """``residual + activation(scale * linears(norm(x)))``, the linears' outputs side by side, in one launch on the current stream.
 
-    Rows are normalized, with ``weight`` and ``bias``, where ``eps`` is not None: the weight is multiplied into the right factors, the
-    bias by the factors and added to the biases, both before rounding. Where ``gate`` is not None, the outputs of one linear are two
-    halves, and the result is ``activation(gate) * value``; it is the index of the gate. A norm or a gate excludes ``scale``.
+    The norm's weight is multiplied into the right factors, its bias by the factors and added to the biases, both before rounding. Where
+    ``gate`` is not None, the outputs of one linear are two halves, and the result is ``activation(gate) * value``; it is the index of the
+    gate. A norm or a gate excludes ``scale``.
 
     Raises:
-        BackendError: no kernel runs these factors; ``fused_linears_obstacle`` tells beforehand.
+        BackendError: no kernel runs these factors; ``fused_reason`` tells beforehand.
     """
-    norm, linears = eps is not None, len(factors) // 2
-    rows, device_index = x.numel() // x.shape[-1], x.device.index
-    kernel = fused_kernel(architecture_of(factors[:2]), mode, linears, rows, norm=norm, gated=gate is not None, device_index=device_index)
+    weight, bias, eps = norm or (None, None, 0.0)
+    rows, kinds = x.numel() // x.shape[-1], {"norm": norm is not None, "gated": gate is not None}
+    kernel = fused_kernel(architecture_of(linears[0]), mode, len(linears), rows, **kinds, device_index=x.device.index)
     meet(kernel, x)
 
     def make() -> tuple[Tensor, ...]:
-        pairs, offset = [*zip(factors[::2], factors[1::2], strict=True)], torch.cat([*biases]) if biases else None
+        pairs, offset = [(left, right) for left, right in linears], torch.cat([*biases]) if biases else None
         if gate is not None:
             pairs = [(_gate_first(left, 1, gate), right) for left, right in pairs]
             offset = None if offset is None else _gate_first(offset, 0, gate)
         pairs, offset = _fold(pairs, offset, weight, bias)
-        behind = _sums(pairs, dtype_of(mode)) if norm else None if scale is None else scale.detach().double()
+        behind = _sums(pairs, dtype_of(mode)) if norm is not None else None if scale is None else scale.detach().double()
         if behind is not None:
             offset = torch.cat((torch.zeros_like(behind) if offset is None else offset, behind))
         return kernel.pack(pairs), *([] if offset is None else [offset.to(dtype_of(mode))])
 
-    sources = (*factors, *biases, *(part for part in (weight, bias, scale) if part is not None))
+    sources = (*[factor for linear in linears for factor in linear], *biases, *(part for part in (weight, bias, scale) if part is not None))
     packed, early = derived_for_launch((kernel, gate, len(biases), weight is None, bias is None, scale is None), sources, make)
     image, *behind = packed
-    return kernel.run(x, image, next(iter(behind), None), residual, activation, eps or 0.0, scaled=scale is not None, early=early)
+    return kernel.run(x, image, next(iter(behind), None), residual, activation, eps, scaled=scale is not None, early=early)
 
 
 def _gate_first(rows: Tensor, dim: int, gate: int) -> Tensor:
@@ -105,15 +92,3 @@ def _sums(
     rounded = [(left.to(dtype).double(), right.to(dtype).double()) for left, right in pairs]
     ones = [right.new_ones(1, right.shape[0] * right.shape[2] * right.shape[3]) for _, right in rounded]
     return torch.cat([ks_einsum(ks_einsum(one, right), left)[0] for one, (left, right) in zip(ones, rounded, strict=True)])
-
-
-def _features(factors: Sequence[Tensor], gate: int | None) -> int:
-    return len(factors) // 2 * architecture_of(factors[:2]).out_features // (1 if gate is None else 2)
-
-
-fused_linears_operator = Operator(
-    "fused_linears(Tensor x, Tensor? weight, Tensor? bias, float? eps, Tensor[] factors, Tensor[] biases, int? gate, str activation, "
-    "Tensor? residual, Tensor? scale, str mode) -> Tensor",
-    run_fused_linears,
-    lambda x, given: rows_like(x, _features(given.factors, given.gate)),
-)

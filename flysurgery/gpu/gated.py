@@ -1,4 +1,4 @@
-"""An activated gate times a value in one launch, with its registered operator."""
+"""An activated gate times a value in one launch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from torch import Tensor
 from flysurgery.gpu.fused import ACTIVATIONS, readable
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
 
 _THREADS = 256
 _VECTOR_BYTES = 16
 
 
-def gated_obstacle(features: int, dtype: torch.dtype, activation: str) -> str | None:
+def gated_obstacle(features: int, dtype: torch.dtype) -> str | None:
     """Why the kernel does not take rows of this many features; None where it does."""
     if dtype not in DTYPE_NUMBERS:
         return f"the gate's kernel takes float16, bfloat16 and float32, not {dtype}"
-    if activation not in ACTIVATIONS:
-        return f"the gate's kernel has the activations {', '.join(ACTIVATIONS)}, not '{activation}'"
     if features % (_VECTOR_BYTES // dtype.itemsize):
         return f"the gate's kernel takes rows of whole vectors of 16 bytes, got {features} features of {dtype}"
     return None
@@ -54,8 +51,3 @@ def run_gated(
 def _kernel(features: int, dtype: torch.dtype, activation: str, device_index: int) -> Kernel:
     defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "ACTIVATION": ACTIVATIONS.index(activation)}
     return load_kernel("gated.cu", defines, name="gated", device_index=device_index)
-
-
-gated_operator = Operator(
-    "gated(Tensor gate, Tensor value, str activation) -> Tensor", run_gated, lambda gate, given: gate.new_empty(gate.shape)
-)

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.kernel import Prepared, current_stream, load_kernel
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import HALVES, dtype_of
 
 _THREADS = 256
@@ -64,24 +64,22 @@ class Gather:
         self._table = torch.cat(filled)
         self._sizes, self._dtype = [*map(len, filled)], dtype_of(mode)
         self._starts = [*accumulate((source.numel() for source in sources[:-1]), initial=0)]
-        self._launches: dict[torch.dtype, Prepared] = {}
+        self._kernels: dict[torch.dtype, Kernel] = {}
 
     def __call__(self, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The images in order, each with what fills it up to the beginning of the next one; on the current stream."""
         images = torch.empty_like(self._table, dtype=self._dtype)
-        addresses = [*map(Tensor.data_ptr, sources), self._table.data_ptr(), images.data_ptr()]
-        self._prepared(sources[0].dtype)(current_stream(self._table.device.index), *addresses)
+        grid, stream = (-(-len(self._table) // (_THREADS * _PER_THREAD)), 1, 1), current_stream(self._table.device.index)
+        arguments = *sources, self._table, images, len(self._table), *self._starts
+        self._kernel(sources[0].dtype).launch(grid, (_THREADS, 1, 1), 0, stream, *arguments)
         return torch.split_with_sizes(images, self._sizes)
 
-    def _prepared(self, dtype: torch.dtype) -> Prepared:
-        """The launch for sources of a dtype; it takes their addresses, that of the table, and that of the images."""
-        found = self._launches.get(dtype)
-        if found is None:
+    def _kernel(self, dtype: torch.dtype) -> Kernel:
+        """The kernel for sources of a dtype."""
+        if dtype not in self._kernels:
             defines = {"SLOTS": len(self._starts), "SOURCE": _SOURCES[dtype], "TARGET": _SOURCES[self._dtype]}
-            kernel = load_kernel("gather.cu", defines, name="gather", device_index=self._table.device.index)
-            grid = (-(-len(self._table) // (_THREADS * _PER_THREAD)), 1, 1)
-            found = self._launches[dtype] = kernel.prepare(grid, (_THREADS, 1, 1), 0, len(self._table), *self._starts)
-        return found
+            self._kernels[dtype] = load_kernel("gather.cu", defines, name="gather", device_index=self._table.device.index)
+        return self._kernels[dtype]
 
 
 class Packer:

@@ -57,7 +57,7 @@ def all_gradients(
     with without_autocast(x.device.type):
         rows, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32)
-        found = [gradient.to(dtype) for gradient in factor_gradients(summed(rows, given, mode), factors, linears)]
+        found = [gradient.to(dtype) for gradient in factor_gradients(summed(rows, given), factors, linears)]
         if with_bias:
             found.append(sum_of_rows(rows, dtype))
         return [*found, input_gradient(dy, factors, linears, mode)] if with_input else found
@@ -66,11 +66,8 @@ def all_gradients(
 def summed(
     dy: Tensor,  # shape: (rows, outputs)
     x: Tensor,  # shape: (rows, inputs)
-    mode: str | None = None,
 ) -> Tensor:  # shape: (outputs, inputs)
-    """``dy.T @ x``, summed in float32 or wider; in float64 for the mode ``exact``."""
-    if mode == "exact":
-        return dy.double().t() @ x.double()
+    """``dy.T @ x``, summed in float32 or wider."""
     if x.dtype.itemsize > 2 or not x.is_cuda:
         wide = torch.promote_types(x.dtype, torch.float32)
         return dy.to(wide).t() @ x.to(wide)

@@ -7,7 +7,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
@@ -18,28 +17,19 @@ from torch import Tensor
 from flysurgery.errors import BackendError
 from flysurgery.gpu.bindings import cuda_module
 from flysurgery.gpu.cubins import find_cubin
-from flysurgery.gpu.replay.recording import mark_not_replayable, present_recording
+from flysurgery.gpu.replay.recording import present_recording
 from flysurgery.gpu.tensor_map import Boxes
 
 Argument = Tensor | Boxes | int | None
 Sizes = tuple[tuple[int, int, int], tuple[int, int, int], int]
 """Blocks, threads of a block, and bytes of its dynamic shared memory."""
 
+ARCH = "sm_90a"
+"""The architecture that kernels are compiled for, with wgmma and the copy engine."""
+
 _FREE_SHARED_BYTES = 48 * 1024
 _loaded: dict[tuple[object, ...], Kernel] = {}
 _loading: dict[tuple[object, ...], threading.Lock] = {}
-
-
-def device_arch(device_index: int) -> str:
-    """The architecture to compile for: ``sm_90a`` on Hopper, for wgmma and bulk copies, plain ``sm_XY`` elsewhere."""
-    major, minor = torch.cuda.get_device_capability(device_index)
-    return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-
-
-@cache
-def may_begin_early(device_index: int) -> bool:
-    """Whether a kernel may begin before the one queued before it has ended."""
-    return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, device_index: int) -> Kernel:
@@ -59,17 +49,16 @@ def load_kernel(source: str, defines: Mapping[str, int | str], *, name: str, dev
 
 
 def _load(source: str, defines: Mapping[str, int | str], name: str, device_index: int) -> Kernel:
-    arch = device_arch(device_index)
     rejected: Exception | None = None
     with torch.cuda.device(device_index), _outside_capture():
         _make_context_current(device_index)
         for refresh in (False, True):  # a file damaged in the cache folder is replaced
-            cubin = find_cubin(source, defines, arch=arch, name=name, refresh=refresh)
+            cubin = find_cubin(source, defines, arch=ARCH, name=name, refresh=refresh)
             try:
                 return Kernel(cuda_module("core").ObjectCode.from_cubin(cubin, name=source), name, device_index)
             except Exception as error:  # cuda-core's own error type is private
                 rejected = error
-    raise BackendError(f"the CUDA driver rejects kernel {source} for {arch}: {rejected}; update the driver") from rejected
+    raise BackendError(f"the CUDA driver rejects kernel {source} for {ARCH}: {rejected}; update the driver") from rejected
 
 
 def _make_context_current(device_index: int) -> None:
@@ -101,8 +90,7 @@ class Kernel:
         self._kernel = driver.CUkernel(int(kernel.handle))
         self.function = driver.CUfunction(int(kernel.handle))
         self._launch_as = driver.cuLaunchKernelEx
-        self.parameter_sizes = [size for _, size in kernel.arguments_info]
-        self._parameters = Parameters(self.parameter_sizes)
+        self.parameters = Parameters([size for _, size in kernel.arguments_info])
         self._shared_bytes = _FREE_SHARED_BYTES
         self._configs: dict[tuple[tuple[int, ...], bool], Any] = {}
         self._lock = threading.Lock()
@@ -121,7 +109,7 @@ class Kernel:
         Args:
             shared_bytes: dynamic shared memory a block; above 48 KB the limit is raised once.
             stream: raw handle, ``current_stream(device_index)``.
-            early: begin while the kernel before still runs, where ``may_begin_early``; the kernel itself waits for it.
+            early: begin while the kernel before still runs; the kernel itself waits for it.
             arguments: tensors and None as pointers, integers as integers of the parameter's size, which are no addresses; a struct of
                 pointers and 64-bit integers takes one argument a member.
 
@@ -139,14 +127,7 @@ class Kernel:
             config = self._configs[sizes, early] = launch_config(sizes, early)
         with self._lock:  # the driver copies the parameters before it returns
             config.hStream = stream
-            self.queue(config, self._parameters.fill(arguments, self.name))
-
-    def prepare(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, *numbers: int, early: bool = False
-    ) -> Prepared:
-        """The launch of a kernel whose last parameters are ``numbers``, for many calls; ``early`` is that of ``launch``."""
-        self.allow_shared(shared_bytes)
-        return Prepared(self, (*grid, *block, shared_bytes), numbers, early)
+            self.queue(config, self.parameters.fill(arguments, self.name))
 
     def queue(self, config: Any, address: int) -> None:
         """Launch by a ``launch_config``, which no other thread may use meanwhile, with the parameters whose addresses lie there."""
@@ -201,17 +182,13 @@ class Parameters:
         words = [ceil(size / 8) for size in sizes]
         self.count = sum(words)
         self.words = (ctypes.c_int64 * self.count)()
-        start = ctypes.addressof(self.words)
         self._first = [*accumulate(words[:-1], initial=0)]
-        self._addresses = (ctypes.c_void_p * len(words))(*(start + 8 * before for before in self._first))
-        self._address = ctypes.addressof(self._addresses)
+        self._pointers = self.pointers(ctypes.addressof(self.words))
         self._pack = struct.Struct(f"{self.count}q").pack_into
 
-    def reading(self, table: ctypes.Array[ctypes.c_int64], places: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-        """The addresses of the parameters, the first of which are read from these places of a table. Keep both objects."""
-        start = ctypes.addressof(table)
-        found = [start + 8 * places[first] if first < len(places) else own for first, own in zip(self._first, self._addresses, strict=True)]
-        return (ctypes.c_void_p * len(found))(*found)
+    def pointers(self, start: int) -> ctypes.Array[ctypes.c_void_p]:
+        """The addresses of the parameters, whose words begin at an address. Keep both objects."""
+        return (ctypes.c_void_p * len(self._first))(*(start + 8 * before for before in self._first))
 
     def fill(self, arguments: Sequence[Argument], name: str) -> int:
         """Write the arguments, and give the address of the parameters' addresses."""
@@ -219,65 +196,33 @@ class Parameters:
         if len(words) != self.count:
             raise BackendError(f"kernel {name} takes {self.count} arguments, got {len(words)}")
         self._pack(self.words, 0, *words)
-        return self._address
-
-
-class Prepared:
-    """A launch in which only the stream and the first parameters, which are addresses, change from call to call."""
-
-    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], numbers: Sequence[int], early: bool = False) -> None:
-        self.kernel, self.sizes, self._numbers = kernel, sizes, numbers
-        self.parameters = Parameters(kernel.parameter_sizes)
-        addresses = self.parameters.count - len(numbers)
-        self._address = self.parameters.fill((*([None] * addresses), *numbers), kernel.name)
-        self._pack = struct.Struct(f"{addresses}q").pack_into
-        self.early, self._config = early, launch_config(sizes, early)
-        self._lock = threading.Lock()
-
-    def launch(self, stream: int, *arguments: Tensor | None) -> None:
-        """Queue the kernel on a stream. The device must be the current one. Errors are those of ``Kernel.launch``."""
-        recording = present_recording()
-        if recording is not None:
-            recording.launch(self.kernel, self.sizes, (*arguments, *self._numbers), self.early)
-        self._queue(stream, words_of(arguments))
-
-    def __call__(self, stream: int, *addresses: int) -> None:
-        """The same with addresses in place of tensors."""
-        mark_not_replayable()
-        self._queue(stream, addresses)
-
-    def _queue(self, stream: int, addresses: Sequence[int]) -> None:
-        with self._lock:
-            self._pack(self.parameters.words, 0, *addresses)
-            self._config.hStream = stream
-            self.kernel.queue(self._config, self._address)
+        return ctypes.addressof(self._pointers)
 
 
 class Series:
-    """Launches that follow each other and read their addresses from one table, which is written once for all.
+    """Launches that follow each other and read their parameters from one table, which is written once for all.
 
     Args:
-        launches: each with the places of its addresses in the table; members of a struct have places side by side.
-        addresses: how many there are in the table.
+        launches: each a kernel, its sizes, whether it begins early, and the word of the table where its parameters begin.
+        words: how many there are in the table.
     """
 
-    def __init__(self, launches: Sequence[tuple[Prepared, Sequence[int]]], addresses: int) -> None:
-        self._table = (ctypes.c_int64 * addresses)()
-        self._prepared = [prepared for prepared, _ in launches]  # whose numbers are read where they are
-        self._pointers = [prepared.parameters.reading(self._table, places) for prepared, places in launches]
+    def __init__(self, launches: Sequence[tuple[Kernel, tuple[int, ...], bool, int]], words: int) -> None:
+        self._table = (ctypes.c_int64 * words)()
+        start = ctypes.addressof(self._table)
+        self._pointers = [kernel.parameters.pointers(start + 8 * first) for kernel, _, _, first in launches]
         self._launches = [
-            (prepared.kernel, launch_config(prepared.sizes, prepared.early), ctypes.addressof(pointers))
-            for (prepared, _), pointers in zip(launches, self._pointers, strict=True)
+            (kernel, launch_config(sizes, early), ctypes.addressof(pointers))
+            for (kernel, sizes, early, _), pointers in zip(launches, self._pointers, strict=True)
         ]
         self._stream: int | None = None
-        self._pack = struct.Struct(f"{addresses}q").pack_into
+        self._pack = struct.Struct(f"{words}q").pack_into
         self._lock = threading.Lock()
 
-    def __call__(self, stream: int, *addresses: int) -> None:
+    def __call__(self, stream: int, *words: int) -> None:
         """Queue the kernels on a stream. The device must be the current one. Raises as ``Kernel.launch``."""
-        mark_not_replayable()
         with self._lock:
-            self._pack(self._table, 0, *addresses)
+            self._pack(self._table, 0, *words)
             if stream != self._stream:
                 for _, config, _ in self._launches:
                     config.hStream = stream
@@ -297,11 +242,6 @@ def words_of(arguments: Sequence[Argument]) -> list[int]:
         else:
             words += argument.words(argument.at.data_ptr())
     return words
-
-
-def address_of(argument: Tensor | int | None) -> int:
-    """The integer that a launch gets for a tensor (its address), for None (0), or for an integer."""
-    return argument if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
 
 
 def current_device() -> int:

@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension in one launch, with its registered operator."""
+"""Layer norm over the last dimension in one launch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.fused import packed, readable
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.registered import Operator
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.weight_cache import derived
+
+NormParts = tuple[Tensor | None, Tensor | None, float]
+"""A layer norm's weight and bias, shapes: (features,), and epsilon."""
 
 _ROWS_OF_BLOCK = 8
 _MAX_COLUMNS = 4096
@@ -75,7 +78,7 @@ def present_norm(
     eps: float,
 ) -> Tensor:  # shape: (rows, features)
     """The norm of x by the weights as they are now, of which nothing is remembered; by PyTorch where the kernel does not take x."""
-    if not x.is_cuda or layer_norm_obstacle(x.shape[-1], x.dtype) is not None:
+    if not kernels_take(x) or layer_norm_obstacle(x.shape[-1], x.dtype) is not None:
         own, shift = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         return functional.layer_norm(x, x.shape[-1:], own, shift, eps)
     y = x.new_empty(x.shape)
@@ -101,7 +104,7 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
         0,
         current_stream(device_index),
         *(x, weight, bias, y, x.shape[0], x.stride(0) * x.element_size(), float_bits(eps)),
-        early=may_begin_early(device_index),  # it reads nothing before earlier kernels have ended
+        early=True,  # it reads nothing before earlier kernels have ended
     )
 
 
@@ -109,8 +112,3 @@ def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, ep
 def _kernel(features: int, dtype: torch.dtype, moments: bool, device_index: int) -> Kernel:
     defines = {"COLUMNS": features, "MODE": DTYPE_NUMBERS[dtype], "MOMENTS": int(moments)}
     return load_kernel("layer_norm.cu", defines, name="layer_norm", device_index=device_index)
-
-
-layer_norm_operator = Operator(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", run_layer_norm, lambda x, given: x.new_empty(x.shape)
-)

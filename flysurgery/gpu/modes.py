@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.torch_state import tf32_allowed
 
 HALF_MODES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 HALVES = frozenset(HALF_MODES.values())
-MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32, "exact": torch.float32}
+MODES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 """Each mode, and the dtype of x that it takes."""
 
 MODE_NUMBERS = {mode: number for number, mode in enumerate(MODES)}
@@ -18,18 +19,13 @@ MODE_NUMBERS = {mode: number for number, mode in enumerate(MODES)}
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The macro ``MODE`` of a kernel that asks for the dtype of x alone."""
 
-TENSOR_CORE_MODES = tuple(mode for mode in MODES if mode != "exact")
 
-
-def mode_of(dtype: torch.dtype, *, allow_tf32: bool, exact: bool = False) -> str | None:
+def mode_of(dtype: torch.dtype, *, allow_tf32: bool) -> str | None:
     """The kernels' mode for inputs of a dtype, None where there is none.
 
-    ``fp16`` and ``bf16`` sum in float32. For float32 inputs: ``exact`` multiplies and adds in float32 on the ordinary
-    cores; ``fp32`` reaches the same grade of error on tensor cores, by pairs of fp16; ``tf32`` rounds inputs to 11 bits
-    where the user allows it.
+    ``fp16`` and ``bf16`` sum in float32. For float32 inputs: ``fp32`` reaches float32's grade of error on tensor cores, by pairs of
+    fp16; ``tf32`` rounds inputs to 11 bits where the user allows it.
     """
-    if exact:
-        return "exact" if dtype == torch.float32 else None
     if dtype == torch.float32:
         return "tf32" if allow_tf32 else "fp32"
     return HALF_MODES.get(dtype)
@@ -38,6 +34,13 @@ def mode_of(dtype: torch.dtype, *, allow_tf32: bool, exact: bool = False) -> str
 def present_mode(dtype: torch.dtype) -> str | None:
     """``mode_of`` a dtype under PyTorch's present settings."""
     return mode_of(dtype, allow_tf32=dtype == torch.float32 and tf32_allowed())
+
+
+def mode_for(x: Tensor) -> str:
+    """``present_mode`` of x, whose dtype kernels take."""
+    mode = present_mode(x.dtype)
+    assert mode is not None, "other dtypes have been refused"
+    return mode
 
 
 def dtype_of(mode: str) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import architecture_of, factors_to_dense
+from flysurgery.gpu.device import kernels_take
 from flysurgery.gpu.factor_gradients import macros
 from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
@@ -25,7 +26,7 @@ def multiplied_out(
     """The products of the factors, one linear below the other. No gradients."""
     length = len(factors) // linears
     dtype, *others = {factor.dtype for factor in factors}
-    if length == 2 and factors[0].is_cuda and dtype in DTYPE_NUMBERS and not others:
+    if length == 2 and kernels_take(factors[0]) and dtype in DTYPE_NUMBERS and not others:
         return _by_kernel([factor.contiguous() for factor in factors], linears)
     wide = [factor.detach().to(torch.promote_types(factor.dtype, torch.float32)) for factor in factors]
     return torch.cat([factors_to_dense(wide[start : start + length]) for start in range(0, len(factors), length)])

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import packed
-from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel, may_begin_early
+from flysurgery.gpu.kernel import Kernel, current_stream, float_bits, load_kernel
 from flysurgery.gpu.layer_norm import layer_norm_obstacle
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.obstacles import multiprocessors_of
 from flysurgery.gpu.row_sums import sum_of_rows
 
 _WARPS, _MOST_COLUMNS = 8, 1024
@@ -38,7 +38,7 @@ def norm_gradient(
 ) -> NormGradient:
     """The gradients of ``(x - mean) / sqrt(variance + eps) * weight + bias``; that of x plus ``beside``. Sums are float32 or wider."""
     rows, features = x.shape
-    if not x.is_cuda or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS:
+    if not kernels_take(x) or layer_norm_obstacle(features, x.dtype) is not None or features > _MOST_COLUMNS:
         return _by_pytorch(x, gradient, weight, eps, beside)
     found, index = x.new_empty(x.shape), x.device.index
     blocks = max(1, min(-(-rows // _WARPS), _BLOCKS * multiprocessors_of(index)))
@@ -46,7 +46,7 @@ def norm_gradient(
     wide = None if weight is None else packed(weight.detach().float())
     operands = packed(x), packed(gradient), None if beside is None else packed(beside), wide, found, sums
     _kernel(features, x.dtype, index).launch(
-        (blocks, 1, 1), (32 * _WARPS, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=may_begin_early(index)
+        (blocks, 1, 1), (32 * _WARPS, 1, 1), 0, current_stream(index), *operands, rows, float_bits(eps), early=True
     )
     of_weight, of_bias, of_beside = sums.sum(0)
     return NormGradient(found, of_weight, of_bias, None if beside is None else of_beside)

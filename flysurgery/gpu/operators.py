@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 from torch.utils._pytree import tree_leaves
 
 from flysurgery.errors import BackendError, PatternError
 from flysurgery.factors import architecture_of
 from flysurgery.gpu.gradients import all_gradients, input_gradient, layer_gradients
 from flysurgery.gpu.modes import dtype_of, present_mode
-from flysurgery.gpu.registered import define_differentiable
 from flysurgery.gpu.run_product import run_product
 
 _looks = attrgetter("shape", "dtype", "device")
 _checked: set[tuple[Hashable, ...]] = set()
+_library = torch.library.Library("flysurgery", "FRAGMENT")
 
 
 def _linear(x: Tensor, factors: Sequence[Tensor], biases: Sequence[Tensor], linears: int, mode: str) -> Tensor:
@@ -103,24 +104,53 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
     raise BackendError("the CUDA kernels have no second derivative; use backend='bmm' where gradients of gradients are needed")
 
 
-define_differentiable(
+def _define_differentiable(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    remember: Callable[..., None] | None = None,
+) -> None:
+    """Define an operator with gradients.
+
+    Below autograd, as in the passes of a compiled graph, a second operator of the same schema, ``NAME_launched``, replaces it. It has no
+    gradients, so the dispatcher calls its kernel directly. Asking Python for gradients first takes as long as several launches.
+
+    Args:
+        schema: as ``torch.library`` takes it, the name first, without a namespace.
+        run: computes it.
+        fake: gives empty tensors of the result's shape, dtype and layout.
+        differentiate: its backward pass, as ``torch.library.register_autograd`` takes it.
+        remember: fills the context for it.
+    """
+    name = schema.partition("(")[0]
+    twin = f"{name}_launched"
+    for own in (name, twin):
+        _library.define(own + schema.removeprefix(name))
+        _library.impl(own, run, "CUDA")
+        torch.library.register_fake(f"flysurgery::{own}", fake, lib=_library)
+    _library.impl(twin, torch.library.fallthrough_kernel, "Autograd")
+    with_gradients = make_autograd_impl(getattr(torch.ops.flysurgery, twin).default, Info(differentiate, remember))
+    _library.impl(name, with_gradients, "Autograd", with_keyset=True)
+
+
+_define_differentiable(
     "ks_linear(Tensor x, Tensor[] factors, Tensor[] biases, int linears, str mode) -> Tensor",
     _linear,
     _fake_linear,
     _differentiate,
     _remember,
 )
-define_differentiable(
+_define_differentiable(
     "ks_linear_input_gradient(Tensor dy, Tensor[] factors, int linears, str mode) -> Tensor",
     input_gradient,
     _fake_input_gradient,
     _refuse,
 )
-define_differentiable(
+_define_differentiable(
     "ks_linear_gradients(Tensor dy, Tensor x, Tensor[] factors, int linears, str mode, bool with_input, bool with_bias) -> Tensor[]",
     all_gradients,
     _fake_gradients,
     _refuse,
 )
-_library = torch.library.Library("flysurgery", "FRAGMENT")
 _library.impl("ks_linear", _autocast, "AutocastCUDA")

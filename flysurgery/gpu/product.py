@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from flysurgery.gpu.configured import SINGLE, FactorProduct, chosen_factor
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import FusedLinear, fused_kernel, fused_reason
 from flysurgery.gpu.gather import Packer
 from flysurgery.gpu.modes import dtype_of
-from flysurgery.gpu.obstacles import shared_limit_of
+from flysurgery.gpu.single_choice import single_reason
 from flysurgery.gpu.table import TunedCase
 from flysurgery.patterns import Architecture
+
+
+@lru_cache(maxsize=4096)
+def product_obstacle(architecture: Architecture, mode: str, linears: int, shared_limit: int) -> str | None:
+    """Why no kernel can run an architecture: neither the fused one nor, for one linear, a launch for each factor; None when one can."""
+    fused = fused_reason(architecture, mode, linears, shared_limit)
+    if fused is None or linears > 1:
+        return fused
+    reasons = (single_reason(pattern, mode, shared_limit) for pattern in architecture)
+    chain = next((reason for reason in reasons if reason is not None), None)
+    return None if chain is None else f"{fused}; {chain}"
 
 
 class Product:

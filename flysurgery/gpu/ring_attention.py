@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flysurgery.gpu.modes import HALVES, MODE_NUMBERS, TENSOR_CORE_MODES
+from flysurgery.gpu.modes import HALVES, MODE_NUMBERS
 
 _HEAD = 64
 _MOST_CHUNK = {"fp16": 208, "bf16": 208, "tf32": 208, "fp32": 112}
@@ -19,7 +19,7 @@ _FEWEST_TILES = 3
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Sizes of ``short_attention_wgmma.cu`` for halves, ``attention_wgmma.cu`` for float32, with heads of 64 features.
+    """Sizes of ``short_attention.cu`` for halves, ``attention.cu`` for float32, with heads of 64 features.
 
     Attributes:
         mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
@@ -43,7 +43,7 @@ class RingAttention:
 
     @property
     def name(self) -> str:
-        """The kernel's name. Its file ends in ``_wgmma.cu``."""
+        """The kernel's name, and its file's without the ending."""
         return "short_attention" if self.mode in HALVES else "attention"
 
     @property
@@ -75,8 +75,6 @@ class RingAttention:
 
 def ring_attention(head: int, queries: int, keys: int, mode: str, shared_limit: int) -> RingAttention | str:
     """The sizes for heads of so many features, queries and keys, or the reason why no kernel takes them."""
-    if mode not in TENSOR_CORE_MODES:
-        return f"the attention kernels have the modes {', '.join(TENSOR_CORE_MODES)}, not '{mode}'"
     if head != _HEAD:
         return f"the attention kernels for whole heads take {_HEAD} features, got {head}"
     chunks = -(-keys // _MOST_CHUNK[mode])

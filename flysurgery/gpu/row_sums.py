@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.gpu.device import kernels_take, multiprocessors_of
 from flysurgery.gpu.fused import ACTIVATIONS, packed
 from flysurgery.gpu.gated import gated_obstacle
-from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel, may_begin_early
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.modes import DTYPE_NUMBERS
-from flysurgery.gpu.obstacles import multiprocessors_of
 
 _WARPS, _LANES, _VECTOR_BYTES = 8, 32, 16
 _BLOCKS, _BLOCKS_OF_SUMS = 6, 1
@@ -24,7 +24,7 @@ def sum_of_rows(
     dtype: torch.dtype,
 ) -> Tensor:  # shape: (features,)
     """The sum of rows in ``dtype``, float32 or wider."""
-    if not _has_kernel(dy, "none") or dtype != torch.float32:
+    if not _has_kernel(dy) or dtype != torch.float32:
         return dy.sum(0, dtype=dtype)
     return _launch(None, packed(dy), "none")
 
@@ -39,7 +39,7 @@ def activation_gradient(
     Raises:
         KeyError: there is no such activation; ``gelu``, ``gelu_tanh`` and ``silu`` are.
     """
-    if _has_kernel(u, activation):
+    if _has_kernel(u):
         u, gradient = packed(u), packed(gradient)
         return u, gradient, _launch(u, gradient, activation)
     found, of_u = _BY_PYTORCH[activation](u, gradient)
@@ -57,8 +57,8 @@ _BY_PYTORCH = {
 }
 
 
-def _has_kernel(x: Tensor, activation: str) -> bool:
-    return x.is_cuda and gated_obstacle(x.shape[-1], x.dtype, activation) is None
+def _has_kernel(x: Tensor) -> bool:
+    return kernels_take(x) and gated_obstacle(x.shape[-1], x.dtype) is None
 
 
 def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # shape: (features,), float32
@@ -68,7 +68,7 @@ def _launch(u: Tensor | None, gradient: Tensor, activation: str) -> Tensor:  # s
     parts = max(1, min(blocks // strips, -(-rows // _WARPS)))
     sums = torch.empty((parts, features), dtype=torch.float32, device=gradient.device)
     _kernel(features, gradient.dtype, activation, index).launch(
-        (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=may_begin_early(index)
+        (strips, parts, 1), (_WARPS * _LANES, 1, 1), 0, current_stream(index), u, gradient, sums, rows, early=True
     )
     return sums.sum(0)
 

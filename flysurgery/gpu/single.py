@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.kernel import Prepared, Rows, address_of, current_stream, in_rows, load_kernel
+from flysurgery.gpu.device import multiprocessors_of
+from flysurgery.gpu.kernel import Kernel, Rows, Sizes, current_stream, in_rows, load_kernel
+from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.single_choice import candidates, single_reason
 from flysurgery.gpu.single_tiling import HEADER_BYTES, SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
-
-__all__ = ["SingleFactor", "candidates", "single_reason"]
 
 _WEIGHT_EXPONENT = 11
 _LARGEST_SCALE = 123
@@ -23,7 +23,7 @@ class SingleFactor:
 
     Args:
         pattern: compiled into the kernel.
-        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32``, ``fp32`` and ``exact`` for float32 inputs.
+        mode: ``fp16`` and ``bf16`` for inputs of these types; ``tf32`` and ``fp32`` for float32 inputs.
         config: one of ``candidates``; None takes the first.
         shared_limit: bytes of shared memory that a block may use on the device.
 
@@ -43,7 +43,7 @@ class SingleFactor:
         self.tile = SingleTiling(pattern, mode, config or candidates(pattern, mode, shared_limit)[0])
         self._vector, self._width = self.tile.x_vector, self.tile.element_bytes
         self._out_features = pattern.out_features
-        self._launches: dict[tuple[Rows, int], Prepared] = {}
+        self._launchers: dict[tuple[Rows, int], tuple[Kernel, Sizes, int]] = {}
 
     def sources(self) -> list[tuple[str, str, dict[str, int]]]:
         """The kernel that rows at aligned addresses need: file, name, macros."""
@@ -55,8 +55,7 @@ class SingleFactor:
     ) -> Tensor:  # shape: (image_bytes,), uint8
         """The weights as the kernel reads them: a header with the exponent of their scale, then one piece a block and chunk.
 
-        A piece is [residue][plane][k/8][output][8], the 16 inputs of a step in the order of the x fragment; mode
-        ``exact`` keeps float32 as [residue][input][output].
+        A piece is [residue][plane][k/8][output][8], the 16 inputs of a step in the order of the x fragment.
         """
         tile, config = self.tile, self.tile.config
         a, b, c, d = self.pattern.factor_shape
@@ -65,9 +64,6 @@ class SingleFactor:
         padded = torch.nn.functional.pad(factor.detach(), padding)
         # shape: (a, outputs, BN, chunks, KC, ranges, J)
         tiled = padded.reshape(a, outputs, config.block_outputs, chunks, config.chunk, ranges, config.block_residues)
-        if self.mode == "exact":
-            planes = tiled.float().permute(0, 5, 1, 3, 6, 4, 2)
-            return _with_header(planes, torch.zeros(1, dtype=torch.int32, device=factor.device))
         # 16 inputs are q = 4t + 2h + e, or (h, e, t) where they interleave; slot k = 8h + 2t + e
         steps = config.chunk // 16
         split = tiled.reshape(
@@ -94,22 +90,22 @@ class SingleFactor:
     ) -> Tensor:  # shape: (*batch, a*b*d)
         """Launch on the current stream. Rows of x may be strided, and may begin at any element; inputs that lie differently are copied."""
         x, at = in_rows(x)
-        y = x.new_empty((*x.shape[:-1], self._out_features))
+        y = fresh((*x.shape[:-1], self._out_features), x.dtype, x.device)
         if at.rows:
             device = x.device.index
-            self._prepared(at, device)(current_stream(device), x.data_ptr(), image.data_ptr(), address_of(bias), y.data_ptr())
+            kernel, sizes, tiles = self._launcher(at, device)
+            kernel.launch(*sizes, current_stream(device), x, image, bias, y, at.rows, at.stride, tiles)
         return y
 
-    def _prepared(self, x: Rows, device_index: int) -> Prepared:
-        """The launch for x of this layout; it takes the addresses of x, the image, the bias and y."""
-        found = self._launches.get((x, device_index))
+    def _launcher(self, x: Rows, device_index: int) -> tuple[Kernel, Sizes, int]:
+        """The kernel for x of this layout, the sizes of its launch, and the tiles of rows that a block takes."""
+        found = self._launchers.get((x, device_index))
         if found is None:
             defines = self.tile.defines(self._vector if x.aligned(self._vector) else self._width)
             kernel = load_kernel("single_factor.cu", defines, name="single_factor", device_index=device_index)
-            row_chunks, tiles = self.tile.row_chunks(x.rows, torch.cuda.get_device_properties(device_index).multi_processor_count)
+            row_chunks, tiles = self.tile.row_chunks(x.rows, multiprocessors_of(device_index))
             grid, block = (self.tile.groups * row_chunks, 1, 1), (self.tile.config.threads, 1, 1)
-            found = kernel.prepare(grid, block, self.tile.shared_bytes, x.rows, x.stride, tiles)
-            self._launches[x, device_index] = found
+            found = self._launchers[x, device_index] = kernel, (grid, block, self.tile.shared_bytes), tiles
         return found
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from flysurgery.gpu.modes import MODES
 from flysurgery.gpu.single_tiling import SingleConfig, SingleTiling
 from flysurgery.patterns import Pattern
 
@@ -99,13 +98,9 @@ def _cost(tile: SingleTiling) -> float:
     sector = 1.0 if config.block_residues == pattern.d else max(1.0, 32 / (config.block_residues * width))
     streamed = weights / each if config.resident else weights
     products = y_elements * inputs
-    if tile.mode == "exact":
-        arithmetic = products / 128 / 0.55
-        issue = 0.0
-    else:
-        arithmetic = products * (3 if tile.planes == 2 else 1) / 2048 * 1.6
-        per_element = {2: 0.5, 4: 3.5 if tile.planes == 1 else 5.0}[width]
-        issue = (x_elements * config.output_warps * per_element + products / 512 * (4 if tile.planes == 2 else 1) * 32) / 128
+    arithmetic = products * (3 if tile.planes == 2 else 1) / 2048 * 1.6
+    per_element = {2: 0.5, 4: 3.5 if tile.planes == 1 else 5.0}[width]
+    issue = (x_elements * config.output_warps * per_element + products / 512 * (4 if tile.planes == 2 else 1) * 32) / 128
     shared = (
         x_elements * width * (1 + config.output_warps * tile.read_conflicts)
         + streamed
@@ -127,11 +122,9 @@ def single_reason(pattern: Pattern, mode: str, shared_limit: int) -> str | None:
     """Why the single-factor kernel cannot run a pattern, or None where it can.
 
     Args:
-        mode: ``fp16``, ``bf16``, ``tf32``, ``fp32`` or ``exact``.
+        mode: ``fp16``, ``bf16``, ``tf32`` or ``fp32``.
         shared_limit: bytes of shared memory that a block may use on the device.
     """
-    if mode not in MODES:
-        return f"the single-factor kernel has no mode '{mode}', only {', '.join(MODES)}"
     if not candidates(pattern, mode, shared_limit):
         return f"no tile of pattern {pattern} in mode {mode} fits in {shared_limit} bytes of shared memory"
     return None

@@ -97,8 +97,7 @@ class SingleTiling:
     @property
     def weight_chunk_bytes(self) -> int:
         config = self.config
-        width = 4 if self.mode == "exact" else 2
-        return config.block_residues * self.planes * config.chunk * config.block_outputs * width
+        return config.block_residues * self.planes * config.chunk * config.block_outputs * 2
 
     @property
     def x_pitch(self) -> int:
@@ -156,8 +155,6 @@ class SingleTiling:
         """Registers a thread, estimated: accumulators, fragments, scales, and what stands beside them."""
         config = self.config
         sums = 4 * config.row_tiles * config.residues * config.output_tiles
-        if self.mode == "exact":
-            return sums + 4 * config.row_tiles + config.output_tiles + 40
         fragments = 4 * config.row_tiles * config.residues * self.planes
         scales = 2 * config.row_tiles * config.residues + _REGISTERS_OF_SCALING if self.element_bytes == 4 else 0
         return sums + fragments + scales + config.residues * self.element_bytes + _REGISTERS_BESIDE_TILES

@@ -1,4 +1,4 @@
-"""Linears on some hundred rows with an epilogue in one launch, factors multiplied out; and their registered operator."""
+"""Linears on some hundred rows with an epilogue in one launch, factors multiplied out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.few_rows import in_place, pack_vectors, pack_weights, sizes_of
-from flysurgery.gpu.fused import ACTIVATIONS, readable
-from flysurgery.gpu.kernel import Kernel, current_stream, device_arch, load_kernel
-from flysurgery.gpu.modes import TENSOR_CORE_MODES
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.few_rows import Weights, form_of, lies_in_place, outputs_of, pack_vectors, pack_weights, tensors_of
+from flysurgery.gpu.fused import readable
+from flysurgery.gpu.kernel import Kernel, current_stream, load_kernel
 from flysurgery.gpu.replay.recording import fresh
 from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, most_rows, some_rows_tiling
 from flysurgery.gpu.weight_cache import derived_for_launch
@@ -23,10 +21,8 @@ _WEIGHT_SHIFT = 13  # kWeightShift of the kernel
 
 
 @lru_cache(maxsize=1024)
-def most_some_rows(in_features: int, out_features: int, factors: bool, activation: str, mode: str, device_index: int) -> int:
+def most_some_rows(in_features: int, out_features: int, factors: bool, mode: str, device_index: int) -> int:
     """The most rows for which the kernel is the fastest for a layer, of ``factors`` or dense; 0 where it does not take the layer."""
-    if mode not in TENSOR_CORE_MODES or activation not in ACTIVATIONS or device_arch(device_index) != "sm_90a":
-        return 0
     limits = multiprocessors_of(device_index), shared_limit_of(device_index)
     return most_rows(in_features, out_features, factors, mode, *limits)
 
@@ -39,8 +35,7 @@ def _tiling(rows: int, in_features: int, out_features: int, mode: str, device_in
 
 def run_some_rows(
     x: Tensor,  # shape: (rows, in_features)
-    weights: Sequence[Tensor],  # dense ones, (out_features, *), and factors, (a, b, c, d), of one linear after the other
-    lengths: Sequence[int],  # a linear: how many factors it has, 0 for a dense one
+    linears: Sequence[Weights],
     biases: Sequence[Tensor | None],  # shapes: (out_features,), one a linear
     activation: str,
     residual: Tensor | None,  # shape: (rows, sum of all out_features)
@@ -56,22 +51,22 @@ def run_some_rows(
         BackendError: there is no tiling for the layer, or the kernel does not compile or launch.
     """
     device_index = x.device.index
-    (rows, in_features), sizes = x.shape, sizes_of(weights, lengths)
+    (rows, in_features), sizes = x.shape, [*map(outputs_of, linears)]
     y = fresh((rows, sum(sizes)), x.dtype, x.device)
     if rows == 0:
         return y
     tile = _tiling(rows, in_features, sum(sizes), mode, device_index)
-    sources = tuple([part for part in (*weights, *biases, scale) if part is not None])
-    as_it_lies = [*lengths] == [0] and x.element_size() == 2 and in_place(weights[0], x.dtype)
+    sources = tuple([part for part in (*tensors_of(linears), *biases, scale) if part is not None])
+    in_place = x.element_size() == 2 and lies_in_place(linears, x.dtype)
 
     def make() -> tuple[Tensor, ...]:
-        _, columns = pack_vectors(weights[0], (None, None), biases, scale, in_features, sizes)
-        if as_it_lies:
+        _, columns = pack_vectors(sources[0], (None, None), biases, scale, in_features, sizes)
+        if in_place:
             return (columns,)
-        dense = pack_weights(weights, lengths)
+        dense = pack_weights(linears)
         return (columns, dense.to(x.dtype)) if x.element_size() == 2 else pack_floats(dense, columns, mode)
 
-    token = ("some rows", mode, as_it_lies, tuple(lengths), tuple([part is not None for part in (*biases, scale)]))
+    token = ("some rows", mode, in_place, form_of(linears), tuple([part is not None for part in (*biases, scale)]))
     (columns, *packed), early = derived_for_launch(token, sources, make)
     x, residual = readable(x), None if residual is None else readable(residual)
     strides = [0 if part is None else part.stride(0) * part.element_size() for part in (x, residual)]
@@ -80,7 +75,7 @@ def run_some_rows(
         (32 * tile.warps, 1, 1),
         tile.shared_bytes,
         current_stream(device_index),
-        *(x, packed[0] if packed else weights[0], columns, residual, y, rows, *strides),
+        *(x, packed[0] if packed else sources[0], columns, residual, y, rows, *strides),
         early=early,
     )
     return y
@@ -106,11 +101,3 @@ def pack_floats(
 @lru_cache(maxsize=256)
 def _kernel(tile: SomeRowsTiling, activation: str, residual: bool, device_index: int) -> Kernel:
     return load_kernel("some_rows.cu", tile.defines(activation, residual), name="some_rows", device_index=device_index)
-
-
-some_rows_operator = Operator(
-    "some_rows(Tensor x, Tensor[] weights, int[] lengths, Tensor?[] biases, str activation, Tensor? residual, Tensor? scale, str mode) "
-    "-> Tensor",
-    run_some_rows,
-    lambda x, given: rows_like(x, sum(sizes_of(given.weights, given.lengths))),
-)

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import ceil
 
-from flysurgery.gpu.modes import MODE_NUMBERS, TENSOR_CORE_MODES
+from flysurgery.gpu.modes import MODE_NUMBERS
 from flysurgery.patterns import Architecture, Pattern
 
 _MAX_PADDING = 1.6
@@ -24,8 +24,7 @@ class FusedConfig:
     """One way to run a fused layer; every field is a compile-time constant of ``kernels/fused_linear.cu``.
 
     Attributes:
-        warps: warps a block, each owning its rows.
-        row_tiles: tiles of 16 rows a warp owns.
+        warps: warps a block, a multiple of four; each owns 16 rows.
         stages: batches of x that a lane has room for, one more than are loaded ahead.
         panel_steps: k16 steps of the first product in a panel of weights.
         batch: k16 steps of the first product whose operands are made ready together; one stage of x holds them.
@@ -35,13 +34,10 @@ class FusedConfig:
         residues: residues of the first factor's input computed in one pass over it.
         run: column tiles whose outputs a lane stores together, so that they fill vectors.
         u_shared: what part of the intermediate lies in shared memory: 0 none, 1 all, 2 the low halves of pairs, 3 half of the groups.
-        wgmma: products by warpgroups, sm_90a only.
         apart: a block multiplies one of the linears that share x; blocks of different linears share it in the L2 cache.
     """
 
-    wgmma: bool
     warps: int
-    row_tiles: int
     stages: int
     panel_steps: int
     batch: int
@@ -137,7 +133,7 @@ class Tiling:
     def stage_bytes(self, config: FusedConfig) -> int:
         """Bytes of a warp's stage of x."""
         batch = config.batch + (config.batch % 2 if self.natural else 0)
-        return batch * config.row_tiles * 2 * 4 * self.first.d * self.element_bytes * 32
+        return batch * 2 * 4 * self.first.d * self.element_bytes * 32
 
     @cached_property
     def second_steps(self) -> int:
@@ -185,7 +181,7 @@ class Tiling:
     def shared_bytes(self, config: FusedConfig) -> int:
         """Dynamic shared memory of a block."""
         groups = self.shared_groups(config) * self.images + self.low_groups(config)
-        u = groups * self.first_columns // 8 * config.row_tiles * 256
+        u = groups * self.first_columns // 8 * 256
         biases = (2 if self.norm else 1) * self.out_features * self.element_bytes
         return config.slots * (max(self.panel_bytes(config)) + 20) + config.warps * (config.stages * self.stage_bytes(config) + u) + biases
 
@@ -219,22 +215,22 @@ class Tiling:
 
     def registers(self, config: FusedConfig) -> int:
         """Registers of a thread, estimated: accumulators, the intermediate, and all others."""
-        second = self.second.d * config.row_tiles * config.panel_columns // 2
+        second = self.second.d * config.panel_columns // 2
         loaded = 4 * second_batch(config) * self.images if config.u_shared else 0
         first = self._first_registers(config, 2 if self.small_apart(config) else 1)
         return max(first, self._registers_of_u(config, self.groups) + second + loaded + self._registers_beside)
 
     def _first_registers(self, config: FusedConfig, sums: int) -> int:
         """Registers of the first product, with this many accumulators for each output."""
-        accumulators = sums * config.residues * config.row_tiles * self.first_columns // 2
-        operands = config.batch * config.row_tiles * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
+        accumulators = sums * config.residues * self.first_columns // 2
+        operands = config.batch * 4 * max(self.images * config.residues, self.element_bytes // 2 * self.first.d)
         before = self._registers_of_u(config, self.groups - config.residues)
         return before + accumulators + operands + self._registers_beside
 
     def _registers_of_u(self, config: FusedConfig, groups: int) -> int:
         """Registers of the first groups of the intermediate, given their number."""
         images = max(groups - self.shared_groups(config), 0) * self.images - min(groups, self.low_groups(config))
-        return self.first_columns // 8 * 2 * config.row_tiles * images
+        return self.first_columns // 8 * 2 * images
 
     @property
     def _registers_beside(self) -> int:
@@ -258,10 +254,8 @@ class Tiling:
             "CLASS_FROM": _braces(low for low, _ in self.class_tiles),
             "CLASS_TILES": _braces(count for _, count in self.class_tiles),
             "KSTEPS1": self.first_steps,
-            "WGMMA": int(config.wgmma),
             "RUN": config.run,
             "WARPS": config.warps,
-            "MT": config.row_tiles,
             "STAGES": config.stages,
             "PANEL_STEPS": config.panel_steps,
             "BATCH": config.batch,
@@ -310,8 +304,6 @@ def tiling(architecture: Architecture, mode: str, linears: int = 1, *, norm: boo
     """The tiling of an architecture, or the reason why the fused kernel has none."""
     if len(architecture) != 2:
         return f"the fused kernel multiplies two factors, this architecture has {len(architecture)}"
-    if mode not in TENSOR_CORE_MODES:
-        return f"the fused kernel has no mode '{mode}', only {', '.join(TENSOR_CORE_MODES)}"
     second, first = architecture.patterns
     result = Tiling(first, second, mode, linears, norm, gated=gated)
     if first.c % 4:

@@ -7,7 +7,7 @@ from math import ceil, gcd
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.kernel import Prepared, current_stream, load_kernel
+from flysurgery.gpu.kernel import Kernel, Sizes, current_stream, load_kernel
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _THREADS = 256
@@ -27,7 +27,7 @@ class Transposition:
 
     def __init__(self, matrices: int, slow: int, fast: int) -> None:
         self.matrices, self.slow, self.fast = matrices, slow, fast
-        self._launches: dict[tuple[object, ...], Prepared] = {}
+        self._launchers: dict[tuple[object, ...], tuple[Kernel, Sizes]] = {}
 
     def defines(self, dtype: torch.dtype, aligned: bool) -> dict[str, int]:
         """The macros that the kernel is compiled with; ``aligned``: addresses and strides are multiples of 16 bytes."""
@@ -59,18 +59,17 @@ class Transposition:
         """Write x transposed, plus the bias, on the current stream. Rows may be strided; their elements must be adjacent."""
         width, bias_address = x.element_size(), 0 if bias is None else bias.data_ptr()
         places = x.data_ptr() | out.data_ptr() | bias_address | x.stride(0) * width | out.stride(0) * width
-        key = (len(x), x.stride(0), out.stride(0), x.dtype, x.device.index, places % _VECTOR_BYTES == 0)
-        launch = self._launches.get(key) or self._prepare(*key)
-        launch(current_stream(x.device.index), x.data_ptr(), bias_address, out.data_ptr())
+        key = (len(x), x.dtype, x.device.index, places % _VECTOR_BYTES == 0)
+        kernel, sizes = self._launchers.get(key) or self._launcher(*key)
+        kernel.launch(*sizes, current_stream(x.device.index), x, bias, out, len(x), x.stride(0), out.stride(0))
 
-    def _prepare(self, rows: int, ldx: int, ldy: int, dtype: torch.dtype, device: int, aligned: bool) -> Prepared:
+    def _launcher(self, rows: int, dtype: torch.dtype, device: int, aligned: bool) -> tuple[Kernel, Sizes]:
         defines = self.defines(dtype, aligned)
         kernel = load_kernel("transpose.cu", defines, name="transpose", device_index=device)
         tiles = ceil(self.slow / defines["TILE_SLOW"]) * ceil(self.fast / defines["TILE_FAST"])
         grid = (tiles * ceil(rows * self.matrices / defines["TOGETHER"]), 1, 1)
-        launch = kernel.prepare(grid, (_THREADS, 1, 1), 0, rows, ldx, ldy)
-        self._launches[rows, ldx, ldy, dtype, device, aligned] = launch
-        return launch
+        found = self._launchers[rows, dtype, device, aligned] = kernel, (grid, (_THREADS, 1, 1), 0)
+        return found
 
 
 def _part(size: int, limit: int) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from flysurgery.gpu.doubt import Trust, doubt
-from flysurgery.gpu.kernel import may_begin_early
 from flysurgery.gpu.replay.recording import mark_changed, rely_on
 from flysurgery.gpu.taken import present_taken
 from flysurgery.torch_state import without_autocast
@@ -206,4 +205,4 @@ def derived_for_launch(
         return make()
 
     tensors = derived(token, sources, noting, inference=inference)
-    return tensors, not changed and sources[0].is_cuda and may_begin_early(sources[0].device.index)
+    return tensors, not changed

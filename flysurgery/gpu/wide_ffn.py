@@ -1,10 +1,9 @@
-"""A feed-forward block of two butterfly layers factor by factor, for widths that no kernel takes in one launch, with its operator."""
+"""A feed-forward block of two butterfly layers factor by factor, for widths that no kernel takes in one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +11,17 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, NormParts, block_tiling, blocks_obstacle, blocks_of, outputs_for
-from flysurgery.gpu.ffn import ffn_operator_of
+from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
 from flysurgery.gpu.ffn_middle import WARPGROUPS, FfnMiddle, MiddleTiling, fills_rounds, middle_tiling
 from flysurgery.gpu.fused import readable
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.patterns import Architecture, Pattern
 
 
-def wide_ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> str | None:
+def wide_ffn_obstacle(up: Architecture, down: Architecture, dtype: torch.dtype, device_index: int) -> str | None:
     """Why no kernel multiplies a block factor by factor on a device; None when one does."""
-    obstacle = blocks_obstacle(dtype, activation, device_index)
+    obstacle = blocks_obstacle(dtype)
     if obstacle is not None:
         return obstacle
     tiles = wide_tilings(up, down, shared_limit_of(device_index))
@@ -73,7 +72,7 @@ def _sorted(factor: Pattern, following: Pattern) -> np.ndarray:  # shape: (out_f
 
 @lru_cache(maxsize=256)
 def _products(up: Architecture, down: Architecture, dtype: torch.dtype, activation: str, device_index: int) -> tuple[BlockLinear, ...]:
-    obstacle = wide_ffn_obstacle(up, down, dtype, activation, device_index)
+    obstacle = wide_ffn_obstacle(up, down, dtype, device_index)
     tiles = wide_tilings(up, down, shared_limit_of(device_index))
     if obstacle is not None or isinstance(tiles, str):
         raise BackendError(obstacle or str(tiles))
@@ -121,10 +120,3 @@ def run_wide_ffn(
     else:
         v = third.multiply(second.multiply(u, up[:1], up_biases, backwards=True), down[1:])
     return last.multiply(v, down[:1], down_biases, scale, x if residual else None, backwards=True)
-
-
-def _wide_ffn(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float | None, *block: Any) -> Tensor:
-    return run_wide_ffn(x, None if eps is None else (norm_weight, norm_bias, eps), *block)
-
-
-wide_ffn_operator = ffn_operator_of("wide_ffn({}, Tensor? moments=None) -> Tensor", _wide_ffn)

@@ -1,4 +1,4 @@
-"""Linears of two factors that share x, factor by factor for all of them together, with their registered operator."""
+"""Linears of two factors that share x, factor by factor for all of them together."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from flysurgery.errors import BackendError
 from flysurgery.factors import architecture_of
-from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, NormParts, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.gpu.block_linear import BlockLinear, BlockTiling, block_tiling, blocks_obstacle, blocks_of, outputs_for
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import readable
-from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.gpu.registered import Operator, rows_like
+from flysurgery.gpu.layer_norm import NormParts
 from flysurgery.patterns import Architecture, Pattern
 
 
 def wide_group_obstacle(architecture: Architecture, linears: int, dtype: torch.dtype, device_index: int) -> str | None:
     """Why no kernel multiplies linears of one architecture factor by factor on a device; None when one does."""
-    obstacle = blocks_obstacle(dtype, "none", device_index)
+    obstacle = blocks_obstacle(dtype)
     if obstacle is not None:
         return obstacle
     tiles = group_tilings(architecture, linears, shared_limit_of(device_index))
@@ -74,22 +74,3 @@ def run_wide_group(
     first, second = _products(architecture_of(factors[:2]), linears, x.dtype, device_index)
     # The second product begins with the rows that were written last and are still in the L2 cache.
     return second.multiply(first.multiply(readable(x), factors[1::2], norm=norm, dim=1), factors[::2], biases, backwards=True)
-
-
-def _wide_group(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    factors: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    linears: int,
-) -> Tensor:
-    return run_wide_group(x, None if eps is None else (norm_weight, norm_bias, eps), factors, biases, linears)
-
-
-wide_group_operator = Operator(
-    "wide_group(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float? eps, Tensor[] factors, Tensor[] biases, int linears) -> Tensor",
-    _wide_group,
-    lambda x, given: rows_like(x, given.linears * architecture_of(given.factors[:2]).out_features),
-)

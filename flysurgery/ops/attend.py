@@ -9,24 +9,23 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-from flysurgery.gpu.attention import attention_obstacle, attention_operator, few_attention_obstacle
-from flysurgery.gpu.device import device_obstacle, hopper_obstacle
-from flysurgery.gpu.modes import present_mode
-from flysurgery.gpu.obstacles import shared_limit_of
-from flysurgery.ops.launches import constant
+from flysurgery.gpu.attention import attention_obstacle, few_attention_obstacle, run_attention
+from flysurgery.gpu.device import shared_limit_of
+from flysurgery.gpu.modes import mode_for
 from flysurgery.ops.ways import Stage, Stages
 
 
 class Attention(NamedTuple):
     """``softmax(scale * q @ k.mT) @ v`` of x = q: (batch, heads, queries, head); the result's tokens lie before its heads in memory.
 
-    Float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; halves for few queries and for short sequences. All
-    but the kernel for few queries need compute capability 9.0.
+    Float32 by pairs of fp16, or in TF32 grade where PyTorch's settings allow that; halves for few queries and for short sequences.
     """
 
     k: Tensor  # shape: (batch, heads, keys, head)
     v: Tensor  # shape: (batch, heads, keys, head)
     scale: float | None = None  # None stands for one over the root of a head's features
+
+    registered = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -44,14 +43,10 @@ class Attention(NamedTuple):
         return "there are no keys" if k.shape[2] == 0 else None
 
     def stages(self, x: Tensor) -> Stages | str:
-        (batch, heads, queries, head), keys, index = x.shape, self.k.shape[2], x.device.index
-        mode, obstacle = str(present_mode(x.dtype)), _device_obstacle(index)
-        if obstacle is not None:
-            return obstacle
+        (batch, heads, queries, head), keys, mode = x.shape, self.k.shape[2], mode_for(x)
         if few_attention_obstacle(batch * heads, queries, keys, head, x.dtype) is None:
             return (Stage((), partial(_attended, mode=mode, few=True)),)
-        obstacle = _hopper_obstacle("the attention kernel for whole heads", index)
-        obstacle = obstacle or attention_obstacle(head, queries, keys, mode, _shared_limit(index))
+        obstacle = attention_obstacle(head, queries, keys, mode, shared_limit_of(x.device.index))
         return obstacle or (Stage((), partial(_attended, mode=mode, few=False)),)
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -60,19 +55,4 @@ class Attention(NamedTuple):
 
 def _attended(y: Tensor, q: Tensor, given: Attention, mode: str, few: bool) -> Tensor:
     scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale
-    return attention_operator(q, given.k, given.v, scale, mode, few)
-
-
-@constant
-def _device_obstacle(device_index: int) -> str | None:
-    return device_obstacle(device_index)
-
-
-@constant
-def _hopper_obstacle(kernel: str, device_index: int) -> str | None:
-    return hopper_obstacle(kernel, device_index)
-
-
-@constant
-def _shared_limit(device_index: int) -> int:
-    return shared_limit_of(device_index)
+    return run_attention(q, given.k, given.v, scale, mode, few)

@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.gated import gated_obstacle
 from flysurgery.ops.launches import (
-    epilogue_pays,
     epilogue_reason,
     few_rows_linear,
     fused_norm_linear,
     gated_apart,
     gated_dense,
     gated_factors,
-    gated_reason,
     in_one_launch,
     linear_epilogue,
     multiplied,
@@ -67,6 +66,8 @@ class FeedForward(NamedTuple):
     inner: Norm | None = None
     moments: Tensor | None = None  # shape: (rows, parts, 2), float32
 
+    registered = False
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         norms = [part for norm in (self.norm, self.inner) if norm is not None for part in norm.tensors]
@@ -84,37 +85,38 @@ class FeedForward(NamedTuple):
         wrong = wrong or wrong_vector(self.scale, outputs, "scale") or wrong_norm(self.norm, inputs) or wrong_norm(self.inner, hidden)
         if wrong is None and (hidden != taken or (self.residual and inputs != outputs)):
             return f"expected layers that fit each other and the residual, got {inputs} to {hidden} and {taken} to {outputs} features"
-        return wrong
+        return wrong or wrong_activation(self.activation)
 
     def stages(self, x: Tensor) -> Stages | str:
-        norm, up, down, activation, _, residual, inner, _ = self
-        norms_reason = norm_reason(norm, up.sizes[0], x.dtype) or norm_reason(inner, down.sizes[0], x.dtype)
+        norm, up, down, _, _, residual, inner, _ = self
+        norms_reason = norm_reason(x, norm, up.sizes[0]) or norm_reason(x, inner, down.sizes[0])
         before_last = () if inner is None else (Stage(("inner norm",), lambda y, x, block: normed(y, block.inner)),)
         if isinstance(up, Gated):
-            first = norms_reason or _gated(x, norm, up, activation)
+            first = norms_reason or _gated(x, norm, up)
             return first if isinstance(first, str) else (*first, *before_last, _last(x, self))
-        if takes_few_rows(x, (up,), norm, activation) and takes_few_rows(x, (down,), inner):
+        if takes_few_rows(x, (up,), norm) and takes_few_rows(x, (down,), inner):
             first = "up and activation" if norm is None else "norm, up and activation"
             last = " and ".join([*(["inner norm, down"] if inner else ["down"]), *self._added])
             return Stage((first,), _first_of_few_rows), Stage((last,), _last_of_few_rows)
-        if norms_reason is None and takes_few_rows(x, (up,), None, activation) and takes_few_rows(x, (down,)):
+        if norms_reason is None and takes_few_rows(x, (up,)) and takes_few_rows(x, (down,)):
             first = Stage(("up and activation",), lambda y, x, block: few_rows_linear(y, None, (block.up,), block.activation))
             return *_before(norm), first, *before_last, _last(x, self)
         whole = "the kernel of a whole block has no norm between its layers"
-        whole = whole_reason(x, norm, up, down, activation, residual) if inner is None else whole
+        whole = whole_reason(x, norm, up, down) if inner is None else whole
         if isinstance(up, FusedFactors) and isinstance(down, FusedFactors):
             if whole is None:
                 return (Stage(("the whole block",), _whole),)
-            if inner is None and takes_ffn(x, up, down, activation):
+            if inner is None and takes_ffn(x, up, down):
                 return norms_reason or (Stage(wide_ffn_launches(x, norm, up, down, self.scale, residual), _by_factors),)
-        launches = norms_reason or epilogue_reason(up, x.dtype, x.device, activation)
+        launches = norms_reason or epilogue_reason(x, up)
         if launches is not None:
             return f"{whole}; {launches}"
         return *_first(x, norm, up), *before_last, _last(x, self)
 
     def plainly(self, x: Tensor) -> Tensor:
-        if self.activation not in ACTIVATIONS:
-            raise BackendError(f"expected an activation out of {', '.join(ACTIVATIONS)}, got '{self.activation}'")
+        wrong = wrong_activation(self.activation)
+        if wrong is not None:
+            raise BackendError(wrong)
         activation, normed = ACTIVATIONS[self.activation], plain_norm(x, self.norm)
         if isinstance(self.up, Gated):
             parts = [multiplied(normed, member) for member in self.up.members]
@@ -136,6 +138,11 @@ class FeedForward(NamedTuple):
         return (*(("scale",) if self.scale is not None else ()), *(("residual",) if self.residual else ()))
 
 
+def wrong_activation(activation: str) -> str | None:
+    """Why there is no such activation; None where there is."""
+    return None if activation in ACTIVATIONS else f"expected an activation out of {', '.join(ACTIVATIONS)}, got '{activation}'"
+
+
 def _before(norm: Norm | None) -> Stages:
     """The norm of x, where there is one, in a launch of its own."""
     return () if norm is None else (Stage(("norm",), lambda y, x, block: normed(y, block.norm)),)
@@ -149,7 +156,7 @@ def _first(x: Tensor, norm: Norm | None, up: Linear) -> Stages:
     return *_before(norm), Stage(("up and activation",), lambda y, x, block: linear_epilogue(y, block.up, block.activation))
 
 
-def _gated(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Stages | str:
+def _gated(x: Tensor, norm: Norm | None, up: Gated) -> Stages | str:
     """``activation(gate(norm(x))) * value(norm(x))``, the fastest way first, or why no kernel takes it.
 
     Factors whose outputs hold gate and value take one launch, with the norm if it fits. Dense layers take one launch after the norm's. In
@@ -158,17 +165,17 @@ def _gated(x: Tensor, norm: Norm | None, up: Gated, activation: str) -> Stages |
     outputs = [member.sizes[1] for member in up.members]
     if len(outputs) not in (1, 2) or outputs[0] != outputs[-1] or sum(outputs) % 2:
         return f"expected two layers for gate and value with as many outputs, or one whose outputs are both, got {outputs} outputs"
-    obstacle = gated_reason(up, x.dtype, activation)
+    obstacle = gated_obstacle(up.sizes[1], x.dtype)
     if obstacle is not None:
         return obstacle
     both = up.members[0] if len(up.members) == 1 else None
     if isinstance(both, FusedFactors):
-        if takes_gated_factors(x, norm is not None, both, activation):
+        if takes_gated_factors(x, norm is not None, both):
             launch = "gate and value" if norm is None else "norm, gate and value"
             return (Stage((launch,), lambda y, x, block: gated_factors(y, block.norm, block.up, block.activation)),)
-        if takes_gated_factors(x, False, both, activation):
+        if takes_gated_factors(x, False, both):
             return *_before(norm), Stage(("gate and value",), lambda y, x, block: gated_factors(y, None, block.up, block.activation))
-    if takes_gated_dense(x, up, activation):
+    if takes_gated_dense(x, up):
         return *_before(norm), Stage(("gate and value",), lambda y, x, block: gated_dense(y, block.up, block.activation))
     products = ("gate", "value") if len(up.members) == 2 else ("both halves",)  # a product of factors may take a launch for each factor
     return *_before(norm), Stage((*products, "their product"), lambda y, x, block: gated_apart(y, block.up, block.activation))
@@ -180,7 +187,7 @@ def _last(x: Tensor, block: FeedForward) -> Stage:
     launch = " and ".join(["down", *added])
     if takes_few_rows(x, (block.down,)):
         return Stage((launch,), lambda y, x, block: few_rows_linear(y, None, (block.down,), "none", block.added_to(x), block.scale))
-    if epilogue_pays(block.down, x.dtype, x.device):
+    if epilogue_reason(x, block.down, fast=True) is None:
         return Stage((launch,), lambda y, x, block: linear_epilogue(y, block.down, "none", block.added_to(x), block.scale))
     return Stage(("down", *([" and ".join(added)] if added else [])), _multiplied_and_added)
 

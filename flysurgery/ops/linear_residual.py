@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flysurgery.gpu.dense import dense_moments_operator, streamed_for
-from flysurgery.gpu.modes import present_mode
-from flysurgery.ops.launches import constant, epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
+from flysurgery.gpu.dense import run_dense_moments, streamed_for
+from flysurgery.gpu.modes import mode_for
+from flysurgery.ops.launches import epilogue_reason, few_rows_linear, linear_epilogue, multiplied, takes_few_rows
 from flysurgery.ops.parts import Dense, Linear, present, wrong_size, wrong_vector
 from flysurgery.ops.ways import Stage, Stages, reason
 
@@ -20,6 +20,8 @@ class LinearResidual(NamedTuple):
     linear: Linear
     residual: Tensor  # shape: (*batch, out_features)
     scale: Tensor | None = None  # shape: (out_features,)
+
+    registered = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -40,7 +42,7 @@ class LinearResidual(NamedTuple):
     def stages(self, x: Tensor) -> Stages | str:
         if takes_few_rows(x, (self.linear,)):
             return (Stage((), lambda y, x, given: few_rows_linear(y, None, (given.linear,), "none", given.residual, given.scale)),)
-        obstacle = epilogue_reason(self.linear, x.dtype, x.device)
+        obstacle = epilogue_reason(x, self.linear)
         return obstacle or (Stage((), lambda y, x, given: linear_epilogue(y, given.linear, "none", given.residual, given.scale)),)
 
     def plainly(self, x: Tensor) -> Tensor:
@@ -53,8 +55,8 @@ def leaves_moments(x: Tensor, operation: LinearResidual) -> bool:
     linear, residual, _ = operation
     if not isinstance(linear, Dense) or reason(x, operation) is not None:
         return False
-    mode, rows = present_mode(x.dtype), residual.numel() // max(1, residual.shape[-1])
-    return mode is not None and _streams(rows, *linear.sizes, mode, x.device.index)
+    rows = residual.numel() // max(1, residual.shape[-1])
+    return streamed_for(rows, *linear.sizes, mode_for(x), x.device.index) is not None
 
 
 def run_with_moments(x: Tensor, operation: LinearResidual) -> tuple[Tensor, Tensor]:  # shapes: (*batch, out_features), (rows, parts, 2)
@@ -65,10 +67,5 @@ def run_with_moments(x: Tensor, operation: LinearResidual) -> tuple[Tensor, Tens
     linear, residual, scale = operation
     assert isinstance(linear, Dense), "other layers leave no moments"
     rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, residual.shape[-1])
-    y, moments = dense_moments_operator(rows, linear.weight, linear.bias, added, scale, present_mode(x.dtype))
+    y, moments = run_dense_moments(rows, linear.weight, linear.bias, added, scale, mode_for(x))
     return y.view(residual.shape), moments
-
-
-@constant
-def _streams(rows: int, inputs: int, outputs: int, mode: str, device_index: int) -> bool:
-    return streamed_for(rows, inputs, outputs, mode, device_index) is not None

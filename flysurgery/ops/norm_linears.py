@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import index
 from typing import NamedTuple
 
 import torch
@@ -34,6 +33,8 @@ class LayerNorm(NamedTuple):
 
     norm: Norm
 
+    registered = False
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.norm.tensors
@@ -46,7 +47,7 @@ class LayerNorm(NamedTuple):
         return "expected rows of features, got a scalar" if x.dim() == 0 else wrong_norm(self.norm, x.shape[-1])
 
     def stages(self, x: Tensor) -> Stages | str:
-        return norm_reason(self.norm, index(x.shape[-1]), x.dtype) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
+        return norm_reason(x, self.norm, x.shape[-1]) or (Stage((), lambda y, x, given: normed(y, given.norm)),)
 
     def plainly(self, x: Tensor) -> Tensor:
         return plain_norm(x, self.norm)
@@ -63,6 +64,8 @@ class NormLinears(NamedTuple):
 
     norm: Norm
     group: Sequence[Linear]
+
+    registered = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -84,7 +87,7 @@ class NormLinears(NamedTuple):
         factors = [member for member in group if isinstance(member, FusedFactors)]
         if not few and len(group) > 1 and len(factors) < len(group):
             return "several linears that share x are multiplied together where all of them are factors"
-        obstacle = norm_reason(norm, group[0].sizes[0], x.dtype)
+        obstacle = norm_reason(x, norm, group[0].sizes[0])
         if obstacle is not None:
             return obstacle
         before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
@@ -114,4 +117,4 @@ def _multiplied(x: Tensor, group: Sequence[Linear]) -> Tensor:
         return ks_linear_group(x, [member.factors for member in factors], [member.bias for member in factors])
     (linear,) = group
     by_pairs = isinstance(linear, Dense) and x.dtype == torch.float32 and not tf32_allowed()
-    return linear_epilogue(x, linear) if by_pairs and epilogue_reason(linear, x.dtype, x.device) is None else multiplied(x, linear)
+    return linear_epilogue(x, linear) if by_pairs and epilogue_reason(x, linear) is None else multiplied(x, linear)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from operator import index
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,13 +37,12 @@ class FusedFactors(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs."""
-        architecture = architecture_of(self.factors)
-        return architecture.in_features, architecture.out_features
+        return self.architecture.in_features, self.architecture.out_features
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The sizes of the factors, as constants. A compiler would treat the sizes of tensors that are no parameters as unknown."""
-        return tuple(tuple(map(index, factor.shape)) for factor in self.factors)
+    def architecture(self) -> Architecture:
+        """The factors' patterns."""
+        return architecture_of(self.factors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -64,8 +62,8 @@ class Dense(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs, constants likewise."""
-        outputs, *inputs = map(index, self.weight.shape)
+        """Inputs and outputs."""
+        outputs, *inputs = self.weight.shape
         return prod(inputs), outputs
 
     @property
@@ -130,7 +128,7 @@ def wrong_norm(norm: Norm | None, features: int) -> str | None:
 def _named(linear: Linear) -> str:
     if isinstance(linear, Dense):
         return f"a weight of shape {tuple(linear.weight.shape)} takes"
-    return f"factors {Architecture.of(*(tuple(factor.shape) for factor in linear.factors))} take"
+    return f"factors {linear.architecture} take"
 
 
 def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -23,6 +23,5 @@ BACKENDS: dict[str, Backend] = {
         DenseBackend(),
         BsrBackend(),
         SparseBackend(),
-        CudaBackend("cuda-exact", exact=True),
     )
 }

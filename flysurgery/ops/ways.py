@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from flysurgery.errors import BackendError
+from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.kernel import current_device
+from flysurgery.gpu.modes import DTYPE_NUMBERS
 from flysurgery.ops.registry import BACKENDS
 from flysurgery.torch_state import autocast_dtype, foreign_obstacle, is_tracing, tf32_allowed
 
@@ -46,6 +49,11 @@ class Operation(Protocol):
         """A name, which operands are there, and all options: what else decides."""
         ...
 
+    @property
+    def registered(self) -> bool:
+        """Whether its kernel is an operator of PyTorch's, which compiled graphs can hold."""
+        ...
+
     def wrong(self, x: Tensor) -> str | None:
         """Why the sizes of the operands do not fit each other; None where they do."""
         ...
@@ -74,7 +82,10 @@ class Way(NamedTuple):
         return tuple(launch for stage in self.stages for launch in stage.launches)
 
     def run(self) -> Tensor:
-        """The operation's result."""
+        """The operation's result. Its launches need the device of x as the current one."""
+        if not is_tracing(self.x) and self.x.is_cuda and self.x.device.index != current_device():
+            with torch.cuda.device(self.x.device):
+                return self.run()
         y = self.x
         for stage in self.stages:
             y = stage.run(y, self.x, self.operation)
@@ -106,21 +117,25 @@ def run(x: Tensor, operation: Operation) -> Tensor:
 
 
 def _stages(x: Tensor, operation: Operation) -> Stages | str:
-    return _obstacle(x, operation.tensors) or operation.wrong(x) or operation.stages(x)
+    return _obstacle(x, operation) or operation.wrong(x) or operation.stages(x)
 
 
-def _obstacle(x: Tensor, tensors: Iterable[Tensor]) -> str | None:
-    """Why no kernel takes these tensors, whatever it computes."""
-    tensors = tuple(tensors)
+def _obstacle(x: Tensor, operation: Operation) -> str | None:
+    """Why no kernel takes tensors of this kind, whatever it computes."""
+    tensors = operation.tensors
     if x.device.type != "cuda":
         return f"the fused operators need tensors on a CUDA device, x is on {x.device.type}"
     if any(tensor.device != x.device for tensor in tensors):
         return f"the fused operators need all tensors on {x.device}, where x is"
-    if is_tracing(*tensors) and not is_tracing(x):
-        return f"the fused operators take plain tensors as weights, not {', '.join({type(tensor).__name__ for tensor in tensors})}"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "the fused operators have no gradients; call them under torch.inference_mode() or torch.no_grad()"
-    return foreign_obstacle()
+    if is_tracing(x, *tensors):
+        if not (operation.registered and is_tracing(x)):
+            return "the fused operators take plain tensors, outside of compilers, transforms and modes"
+        return foreign_obstacle()
+    if x.dtype not in DTYPE_NUMBERS:
+        return f"the fused operators take float32, float16 and bfloat16, not {x.dtype}"
+    return device_obstacle(x.device.index)
 
 
 def decided(decide: Callable[[], Found], tensors: Sequence[Tensor], *asked: Hashable) -> Found:

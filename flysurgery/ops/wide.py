@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flysurgery.gpu.ffn_middle import fills_rounds
-from flysurgery.gpu.wide_ffn import middle_places, wide_ffn_obstacle, wide_ffn_operator
-from flysurgery.gpu.wide_group import wide_group_obstacle, wide_group_operator
+from flysurgery.gpu.wide_ffn import middle_places, run_wide_ffn, wide_ffn_obstacle
+from flysurgery.gpu.wide_group import run_wide_group, wide_group_obstacle
+from flysurgery.ops.launches import like, rows_of
 from flysurgery.ops.parts import FusedFactors, Norm
-from flysurgery.patterns import Architecture
 
 MOMENTS = "moments"
 """The launch of a norm before factors that finds the mean and the deviation of each row."""
@@ -31,13 +30,6 @@ q, k and v of 768 features take 11.6 us in one launch and 13.8 factor by factor 
 59 and 81 (25216 rows); Monarch's, 768 between, 21 and 20, 122 and 163; those of 1024 features (Monarch, 1024 between) 273 and 218.
 """
 
-FEWEST_TOGETHER = {1: 3456, 2: 8192}
-"""Below this many rows one launch is not chosen for this few linears: no configuration of their launch was searched.
-
-On an H200 in fp16 one linear of 768 features takes 12.0 us in one launch and 11.8 factor by factor at 3200 rows, 12.3 and 12.8 at 4096,
-17.2 and 22.7 at 12608; two 25.1 and 20.7 at 6304, and more were not timed (architecture of Gonon et al.).
-"""
-
 
 def wide_ffn(
     x: Tensor,  # shape: (*batch, in_features)
@@ -50,26 +42,24 @@ def wide_ffn(
     moments: Tensor | None = None,  # shape: (rows, parts, 2), float32
 ) -> Tensor:  # shape: (*batch, out_features)
     """``x + scale * down(activation(up(norm(x))))`` where ``takes_ffn`` holds; without ``x +`` where ``residual`` is false."""
-    parts = (None, None, None) if norm is None else (norm.weight, norm.bias, norm.eps)
-    layers = list(up.factors), up.bias, list(down.factors), down.bias
-    y = wide_ffn_operator(x.reshape(-1, x.shape[-1]), *parts, *layers, activation, scale, residual, moments)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    layers = up.factors, up.bias, down.factors, down.bias
+    return like(x, run_wide_ffn(rows_of(x), norm, *layers, activation, scale, residual, moments))
 
 
 def wide_ffn_launches(
     x: Tensor, norm: Norm | None, up: FusedFactors, down: FusedFactors, scale: Tensor | None, residual: bool
 ) -> tuple[str, ...]:
     """What the launches of ``wide_ffn`` compute, one after the other."""
-    joined = x.is_cuda and fills_rounds(x.numel() // x.shape[-1], _middle_places(up.shapes, down.shapes, x.device.index))
+    joined = fills_rounds(x.numel() // x.shape[-1], middle_places(up.architecture, down.architecture, x.device.index))
     first = ("first factor of up",) if norm is None else (MOMENTS, "norm and first factor of up")
     last = ["second factor of down", *(["scale"] if scale is not None else []), *(["residual"] if residual else [])]
     middle = ("second factor of up and activation", "first factor of down")
     return (*first, *([" and ".join(middle)] if joined else middle), " and ".join(last))
 
 
-def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors, activation: str) -> bool:
+def takes_ffn(x: Tensor, up: FusedFactors, down: FusedFactors) -> bool:
     """Whether a feed-forward block that no kernel takes as a whole is multiplied factor by factor."""
-    return x.shape[-1] >= NARROWEST_BLOCK and _ffn_obstacle(up.shapes, down.shapes, x.dtype, activation, x.device.index) is None
+    return x.shape[-1] >= NARROWEST_BLOCK and wide_ffn_obstacle(up.architecture, down.architecture, x.dtype, x.device.index) is None
 
 
 def wide_group(
@@ -79,9 +69,7 @@ def wide_group(
 ) -> Tensor:  # shape: (*batch, sum of all out_features)
     """The linears' outputs for ``norm(x)``, side by side, where ``takes_group`` holds."""
     factors, biases = [factor for member in group for factor in member.factors], [m.bias for m in group if m.bias is not None]
-    rows = x.reshape(-1, x.shape[-1])
-    y = wide_group_operator(rows, norm.weight, norm.bias, norm.eps, factors, biases, len(group))
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return like(x, run_wide_group(rows_of(x), norm, factors, biases, len(group)))
 
 
 def wide_group_launches() -> tuple[str, ...]:
@@ -95,26 +83,8 @@ def takes_group(x: Tensor, group: Sequence[FusedFactors], together: bool) -> boo
     Args:
         together: whether a kernel takes them in one launch.
     """
-    shapes, features = group[0].shapes, x.shape[-1]
-    between = max(Architecture.of(*shapes).inner_features)
-    fewest = max(ROWS_TOGETHER * between, FEWEST_TOGETHER.get(len(group), 0))
-    if together and between <= WIDEST_TOGETHER and x.numel() >= fewest * features:
+    architecture, features = group[0].architecture, x.shape[-1]
+    between = max(architecture.inner_features)
+    if together and between <= WIDEST_TOGETHER and x.numel() >= ROWS_TOGETHER * between * features:
         return False
-    return features >= NARROWEST_GROUP and _group_obstacle(shapes, len(group), x.dtype, x.device.index) is None
-
-
-@torch.compiler.assume_constant_result  # depends on the machine and the arguments alone
-def _ffn_obstacle(
-    up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...], dtype: torch.dtype, activation: str, device_index: int
-) -> str | None:
-    return wide_ffn_obstacle(Architecture.of(*up), Architecture.of(*down), dtype, activation, device_index)
-
-
-@torch.compiler.assume_constant_result
-def _middle_places(up: tuple[tuple[int, ...], ...], down: tuple[tuple[int, ...], ...], device_index: int) -> int:
-    return middle_places(Architecture.of(*up), Architecture.of(*down), device_index)
-
-
-@torch.compiler.assume_constant_result
-def _group_obstacle(shapes: tuple[tuple[int, ...], ...], linears: int, dtype: torch.dtype, device_index: int) -> str | None:
-    return wide_group_obstacle(Architecture.of(*shapes), linears, dtype, device_index)
+    return features >= NARROWEST_GROUP and wide_group_obstacle(architecture, len(group), x.dtype, x.device.index) is None

@@ -36,7 +36,8 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DenseKernel]:
     """One of the dense kernels, which PyTorch's own products then round as."""
-    with rounding_as(request.param.mode), request.param.taken(monkeypatch):
+    request.param.take_tile(monkeypatch)
+    with rounding_as(request.param.mode):
         yield request.param
 
 

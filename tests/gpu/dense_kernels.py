@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flysurgery.gpu import dense, some_rows
+from flysurgery.gpu import some_rows
 from flysurgery.gpu.dense import run_dense
-from flysurgery.gpu.dense_tiling import DenseTiling, dense_tiling
-from flysurgery.gpu.few_rows import run_few_rows
-from flysurgery.gpu.kernel import device_arch
-from flysurgery.gpu.obstacles import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.device import multiprocessors_of, shared_limit_of
+from flysurgery.gpu.few_rows import Weights, run_few_rows
 from flysurgery.gpu.some_rows import run_some_rows
 from flysurgery.gpu.some_rows_tiling import SomeRowsTiling, some_rows_tiling, some_rows_tilings
 from flysurgery.patterns import Pattern
@@ -40,7 +37,7 @@ class DenseKernel:
     """A kernel in one mode.
 
     Attributes:
-        kind: ``"wgmma"`` and ``"mma.sync"``, the kernel for any number of rows by warpgroups and by warps; ``"few rows"``; ``"some rows"``.
+        kind: the kernel for ``"any rows"``, ``"few rows"`` or ``"some rows"``.
         tile: of ``"some rows"``, None where it chooses its own.
         patterns: layers to try it on, each the factor (1, outputs, inputs, 1).
         rows: numbers of rows that differ in how they are divided among blocks.
@@ -59,21 +56,15 @@ class DenseKernel:
     def arithmetic(self) -> Arithmetic:
         return ARITHMETICS[self.mode]
 
-    @contextmanager
-    def taken(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """See to it that the kernel runs by what its kind says, or skip the test where the device cannot."""
-        if self.kind == "some rows":
-            need_warpgroups()
+    def take_tile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """See to it that the kernel takes its tile."""
         if self.tile is not None:
             monkeypatch.setattr(some_rows, "_tiling", partial(_by_tile, self.tile))
-        with warpgroups_or_warps(monkeypatch, self.kind == "wgmma") if self.kind in ("wgmma", "mma.sync") else nullcontext():
-            yield
 
     def linears(
         self,
         x: Tensor,
-        weights: Sequence[Tensor],
-        lengths: Sequence[int],
+        weights: Sequence[Weights],
         biases: Sequence[Tensor | None],
         activation: str = "none",
         residual: Tensor | None = None,
@@ -81,14 +72,14 @@ class DenseKernel:
     ) -> Tensor:
         """What ``run_some_rows`` says; the kernel for any number of rows takes one dense layer, that for few rows few at a time."""
         if self.kind == "some rows":
-            return run_some_rows(x, weights, lengths, biases, activation, residual, scale, self.mode)
+            return run_some_rows(x, weights, biases, activation, residual, scale, self.mode)
         if self.kind == "few rows":
             parts = x.split(FEW_ROWS)
             added = [None] * len(parts) if residual is None else residual.split(FEW_ROWS)
             pairs = zip(parts, added, strict=True)
-            linears = weights, lengths, biases, activation
-            return torch.cat([run_few_rows(part, None, None, None, *linears, each, scale) for part, each in pairs])
+            return torch.cat([run_few_rows(part, None, weights, biases, activation, each, scale) for part, each in pairs])
         (weight,), (bias,) = weights, biases
+        assert isinstance(weight, Tensor)
         return run_dense(x, weight, bias, activation, residual, scale, self.mode)
 
     def linear(
@@ -101,20 +92,16 @@ class DenseKernel:
         scale: Tensor | None = None,
     ) -> Tensor:
         """One dense layer."""
-        return self.linears(x, [factor[0, :, :, 0]], [0], [bias], activation, residual, scale)
+        return self.linears(x, [factor[0, :, :, 0]], [bias], activation, residual, scale)
 
     def run(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """By one factor as a dense weight, by several as factors."""
-        return self.linear(x, factors[0], bias) if len(factors) == 1 else self.linears(x, factors, [len(factors)], [bias])
+        return self.linear(x, factors[0], bias) if len(factors) == 1 else self.linears(x, [factors], [bias])
 
 
 def _kernels() -> tuple[DenseKernel, ...]:
     # any number of rows: once round the multiprocessors, and often, with one row in the last tile
-    found = [
-        DenseKernel(kind, mode, None, (SQUARE, Pattern(1, 96, 768, 1)), (197, 25217))
-        for kind in ("wgmma", "mma.sync")
-        for mode in ARITHMETICS
-    ]
+    found = [DenseKernel("any rows", mode, None, (SQUARE, Pattern(1, 96, 768, 1)), (197, 25217)) for mode in ARITHMETICS]
     sizes = (SQUARE, Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1), Pattern(1, 96, 192, 1))
     found += [DenseKernel("few rows", mode, None, sizes, (65, 197)) for mode in ("fp16", "bf16")]
     for mode in ARITHMETICS:
@@ -135,31 +122,6 @@ def _by_tile(tile: Tile, rows: int, in_features: int, out_features: int, mode: s
     tilings = some_rows_tilings(in_features, out_features, mode, limits[1])
     found = [each for each in tilings if (each.rows, each.columns, each.split, each.shares) == tile]
     return found[0] if found else some_rows_tiling(rows, in_features, out_features, mode, *limits)
-
-
-def need_warpgroups() -> None:
-    """Skip the test where the device has none that multiply."""
-    if device_arch(0) != "sm_90a":
-        pytest.skip("wgmma needs compute capability 9.0")
-
-
-@contextmanager
-def warpgroups_or_warps(monkeypatch: pytest.MonkeyPatch, wgmma: bool) -> Iterator[None]:
-    """Let the dense kernel multiply by warpgroups, where the device has them, or by warps."""
-    if wgmma:
-        need_warpgroups()
-
-    def tiling(in_features: int, out_features: int, mode: str, device_index: int, gated: bool) -> DenseTiling | str:
-        return dense_tiling(in_features, out_features, mode, shared_limit_of(device_index), wgmma, gated)
-
-    def forget() -> None:
-        dense.launcher.cache_clear()
-        dense.streamed_for.cache_clear()
-
-    monkeypatch.setattr(dense, "_tiling", tiling)
-    forget()
-    yield
-    forget()
 
 
 KERNELS = _kernels()

@@ -1,8 +1,6 @@
-"""Which attention kernel is asked, and that compiled code asks the same one; on the CPU, with the kernels replaced by the definition."""
+"""Which attention kernel is asked; on the CPU, with the kernels replaced by the definition."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from tests.support.tolerance import assert_equal
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were asked, in turn; every device will do."""
     names: list[str] = []
 
@@ -22,16 +20,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append("few queries" if few else "whole heads")
         return Attention(k, v, scale).plainly(q).transpose(1, 2).contiguous().transpose(1, 2)
 
-    library = torch.library.Library("flysurgery", "IMPL")
-    library.impl("attention", attention, "CPU")
-    monkeypatch.setattr(attend.attention_operator, "run", attention)
+    monkeypatch.setattr(attend, "run_attention", attention)
     monkeypatch.setattr(ways, "_decided", {})
     monkeypatch.setattr(ways, "_obstacle", lambda *_: None)
-    monkeypatch.setattr(attend, "device_obstacle", lambda _: None)
-    monkeypatch.setattr(attend, "hopper_obstacle", lambda *_: None)
     monkeypatch.setattr(attend, "shared_limit_of", lambda _: 227 * 1024)
-    yield names
-    library._destroy()
+    return names
 
 
 def operands(images: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,23 +46,3 @@ def test_long_sequences_are_left_to_pytorch(asked: list[str]) -> None:
     with pytest.raises(BackendError, match="exceed 232448 bytes of shared memory; PyTorch has a kernel"):
         run(q, Attention(k, v))
     assert not asked
-
-
-def test_devices_before_hopper_are_left_to_pytorch(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "hopper_obstacle", lambda kernel, index: f"{kernel} needs Hopper")
-    q, k, v = operands(60, 50)
-    assert reason(q, Attention(k, v)) == "the attention kernel for whole heads needs Hopper"
-    q, k, v = (part.float() for part in operands(60, 50))
-    assert reason(q, Attention(k, v)) == "the attention kernel for whole heads needs Hopper"
-    q, k, v = operands(1, 50)
-    run(q, Attention(k, v))
-    assert asked == ["few queries"]
-
-
-def test_compiled_in_one_graph_for_any_number_of_images(asked: list[str]) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: run(q, Attention(k, v)), backend="aot_eager", fullgraph=True, dynamic=True)
-    for images in (60, 70, 1):
-        q, k, v = operands(images, 50)
-        assert_equal(compiled(q, k, v), run(q, Attention(k, v)))
-    assert asked == ["whole heads"] * 4 + ["few queries"] * 2

@@ -12,7 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flysurgery import ops
 from flysurgery.gpu.attention import run_attention
-from flysurgery.gpu.kernel import device_arch
 from tests.gpu.gpu_blocks import check_replay
 from tests.support.problems import keep_bits
 from tests.support.rounding import rounding_as
@@ -77,8 +76,6 @@ of_long = pytest.mark.parametrize("kernel", [*WHOLE, *SHORT], ids=str, indirect=
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest) -> Iterator[Attention]:
-    if request.param.kind != "few" and device_arch(0) != "sm_90a":
-        pytest.skip("warpgroups multiply on sm_90a only")
     with rounding_as(request.param.mode):
         yield request.param
 
@@ -160,9 +157,8 @@ def test_a_softmax_that_takes_one_key(kernel: Attention, tokens: int) -> None:
 
 
 @every
-def test_graphs_and_schema(kernel: Attention) -> None:
+def test_graphs(kernel: Attention) -> None:
     q, k, v = kernel.operands(1 if kernel.kind == "few" else 50, 3, 197)
-    torch.library.opcheck(torch.ops.flysurgery.attention.default, (q, k, v, 0.125, kernel.mode, kernel.kind == "few"))
     check_replay(lambda: ops.run(q, ops.Attention(k, v)))
 
 

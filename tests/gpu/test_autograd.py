@@ -38,8 +38,8 @@ def operands(architecture: Architecture, linears: int, rows: int = 4) -> tuple[T
     return x, factors, biases
 
 
-def eager(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int, mode: str = "fp32") -> Tensor:
-    return EagerLinear.apply(x.dtype, linears, mode, len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
+def eager(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
+    return EagerLinear.apply(x.dtype, linears, "fp32", len(factors), x, *factors, *biases)  # pyright: ignore[reportReturnType]
 
 
 def registered(x: Tensor, factors: list[Tensor], biases: list[Tensor], linears: int) -> Tensor:
@@ -69,7 +69,7 @@ def check(call: Call, x: Tensor, factors: list[Tensor], biases: list[Tensor], li
 
 @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    call=st.sampled_from([eager, registered, partial(eager, mode="exact")]),
+    call=st.sampled_from([eager, registered]),
     case=st.sampled_from([(ONE, 1), (TWO, 1), (THREE, 1), (TWO, 3)]),
     rows=st.integers(0, 4),
     biased=st.booleans(),
@@ -86,13 +86,12 @@ def test_gradients(call: Call, case: tuple[Architecture, int], rows: int, biased
     check(call, x, factors, biases, case[1])
 
 
-@pytest.mark.parametrize("mode", ["fp32", "exact"])
-def test_one_row_without_leading_dimensions_and_any_strides(mode: str) -> None:
+def test_one_row_without_leading_dimensions_and_any_strides() -> None:
     x, factors, biases = operands(TWO, 1)
-    check(partial(eager, mode=mode), x.detach()[0].requires_grad_(), factors, biases, 1)
+    check(eager, x.detach()[0].requires_grad_(), factors, biases, 1)
     wide = make_integers((9, 2 * TWO.in_features), seed=5, mode=FP64)
     for view in (wide[:, 1 : TWO.in_features + 1], wide[:, ::2], wide[::2, : TWO.in_features], wide[:1, ::2].expand(5, -1)):
-        check(partial(eager, mode=mode), view, factors, biases, 1)
+        check(eager, view, factors, biases, 1)
 
 
 @pytest.mark.parametrize("call", [eager, registered])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from flysurgery.gpu.device import multiprocessors_of
 from flysurgery.gpu.gated import run_gated
-from flysurgery.gpu.obstacles import multiprocessors_of
 from flysurgery.gpu.wide_ffn import run_wide_ffn
 from flysurgery.gpu.wide_group import run_wide_group
 from flysurgery.ops import (
@@ -176,8 +176,7 @@ def test_the_product_with_a_gate_takes_odd_places_and_what_is_not_finite() -> No
     holder = normal(300, 2 * 520 + 3, dtype=torch.bfloat16)
     for gate, value in ((holder[:, :520], holder[:, 520:1040]), (holder[:, 1:521], holder[:, 523:])):
         truth = silu(gate.double()) * value.double()
-        comparable(torch.ops.flysurgery.gated(gate, value, "silu"), silu(gate) * value, truth)
-    torch.library.opcheck(torch.ops.flysurgery.gated.default, (holder[:, :520], holder[:, 520:1040], "silu"))
+        comparable(run_gated(gate, value, "silu"), silu(gate) * value, truth)
     gate = torch.cat([torch.linspace(-12, 12, 1 << 16), torch.randn(1 << 16)]).cuda().view(-1, 512)
     comparable(run_gated(gate, torch.ones_like(gate), "gelu"), gelu(gate), gelu(gate.double()), 1.05)
     gate = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 0.0, -1e-30, 7.0]], device="cuda")
@@ -264,7 +263,6 @@ def test_linears_that_share_x_factor_by_factor(dtype: torch.dtype, architecture:
 
 
 def test_wide_blocks_and_many_rows_of_linears_that_share_x_go_factor_by_factor() -> None:
-    """A compiler's graph, too, for any number of rows."""
     up, down = (layer(architecture, HALF) for architecture in WIDE)
     x, block = normal(3001, 800, dtype=HALF, mean=30.0)[:, :768], FeedForward(affine(768, HALF), up, down)
     for rows, launches in ((x, 5), (normal(192 * multiprocessors_of(0), 768, dtype=HALF), 4)):
@@ -273,11 +271,10 @@ def test_wide_blocks_and_many_rows_of_linears_that_share_x_go_factor_by_factor()
     found, x = check(x, block), x.contiguous()
     assert torch.equal(found, run(x, block))
     operation = NormLinears(affine(768, HALF), [layer(gonon(768, 768), HALF) for _ in range(3)])
-    compiled = torch.compile(lambda x: run(x, operation), fullgraph=True, dynamic=True, backend="aot_eager")
     for rows, launches in ((1800, 3), (2100, 1)):
         taken = way(x[:rows], operation)
         assert not isinstance(taken, str) and len(taken.launches()) == launches
-        assert torch.equal(compiled(x[:rows]), check(x[:rows], operation))
+        check(x[:rows], operation)
         check_replay(lambda rows=rows: run(x[:rows], operation))
 
 
@@ -303,13 +300,6 @@ def test_a_changed_weight_is_seen_and_graphs_replay(kind: str) -> None:
     check_replay(lambda: call(x, operation))
 
 
-@pytest.mark.parametrize("kind", ["dense-dense-packed", "monarch-monarch-packed", "monarch-monarch-apart"])
-def test_gated_blocks_compile_in_one_graph(kind: str) -> None:
-    operation, x = FeedForward(affine(192, HALF), *gated(kind, HALF), "silu"), normal(70, 192, dtype=HALF)
-    compiled = torch.compile(lambda x: run(x, operation), fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(x), run(x, operation))
-
-
 def test_reasons() -> None:
     x, group = normal(8, 384, dtype=HALF), [layer(gonon(384, 384), HALF)]
     norm, (up, down) = Norm(None, None), gated("dense-dense-apart", HALF, 384, 1024)
@@ -321,26 +311,7 @@ def test_reasons() -> None:
         ("take 384 features", x[:, :380], NormLinears(norm, group)),
         ("expected a residual", x, LinearResidual(group[0], x[:4])),
         ("fit each other", x, FeedForward(None, up, dense(1000, 384, HALF), "silu")),
-        ("not 'relu'", x, FeedForward(None, up, down, "relu")),
+        ("silu, got 'relu'", x, FeedForward(None, up, down, "relu")),
         ("as many outputs", x, FeedForward(None, uneven, dense(768, 384, HALF), "silu")),
     ):
         assert words in str(reason(operands, operation))
-
-
-def test_the_operators_are_well_behaved() -> None:
-    ops, x, norm = torch.ops.flysurgery, normal(70, 384, dtype=HALF), affine(384, HALF)
-    group, both = [layer(gonon(384, 384), HALF) for _ in range(2)], layer(monarch(2048, 384), HALF)
-    factors, biases = [factor for member in group for factor in member.factors], [member.bias for member in group]
-    for parts in ((None, None), (norm.weight, norm.bias)):
-        torch.library.opcheck(ops.fused_linears.default, (x, *parts, 1e-6, factors, biases, None, "none", None, None, "fp16"))
-    gate = (x, None, None, 1e-6, list(both.factors), [both.bias], 1, "silu", None, None, "fp16")
-    torch.library.opcheck(ops.fused_linears.default, gate)
-    members = [dense(384, 1024, HALF) for _ in range(2)]
-    weights = [each.weight for each in members], [each.bias for each in members]
-    torch.library.opcheck(ops.dense_gated.default, (x, *weights, 0, "gelu", "fp16"))
-    group = [layer(monarch(384, 384), HALF) for _ in range(2)]
-    factors, biases = [factor for member in group for factor in member.factors], [member.bias for member in group]
-    torch.library.opcheck(ops.wide_group.default, (x, norm.weight, None, 1e-6, factors, biases, 2))
-    up, down = (layer(architecture, HALF) for architecture in UNEVEN)
-    layers, (weight, bias, _) = (list(up.factors), up.bias, list(down.factors), down.bias), affine(96, HALF)
-    torch.library.opcheck(ops.wide_ffn.default, (normal(70, 96, dtype=HALF), weight, bias, 1e-6, *layers, "gelu", None, True))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import layer_norm
 
 from flysurgery.factors import factors_to_dense
@@ -15,7 +14,7 @@ from flysurgery.gpu.dense import run_dense, run_dense_moments, streamed_for
 from flysurgery.gpu.few_rows import run_few_rows
 from flysurgery.ops import Dense, FeedForward, FusedFactors, LinearResidual, Norm, NormLinears, ks_linear, run, way
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.gpu.dense_kernels import KERNELS, SQUARE, DenseKernel, need_warpgroups
+from tests.gpu.dense_kernels import KERNELS, SQUARE, DenseKernel
 from tests.gpu.gpu_blocks import check_replay, comparable, normal, wide
 from tests.support.levels import check_bound, check_identity, check_integers, check_layer
 from tests.support.oracle import ACTIVATIONS, product
@@ -131,7 +130,7 @@ def test_infinities_and_nan_do_not_come_out_finite(kernel: DenseKernel) -> None:
     x[3, 5], x[9, 200] = torch.inf, torch.nan
     outs = [kernel.linear(x, factor)]
     if kernel.kind == "few rows":
-        outs.append(run_few_rows(x, None, None, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None))
+        outs.append(run_few_rows(x, (None, None, 1e-6), [factor[0, :, :, 0]], [None], "none", None, None))
     for out in outs:
         assert not bool(out[[3, 9]].isfinite().any())
         assert bool(out[[row for row in range(64) if row not in (3, 9)]].isfinite().all())
@@ -142,7 +141,7 @@ def test_linears_side_by_side_dense_or_not(kernel: DenseKernel) -> None:
     arithmetic = kernel.arithmetic
     x, factors = make_input(197, 384, arithmetic, device="cuda"), make_factors(gonon(384, 384), arithmetic, device="cuda")
     dense, bias = make_factor(SQUARE, arithmetic, device="cuda"), make_vector(384, arithmetic, device="cuda")
-    out = kernel.linears(x, [dense[0, :, :, 0], *factors, dense[0, :, :, 0]], [0, 2, 0], [bias, None, None])
+    out = kernel.linears(x, [dense[0, :, :, 0], factors, dense[0, :, :, 0]], [bias, None, None])
     assert_equal(out, torch.cat([kernel.run(x, [dense], bias), kernel.run(x, factors, None), kernel.run(x, [dense], None)], dim=-1))
 
 
@@ -191,22 +190,6 @@ def test_a_chain_of_kernels_that_begin_early_sees_each_result(kernel: DenseKerne
     assert_equal(out, chain(x))
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.tile is None], ids=str, indirect=True)
-def test_the_operator_is_well_behaved(kernel: DenseKernel) -> None:
-    arithmetic = kernel.arithmetic
-    x, residual = (make_input(70, 384, arithmetic, device="cuda") for _ in range(2))
-    weight, bias = make_factor(SQUARE, arithmetic, device="cuda")[0, :, :, 0], make_vector(384, arithmetic, device="cuda")
-    if kernel.kind == "few rows":
-        few_rows, factors = torch.ops.flysurgery.few_rows.default, make_factors(gonon(384, 384), arithmetic, device="cuda")
-        torch.library.opcheck(few_rows, (x, bias, None, 1e-6, [weight], [0], [bias], "gelu", residual, bias))
-        torch.library.opcheck(few_rows, (x, None, None, None, factors, [2], [None], "none", None, None))
-    elif kernel.kind == "some rows":
-        some_rows = torch.ops.flysurgery.some_rows.default
-        torch.library.opcheck(some_rows, (x, [weight], [0], [bias], "gelu", residual, bias, kernel.mode))
-    else:
-        torch.library.opcheck(torch.ops.flysurgery.dense_linear.default, (x, weight, bias, "gelu", residual, bias, kernel.mode))
-
-
 HALVES = [arithmetic for arithmetic in ARITHMETICS.values() if arithmetic.dtype.itemsize == 2]
 UP, DOWN = Pattern(1, 1536, 384, 1), Pattern(1, 384, 1536, 1)
 in_halves = pytest.mark.parametrize("halves", HALVES, ids=lambda arithmetic: arithmetic.name)
@@ -218,24 +201,13 @@ def test_few_rows_behind_a_norm(halves: Arithmetic, pattern: Pattern, mean: floa
     x = (torch.randn(197, pattern.c, generator=torch.Generator("cuda").manual_seed(1), device="cuda") * deviation + mean).to(halves.dtype)
     weight, bias = make_vector(pattern.c, halves, device="cuda"), make_vector(pattern.c, halves, device="cuda")
     factor = make_factor(pattern, halves, device="cuda")
-    out = run_few_rows(x, weight, bias, 1e-6, [factor[0, :, :, 0]], [0], [None], "none", None, None)
+    out = run_few_rows(x, (weight, bias, 1e-6), [factor[0, :, :, 0]], [None], "none", None, None)
     truth = product(layer_norm(x.double(), (pattern.c,), weight.double(), bias.double(), 1e-6), [factor])
     assert_epilogue_comparable(out, plainly(layer_norm(x, (pattern.c,), weight, bias, 1e-6), [factor], None), truth, halves)
 
 
-@in_halves
-def test_blocks_of_few_rows_and_of_many_compile_in_one_graph(halves: Arithmetic) -> None:
-    x, norm = make_input(394, 384, halves, device="cuda"), Norm(None, None, 1e-6)
-    matrices = (make_factor(pattern, halves, device="cuda")[0, :, :, 0].contiguous() for pattern in (UP, DOWN))
-    up, down = (Dense(Parameter(matrix, requires_grad=False)) for matrix in matrices)  # parameters' sizes count as constants
-    compiled = torch.compile(lambda x: run(x, FeedForward(norm, up, down, "gelu")), fullgraph=True, dynamic=True)
-    for rows in (197, 394, 100):
-        assert_equal(compiled(x[:rows]), run(x[:rows], FeedForward(norm, up, down, "gelu")))
-
-
 def test_a_feed_forward_block_of_factors_and_some_rows(mode: str) -> None:
     """Of two images: its norm has a launch of its own, and so has each layer."""
-    need_warpgroups()
     arithmetic = ARITHMETICS[mode]
     x, norm = make_input(394, 384, arithmetic, device="cuda"), Norm(torch.ones(384, device="cuda"), None, 1e-6)
     up, down = (FusedFactors(tuple(make_factors(gonon(*sizes), arithmetic, device="cuda"))) for sizes in ((1536, 384), (384, 1536)))
@@ -253,7 +225,6 @@ STREAMED = [(768, 768, "gelu", False), (768, 1152, "none", True), (1024, 1024, "
 @pytest.mark.parametrize(("in_features", "out_features", "activation", "with_residual"), STREAMED)
 def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: int, activation: str, with_residual: bool) -> None:
     """Also the moments of the result, of rows whose mean is far larger than their deviations, and of rows with one element that is."""
-    need_warpgroups()
     rows, dtype, mode = 8451, halves.dtype, {torch.float16: "fp16", torch.bfloat16: "bf16"}[halves.dtype]
     assert streamed_for(rows, in_features, out_features, mode, 0) is not None
     torch.manual_seed(5)
@@ -281,7 +252,6 @@ def test_streamed_weights(halves: Arithmetic, in_features: int, out_features: in
 
 def test_every_row_of_streamed_weights_is_there_and_changes_are_seen() -> None:
     """Of integers, whose products are exact: more rows than tiles, and fewer in the last tile."""
-    need_warpgroups()
     weight = torch.randint(-1, 2, (768, 768), device="cuda").half()
     for rows in (6337, 25216, 25217):
         x = torch.randint(-2, 3, (rows, 768), device="cuda").half()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flysurgery.gpu.device import shared_limit_of
 from flysurgery.gpu.fused import FusedLinear
 from flysurgery.gpu.fused_configs import every_config
-from flysurgery.gpu.kernel import device_arch
-from flysurgery.gpu.obstacles import shared_limit_of
 from flysurgery.gpu.tiling import FusedConfig, Tiling, tiling
 from flysurgery.ops import ks_linear
 from flysurgery.patterns import Architecture
@@ -27,15 +26,13 @@ ROWS = 333
 
 
 def configs_of(architecture: Architecture, mode: str) -> list[FusedConfig]:
-    """By warpgroups where the device has them and by warps, the first candidate for each place of the intermediate."""
+    """The first candidate for each place of the intermediate."""
     tile = tiling(architecture, mode)
     assert isinstance(tile, Tiling), tile
-    found: dict[tuple[bool, int], FusedConfig] = {}
-    for wgmma in {False, device_arch(0) == "sm_90a"}:
-        every = every_config(tile, shared_limit_of(0), wgmma=wgmma)
-        for config in sorted(every, key=lambda config: (config.panel_columns, config.slots, config.warps), reverse=True):
-            if config.wgmma == wgmma:
-                found.setdefault((config.wgmma, config.u_shared), config)
+    found: dict[int, FusedConfig] = {}
+    every = every_config(tile, shared_limit_of(0))
+    for config in sorted(every, key=lambda config: (config.panel_columns, config.slots, config.warps), reverse=True):
+        found.setdefault(config.u_shared, config)
     return list(found.values())
 
 

@@ -8,33 +8,30 @@ import pytest
 import torch
 
 from flysurgery.errors import BackendError
-from flysurgery.gpu.modes import MODES, dtype_of, mode_of
+from flysurgery.gpu.modes import dtype_of, mode_of
 from flysurgery.torch_state import tf32_allowed
 
 
 @pytest.mark.parametrize(
-    ("dtype", "allow_tf32", "exact", "mode"),
+    ("dtype", "allow_tf32", "mode"),
     [
-        (torch.float32, False, False, "fp32"),
-        (torch.float32, True, False, "tf32"),
-        (torch.float32, True, True, "exact"),
-        (torch.float16, True, False, "fp16"),
-        (torch.bfloat16, False, False, "bf16"),
-        (torch.float16, False, True, None),
-        (torch.float64, False, False, None),
-        (torch.int32, False, False, None),
+        (torch.float32, False, "fp32"),
+        (torch.float32, True, "tf32"),
+        (torch.float16, True, "fp16"),
+        (torch.bfloat16, False, "bf16"),
+        (torch.float64, False, None),
+        (torch.int32, False, None),
     ],
 )
-def test_modes(dtype: torch.dtype, allow_tf32: bool, exact: bool, mode: str | None) -> None:
-    assert mode_of(dtype, allow_tf32=allow_tf32, exact=exact) == mode
+def test_modes(dtype: torch.dtype, allow_tf32: bool, mode: str | None) -> None:
+    assert mode_of(dtype, allow_tf32=allow_tf32) == mode
     if mode is not None:
         assert dtype_of(mode) == dtype
 
 
 def test_unknown_modes_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(BackendError, match="fp16, bf16, tf32, fp32, exact, got 'int8'"):
+    with pytest.raises(BackendError, match="fp16, bf16, tf32, fp32, got 'int8'"):
         dtype_of("int8")
-    assert set(MODES) == {"fp16", "bf16", "tf32", "fp32", "exact"}
 
 
 def _answer(setting: str, answers: multiprocessing.Queue[bool]) -> None:

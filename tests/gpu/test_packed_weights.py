@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from flysurgery.factors import factors_to_dense, ks_einsum
+from flysurgery.factors import ks_einsum
 from flysurgery.gpu.block_linear import pack_blocks
-from flysurgery.gpu.dense import _in_turn, pack_dense
+from flysurgery.gpu.dense import pack_dense
 from flysurgery.gpu.dense_tiling import dense_tiling
-from flysurgery.gpu.few_rows import pack_vectors, pack_weights
 from flysurgery.gpu.ffn_float_image import pack_float_ffn
 from flysurgery.gpu.ffn_float_tiling import HEADER_BYTES as FLOAT_HEADER_BYTES
 from flysurgery.gpu.ffn_float_tiling import float_ffn_tiling
@@ -23,7 +22,6 @@ from flysurgery.gpu.ffn_middle import pack_middle
 from flysurgery.gpu.ffn_tiling import ffn_tiling
 from flysurgery.gpu.fused_configs import every_config
 from flysurgery.gpu.fused_linears import _fold
-from flysurgery.gpu.gather import _can_gather, make_tables
 from flysurgery.gpu.image import HEADER_BYTES as FUSED_HEADER_BYTES
 from flysurgery.gpu.image import pack, panel_indices
 from flysurgery.gpu.single import SingleFactor
@@ -33,8 +31,6 @@ from flysurgery.gpu.tiling import tiling
 from flysurgery.gpu.wide_ffn import wide_middle, wide_tilings
 from flysurgery.ops.parts import Norm
 from flysurgery.patterns import Architecture, Pattern, gonon, monarch
-from tests.support.problems import make_factors
-from tests.support.tolerance import FP32
 
 SHARED = 227 * 1024
 SMALL, MONARCH = (gonon(768, 192), gonon(192, 768)), (monarch(1536, 384), monarch(384, 1536))
@@ -51,14 +47,14 @@ def weights_of(*patterns: Pattern) -> list[Tensor]:
 
 def fused(architecture: Architecture, mode: str, **options: bool) -> Packed:
     tile: Any = tiling(architecture, mode, **options)
-    config = next(iter(every_config(tile, SHARED, wgmma=True)))
+    config = next(iter(every_config(tile, SHARED)))
     first, second = (torch.from_numpy(index).long() for index in panel_indices(tile, config))
     left, right = weights_of(*architecture)
     return pack(tile, config, [(left, right)], (first, second))[FUSED_HEADER_BYTES:], (left, right)
 
 
 def dense(mode: str) -> Packed:
-    tile: Any = dense_tiling(192, 384, mode, SHARED, wgmma=False)
+    tile: Any = dense_tiling(192, 384, mode, SHARED)
     (weight,) = weights_of(Pattern(1, 384, 192, 1))
     return pack_dense(tile, weight[0, :, :, 0], None, None)[0], [weight]
 
@@ -125,12 +121,6 @@ def test_no_weight_is_lost_and_none_is_there_twice(packer: str) -> None:
     assert int(image.view(torch.float16).count_nonzero()) == halves_a_weight * sum(weight.numel() for weight in weights)
 
 
-def test_an_exact_single_factor_keeps_each_float32() -> None:
-    factor = torch.randn(2, 10, 20, 3)
-    image = SingleFactor(Pattern(2, 10, 20, 3), "exact", shared_limit=SHARED).pack(factor)[HEADER_BYTES:].view(torch.float32)
-    assert torch.equal(image[image != 0].sort().values, factor.flatten().sort().values)
-
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("affine", ["none", "weight", "bias", "both"])
 def test_a_norm_folded_into_fused_linears(affine: str, biased: bool) -> None:
@@ -176,45 +166,3 @@ def test_a_norm_folded_into_a_whole_block(mode: str) -> None:
 
     folded = packed(first, bias, (torch.full((up.in_features,), 2.0), shift))
     assert torch.equal(folded, packed(2 * first, bias + ks_einsum(ks_einsum(shift[None], first), second)[0], (None, None)))
-
-
-@pytest.mark.parametrize("gate", [0, 1])
-def test_a_dense_gate_and_value_lie_half_a_blocks_columns_each(gate: int) -> None:
-    tile: Any = dense_tiling(64, 768, "fp16", SHARED, wgmma=False, gated=True)
-    numbers = torch.arange(768)
-    for parts in (1, 2):
-        halves = _in_turn(tile, numbers.chunk(parts), gate).unflatten(0, (-1, 2, tile.columns // 2)).transpose(0, 1).flatten(1)
-        assert torch.equal(halves, numbers.view(2, 384)[[gate, 1 - gate]])
-
-
-def test_few_rows_of_linears_side_by_side() -> None:
-    dense, factors = torch.randn(64, 96).double(), [torch.randn(pattern.factor_shape).double() for pattern in gonon(96, 96)]
-    weight = pack_weights([dense, *factors], [0, 2])
-    torch.testing.assert_close(weight, torch.cat([dense, factors_to_dense(factors)]), rtol=0, atol=0)
-    bias, scale = torch.randn(96), torch.randn(160)
-    norm, columns = pack_vectors(dense, (None, None), [None, bias], scale, 96, [64, 96])
-    torch.testing.assert_close(norm, torch.stack((torch.ones(96), torch.zeros(96))), rtol=0, atol=0)
-    torch.testing.assert_close(columns, torch.stack((scale, torch.cat((torch.zeros(64), bias)) * scale)), rtol=0, atol=0)
-
-
-def test_tables_put_each_weight_where_packing_puts_it() -> None:
-    """What a training step packs by, in one launch."""
-    tile: Any = tiling(gonon(192, 192), "fp16", 3)
-    config = next(iter(every_config(tile, SHARED, wgmma=False)))
-    first, second = (torch.from_numpy(index).long() for index in panel_indices(tile, config))
-    factors = [factor * (index + 1) for index, factor in enumerate(make_factors(gonon(192, 192), FP32) * 3)]
-
-    def packed(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (pack(tile, config, [(values[n], values[n + 1]) for n in range(0, len(values), 2)], (first, second)),)
-
-    (table,), (image,) = make_tables(packed, factors, "fp16"), packed(tuple(factors))
-    flat = torch.cat([factor.reshape(-1) for factor in factors])
-    assert torch.equal(torch.where(table >= 0, flat[table.clamp_min(0)], 0).half().view(torch.uint8), image)
-
-
-def test_what_no_table_can_pack() -> None:
-    left, right = make_factors(gonon(192, 192), FP32)
-    assert _can_gather([left, right], "fp16") and _can_gather([left, right], "bf16")
-    assert not _can_gather([left, right], "fp32")
-    for other in ([left.double(), right.double()], [left, right.half()], [left.mT, right]):
-        assert not _can_gather(other, "fp16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flysurgery.gpu.kernel import Prepared
+from flysurgery.gpu.kernel import Kernel, Parameters
 from flysurgery.gpu.replay import remembered_calls
-from flysurgery.gpu.replay.launch_again import Repeated
 from flysurgery.gpu.replay.recording import fresh, rely_on
 from flysurgery.gpu.replay.remembered_calls import Repeating, forget_moved
 from flysurgery.gpu.weight_cache import derived, forget_derived
@@ -24,10 +24,15 @@ from tests.support.tolerance import assert_equal
 FEATURES = 6
 
 
-class Adding:
+class Adding(Kernel):
     """A kernel on the CPU: reads and writes memory by the addresses of its parameters, y = x + factor * w."""
 
-    name, parameter_sizes = "adding", (8, 8, 8, 8)
+    def __init__(self) -> None:
+        self.name, self.parameters = "adding", Parameters((8, 8, 8, 8))
+        self._shared_bytes, self._configs, self._lock = 0, {}, threading.Lock()
+
+    def add(self, x: Tensor, w: Tensor, y: Tensor, factor: int) -> None:
+        self.launch((1, 1, 1), (1, 1, 1), 0, 0, x, w, y, factor)
 
     def queue(self, config: Any, address: int) -> None:
         parameters = (ctypes.c_void_p * 4).from_address(address)
@@ -46,12 +51,12 @@ class Layer(nn.Module):
         self.between = between
         self.repeating = Repeating()
         self.calls = 0
-        self.launches = [Prepared(Adding(), (1, 1, 1, 1, 1, 1, 0), (factor,)) for factor in (1, 2)]  # pyright: ignore[reportArgumentType]
+        self.kernel = Adding()
 
     def launched(self, x: Tensor, factor: int) -> Tensor:
         (w,) = derived("copy", (self.weight,), lambda: (self.weight.clone(),))
         y = fresh(x.shape, x.dtype, x.device)
-        self.launches[factor - 1].launch(0, x, w, y)
+        self.kernel.add(x, w, y, factor)
         return y
 
     def compute(self, x: Tensor) -> Tensor:
@@ -209,31 +214,12 @@ def test_constants_are_found_where_they_are() -> None:
         layer.calls += 1
         rely_on([table])
         y = fresh(x.shape, x.dtype, x.device)
-        layer.launches[0].launch(0, x, table, y)
+        layer.kernel.add(x, table, y, 1)
         return y
 
     for scale in (1.0, 2.0, 3.0):
         assert_equal(layer.repeating(compute, layer.modules, torch.full((FEATURES,), scale)), torch.full((FEATURES,), scale + 1))
     assert layer.calls == 1
-
-
-def test_what_lies_between_launches_shares_memory_while_nobody_reads_it() -> None:
-    """The second launch reads the first's result, the third both, the fourth the third's; the fifth gives the result."""
-    layer = Layer()
-
-    def compute(x: Tensor) -> Tensor:
-        layer.calls += 1
-        results = [x]
-        for reads in ((0, 0), (1, 0), (2, 1), (3, 3), (4, 4)):
-            results.append(fresh(x.shape, x.dtype, x.device))
-            layer.launches[0].launch(0, results[reads[0]], results[reads[1]], results[-1])
-        return results[-1]
-
-    for scale in (1.0, 2.0, 3.0):
-        assert_equal(layer.repeating(compute, layer.modules, torch.full((FEATURES,), scale)), torch.full((FEATURES,), 20 * scale))
-    assert layer.calls == 1
-    (repeated,) = layer.repeating._known[1].values()
-    assert isinstance(repeated, Repeated) and repeated._bytes == 3 * 512  # of four results
 
 
 def test_copies_and_pickles_begin_anew(layer: Layer) -> None:

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 from flysurgery.factors import ks_einsum
-from flysurgery.gpu import configured, table
-from flysurgery.gpu import product as products
-from flysurgery.gpu.configured import chosen_factor
-from flysurgery.gpu.single import SingleFactor
 from flysurgery.gpu.single_by_bmm import BatchedConfig, BatchedFactor, batched_pays
 from flysurgery.gpu.transposition import Transposition
 from flysurgery.ops import ks_linear
@@ -57,22 +53,6 @@ def test_equals_the_definition(pattern: Pattern, mode: str) -> None:
         assert_equal(kernel.run(x, image, bias), expected + bias.float())
     filled, once_more = (torch.nn.functional.pad(tensor, (0, 5), value=torch.nan) for tensor in (image, bias))
     assert_equal(kernel.run(x.unflatten(0, (3, 500)), filled, once_more).view(1500, -1), expected + bias.float())
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch, cache: object) -> None:
-    """A Hopper GPU for which nothing is tuned."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    for module in (configured, products):
-        monkeypatch.setattr(module, "shared_limit_of", lambda index: HOPPER)
-    table.forget_choices()
-
-
-@pytest.mark.usefixtures("hopper")
-def test_the_faster_way_is_chosen() -> None:
-    assert isinstance(chosen_factor(LARGE, "fp16", 0, 25088), BatchedFactor)
-    assert chosen_factor(LARGE, "fp16", 0, 25088) is chosen_factor(LARGE, "fp16", 0, 3000)
-    assert isinstance(chosen_factor(LARGE, "fp16", 0, 64), SingleFactor)
 
 
 @pytest.fixture

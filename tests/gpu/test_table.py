@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from flysurgery.gpu import folder, table
-from flysurgery.gpu.table import SCHEMA, TunedCase, TunedEntry, matching, rows_bucket, save_entries, tuned_config, user_table
+from flysurgery.gpu.table import SCHEMA, TunedCase, TunedEntry, save_entries, tuned_config, user_table
 from flysurgery.patterns import Architecture
 
 SQUARE = Architecture.of((1, 192, 48, 2), (2, 48, 192, 1))
@@ -88,26 +88,3 @@ def test_shipped_tables_are_whole() -> None:
         fields = json.loads(path.read_text())
         assert fields["schema"] == SCHEMA
         assert len(table._read(path)) == len(fields["entries"]) > 0
-
-
-def test_a_configuration_that_kernels_no_longer_offer_is_dropped() -> None:
-    @dataclass(frozen=True)
-    class Config:
-        warps: int
-
-    offered = [Config(4), Config(8)]
-    assert matching({"warps": 8}, lambda: offered) == Config(8)
-    assert matching({"warps": 12}, lambda: offered) is None
-    assert matching({"warps": 8, "slots": 2}, lambda: offered) is None
-    assert matching(None, lambda: offered) is None
-
-
-def test_buckets_hold_numbers_of_rows_within_a_quarter() -> None:
-    assert rows_bucket(0) == 0
-    previous = 0
-    for rows in range(1, 4097):
-        bucket = rows_bucket(rows)
-        assert rows <= bucket < 1.34 * rows
-        assert bucket >= previous
-        previous = bucket
-    assert rows_bucket(25088) == rows_bucket(25216)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import threading
 from collections.abc import Callable
 from operator import is_
 
 import pytest
 import torch
-from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -215,16 +213,6 @@ def test_missed_until_forgotten(layer: Layer, x: Tensor, write: str) -> None:
     assert not torch.equal(layer(x), before)
 
 
-def test_an_average_of_timm_is_followed_where_pytorch_counts_it(layer: Layer, x: Tensor) -> None:
-    average = ModelEmaV3(layer, decay=0.5, foreach=True)
-    check(average.module, x)
-    version = average.module.bias._version
-    average.update(layer.times(-3))
-    if average.module.bias._version == version:  # PyTorch 2.11
-        forget_derived()
-    check(average.module, x)
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_packed_once_while_nothing_changes(emulated: type[EmulatedProduct], x: Tensor, inference: bool) -> None:
     layer = Layer()
@@ -335,19 +323,6 @@ def test_what_was_left_behind_is_freed_without_another_call(emulated: type[Emula
     assert emulated.packs == 2, "what has not moved stays packed"
     check(layer.double(), x)
     assert emulated.packs == 3
-
-
-def test_the_module_of_compiled_graphs_alone_costs_no_thread() -> None:
-    import torch._inductor.cudagraph_trees  # as torch.compiler.reset() imports it
-
-    makers: list[int] = []
-
-    def make() -> tuple[Tensor, ...]:
-        makers.append(threading.get_ident())
-        return ()
-
-    derivation._make_to_keep(make, torch.device("cuda", 0))
-    assert makers == [threading.get_ident()]
 
 
 def move(weight: Tensor) -> None:

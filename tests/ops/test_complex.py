@@ -62,7 +62,7 @@ def test_autocast_leaves_them_as_they_are() -> None:
         assert_same(ks_linear(x, factors), expected)
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda-exact", "bsr", "sparse"])
+@pytest.mark.parametrize("name", ["cuda", "bsr", "sparse"])
 def test_other_ways_refuse_in_a_sentence(name: str) -> None:
     problem = Problem(LAYER, 5, torch.complex64, "cuda")
     reason = BACKENDS[name].can_run(problem)

@@ -115,11 +115,3 @@ class TestCudaTf32(BackendContract):
     def _tf32_is_allowed(self) -> Iterator[None]:
         with rounding_as("tf32"):
             yield
-
-
-@pytest.mark.gpu
-class TestCudaExact(BackendContract):
-    backend = "cuda-exact"
-    device = "cuda"
-    modes = (FP32,)
-    first_third = 2

@@ -85,10 +85,3 @@ def test_transforms_are_not_remembered(asked: Asked) -> None:
     for _ in range(2):
         torch.func.vmap(lambda row: ks_linear(row, FACTORS))(X)
     assert [problem.tracing for problem in asked.problems] == [True, True]
-
-
-def test_memory_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "_REMEMBERED", 3)
-    for rows in range(1, 9):
-        ks_linear(torch.ones(rows, 6), FACTORS)
-    assert len(ways._decided) <= 3

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flysurgery.gpu.kernel import Prepared, Series, current_stream
+from flysurgery.gpu.kernel import Kernel, Series, current_stream
 from flysurgery.gpu.replay.recording import Address, Recording
 from flysurgery.gpu.tensor_map import WORDS, Boxes
 
@@ -44,24 +44,21 @@ class Repeated:
         self._constants = recording.constants  # whose addresses stay the same
         self._words = list[int]()
         self._addresses, self._maps = list[tuple[int, _At]](), list[tuple[int, _At, Boxes]]()
-        launches = list[tuple[Prepared, Sequence[int]]]()
+        launches = list[tuple[Kernel, tuple[int, ...], bool, int]]()
         for launch in recording.launches:
-            first = len(self._words)
-            numbers = self._add(launch.arguments)
-            launches.append((Prepared(launch.kernel, launch.sizes, numbers, launch.early), range(first, len(self._words))))
+            launches.append((launch.kernel, launch.sizes, launch.early, len(self._words)))
+            self._add(launch.arguments)
         self._series = Series(launches, len(self._words))
 
-    def _add(self, arguments: Sequence[Address | Boxes | int | None]) -> list[int]:
-        """Add a launch's arguments to the table, except the numbers behind the last place; these are returned."""
-        count = max((number for number, argument in enumerate(arguments, 1) if isinstance(argument, Address | Boxes)), default=0)
-        for argument in arguments[:count]:
+    def _add(self, arguments: Sequence[Address | Boxes | int | None]) -> None:
+        """Add a launch's arguments to the table."""
+        for argument in arguments:
             word = len(self._words)
             if isinstance(argument, Address):
                 self._addresses.append((word, self._at(argument)))
             elif isinstance(argument, Boxes):
                 self._maps.append((word, self._at(argument.at), argument))
             self._words += [0] * WORDS if isinstance(argument, Boxes) else [argument if isinstance(argument, int) else 0]
-        return [number if isinstance(number, int) else 0 for number in arguments[count:]]
 
     def _at(self, address: Address) -> _At:
         base, start = self._starts[address.memory]

@@ -131,12 +131,6 @@ def rely_on(constants: Sequence[Tensor], sources: Sequence[Tensor] = ()) -> None
         _present.recording.sources += sources
 
 
-def mark_not_replayable() -> None:
-    """Mark this recording as not replayable."""
-    if _present.recording is not None:
-        _present.recording.complete = False
-
-
 def mark_changed() -> None:
     """Record that the call computed tensors which later calls reuse."""
     if _present.recording is not None:

@@ -11,10 +11,10 @@ from torch import Tensor
 import flysurgery.gpu.operators  # noqa: F401 - registers them
 from flysurgery.gpu.autograd import EagerLinear
 from flysurgery.gpu.configured import factor_config
-from flysurgery.gpu.device import device_obstacle
+from flysurgery.gpu.device import device_obstacle, shared_limit_of
 from flysurgery.gpu.fused import fused_reason
 from flysurgery.gpu.modes import mode_of
-from flysurgery.gpu.obstacles import product_obstacle, shared_limit_of
+from flysurgery.gpu.product import product_obstacle
 from flysurgery.gpu.run_product import run_product
 from flysurgery.gpu.single_by_bmm import BatchedConfig
 from flysurgery.ops.backend import Backend, GroupRunner, Runner
@@ -24,27 +24,17 @@ from flysurgery.torch_state import foreign_obstacle
 
 
 class CudaBackend(Backend):
-    """CUDA kernels compiled for the device at hand: one launch for two factors, or factor by factor for others.
+    """CUDA kernels compiled for the device at hand: one launch for two factors, or factor by factor for others."""
 
-    ``exact`` multiplies float32 in float32 on the ordinary cores, several times slower than the tensor cores at the same
-    grade of error. It runs only when it is named.
-    """
-
+    name = "cuda"
     rounds = True
-
-    def __init__(self, name: str = "cuda", *, exact: bool = False) -> None:
-        self.name = name
-        self.exact = exact
 
     def can_run(self, problem: Problem) -> str | None:
         return self.group_obstacle(problem, 1)
 
-    def advise_against(self, problem: Problem) -> str | None:
-        return "backend 'cuda' reaches the same grade of error on tensor cores" if self.exact else None
-
     def remark(self, problem: Problem) -> str | None:
         """A remark on how a problem is run, where that is not by one kernel of this package."""
-        mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact), torch.cuda.current_device()
+        mode, device_index = mode_of(problem.dtype, allow_tf32=problem.allow_tf32), torch.cuda.current_device()
         fused = None if mode is None else fused_reason(problem.architecture, mode, 1, shared_limit_of(device_index))
         if mode is None or fused is None:
             return None
@@ -62,9 +52,9 @@ class CudaBackend(Backend):
         foreign = foreign_obstacle() if problem.tracing else None
         if foreign is not None:
             return foreign
-        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
         if mode is None:
-            return f"it has kernels for {'float32' if self.exact else 'float32, float16 and bfloat16'}, not {problem.dtype}"
+            return f"it has kernels for float32, float16 and bfloat16, not {problem.dtype}"
         return _kernel_obstacle(tuple(pattern.factor_shape for pattern in problem.architecture), mode, linears, problem.requires_grad)
 
     def linear(self, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -77,7 +67,7 @@ class CudaBackend(Backend):
 
     def group_runner(self, problem: Problem, linears: int) -> GroupRunner:
         """Multiplies x by several linears of one architecture in one launch; their outputs lie side by side."""
-        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32, exact=self.exact)
+        mode = mode_of(problem.dtype, allow_tf32=problem.allow_tf32)
         assert mode is not None, "can_run has refused other dtypes"
         if problem.requires_grad and not problem.tracing:
             return partial(_with_gradients, problem.dtype, linears, mode)

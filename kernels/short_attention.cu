@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 place(int row, int piece) { return row * kRow + (
 template <int I, int T>
 __device__ __forceinline__ void multiply_keys(float (&c)[T][4], u64 keys, u64 queries) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) WgmmaRows<8>::template run<I>(c, rows_further(keys, I * 64 * kRow + s * 32), rows_further(queries, s * 32), s > 0);
+    for (int s = 0; s < 4; ++s) WgmmaShared<8>::template run<I>(c, rows_further(keys, I * 64 * kRow + s * 32), rows_further(queries, s * 32), s > 0);
     if constexpr (I + 1 < T) multiply_keys<I + 1>(c, keys, queries);
 }
 

@@ -1,5 +1,5 @@
 // y = softmax(scale * q kᵀ) v of float32 on tensor cores, for heads of 64 features on sm_90a: three warpgroups multiply 64 queries each, as in
-// short_attention_wgmma.cu, and a fourth brings what they need, as halves. PyTorch has products of float32 on the ordinary cores.
+// short_attention.cu, and a fourth brings what they need, as halves. PyTorch has products of float32 on the ordinary cores.
 //
 // A block stays on its multiprocessor and takes head after head. Keys, queries and values of a head pass one after the other through the slots of
 // a ring. The threads that load keys and values read them twice, the second time from the L2 cache: for their largest element, which decides the
@@ -137,7 +137,7 @@ __device__ __forceinline__ void bring_whole(const Ring& ring, int n, const Share
 template <int N, int O, int T>
 __device__ __forceinline__ void multiply_scores(float (&c)[T][4], u32 a, u32 b, bool accumulate) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) WgmmaRows<N>::template run<O>(c, rows_descriptor(a + s * 32), rows_descriptor(b + s * 32), accumulate || s > 0);
+    for (int s = 0; s < 4; ++s) WgmmaShared<N>::template run<O>(c, rows_descriptor(a + s * 32), rows_descriptor(b + s * 32), accumulate || s > 0);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kWarpgroups + 1), 1)
