@@ -19,10 +19,10 @@ from flysurgery.checkpoint.card import model_card
 from flysurgery.checkpoint.config import config_of
 from flysurgery.checkpoint.files import read_json
 from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
-from flysurgery.checkpoint.header import Header
+from flysurgery.checkpoint.header import Header, plan_sha256
 from flysurgery.checkpoint.load import HUB, is_converted
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.shell import build_shell, build_skeleton
+from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
     bytes_of,
@@ -77,14 +77,14 @@ def save(
         raise CheckpointError(f"expected a model and then a folder, got {type(model).__name__} and {type(folder).__name__}")
     target = check_folder(folder, force=force)
     storage_dtype = read_dtype(dtype)
-    plan = _current_plan(model)
-    tensors, aliases = collect({**model.state_dict(), **_changed_buffers(model, plan, storage_dtype)}, storage_dtype)
+    plan, shell = _rebuilt(model)
+    tensors, aliases = collect({**model.state_dict(), **_changed_buffers(model, shell, storage_dtype)}, storage_dtype)
     check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + SLACK_BYTES)
     facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
     config = config_of(model, plan, optimize=optimize)
     hashes, names = sha256_of_each(tensors, tensors.__getitem__), {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header = Header(plan, aliases, {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()})
+    header = Header(plan_sha256(plan), {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()}, aliases)
     with new_folder(target, force=force) as fresh:
         write_json(fresh / "config.json", config)
         write_json(fresh / "report.json", facts)
@@ -152,8 +152,8 @@ def _version() -> str:
     return __version__
 
 
-def _current_plan(model: nn.Module) -> Plan:
-    """The plan that rebuilds ``model``, checked by rebuilding it on meta.
+def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
+    """The plan that rebuilds ``model``, checked by rebuilding it without its weights.
 
     Where a timm model got another head or input size after it was built (``reset_classifier``, ``set_input_size``), the
     base's arguments follow it.
@@ -167,29 +167,30 @@ def _current_plan(model: nn.Module) -> Plan:
             config: Any = model.config
             plan = replace(plan, base_args={**plan.base_args, **transformers_arguments(config.to_dict())})
         limits = _limits(model)
-        skeleton = build_skeleton(plan, limits)
-        before = _traits(skeleton)
+        shell = build_shell(plan, limits)
+        before = _traits(shell)
         changed = {name: value for name, value in _traits(model).items() if name in before and before[name] != value}
         if changed:
             plan = replace(plan, base_args={**plan.base_args, **changed})
-            skeleton = build_skeleton(plan, limits)
+            shell = build_shell(plan, limits)
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error
-    wrong = difference(model.state_dict(), skeleton.state_dict())
-    if wrong:
-        raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model ({wrong}); {ADVICE}")
-    return plan
+    for what, own, rebuilt in (
+        ("model", model.state_dict(), shell.state_dict()),
+        ("model's buffers", unstored_buffers(model), unstored_buffers(shell)),
+    ):
+        wrong = difference(own, rebuilt)
+        if wrong:
+            raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this {what} ({wrong}); {ADVICE}")
+    return plan, shell
 
 
-def _changed_buffers(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _changed_buffers(model: nn.Module, shell: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Buffers outside the state_dict whose values loading would not give: these have to be stored as well.
 
     A table of positions computed on a GPU may differ in its last bit from one computed on a CPU, for example.
     """
-    mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan, _limits(model)))
-    wrong = difference(mine, rebuilt)
-    if wrong:
-        raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model's buffers ({wrong})")
+    mine, rebuilt = unstored_buffers(model), unstored_buffers(shell)
     uniform = dtype or single_float_dtype(tensor.dtype for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
     return {name: buffer for name, buffer in mine.items() if not _same(_cast(buffer, dtype), _cast(rebuilt[name], uniform))}
 

@@ -21,7 +21,7 @@ from flysurgery.checkpoint.header import canonical
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
 from flysurgery.errors import CheckpointError
 from flysurgery.inference import convert as convert_model
-from flysurgery.surgery import Report, install, plan
+from flysurgery.surgery import Report, install, plan, transformers_arguments
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
@@ -141,17 +141,19 @@ def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Let ``change`` edit the plan everywhere that it stands, and make all hashes match."""
+    """Let ``change`` edit the plan, and make the hash match."""
 
-    def edit(tensors: Tensors, metadata: Metadata) -> None:
-        plan = json.loads(metadata["plan"])
+    def edit(config: dict[str, Any]) -> None:
+        is_timm = "model_args" in config
+        entry = config["model_args" if is_timm else "quantization_config"]
+        plan = entry["plan"]
+        if not is_timm:
+            plan |= {"base": f"transformers:{config['architectures'][0]}", "base_args": transformers_arguments(config)}
         change(plan)
-        metadata.update(plan=canonical(plan), base=plan["base"], plan_sha256=sha256(canonical(plan)))
-        metadata["base_sha256"] = sha256(canonical({"base": plan["base"], "base_args": plan["base_args"]}))
-        arguments = {"base": plan["base"], "base_args": plan["base_args"], "plan": plan}
-        rewrite_config(folder, lambda config: config.update({"model_args": arguments} if "model_args" in config else plan["base_args"]))
+        rewrite(folder, lambda _, metadata: metadata.update(plan_sha256=sha256(canonical(plan))))
+        config.update({} if is_timm else plan["base_args"])
 
-    rewrite(folder, edit)
+    rewrite_config(folder, edit)
 
 
 def sha256(text: str) -> str:

@@ -14,7 +14,7 @@ from tests.checkpoint import damage
 from tests.checkpoint.conftest import need_recorded_arguments
 from tests.checkpoint.damage import Valid
 
-CASES = 2000
+CASES = 1000
 """For more: ``python -m tests.checkpoint.fuzz``."""
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from flysurgery.checkpoint import save
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
-from flysurgery.checkpoint.shell import build_shell, build_skeleton
+from flysurgery.checkpoint.shell import build_shell
 from flysurgery.surgery import plan
 from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, forge, install_random, need_recorded_arguments
 
@@ -110,7 +110,7 @@ def test_a_base_that_cannot_wait_on_meta_is_bounded_too() -> None:
     with pytest.raises(LimitError, match="bytes"):
         build_shell(made, replace(enough, nbytes=nbytes // 2))
     with pytest.raises(LimitError, match="modules"):
-        build_skeleton(made, replace(enough, modules=3))
+        build_shell(made, replace(enough, modules=3))
 
 
 SECONDS = 1.0
