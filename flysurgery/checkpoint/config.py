@@ -30,8 +30,8 @@ LABELS = frozenset({"label_names", "label_descriptions", "label_offset"})
 """Entries that say what the classes are."""
 
 
-def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
-    """What ``config.json`` holds for a converted model; ``optimize`` asks ``load`` for fused modules, and changes no weight.
+def config_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """What ``config.json`` holds for a converted model.
 
     A model of transformers has its own configuration. For others the architecture is the registered entry point, never the dense name:
     under that one timm would fill a model of another number of classes with random dense layers, and only warn.
@@ -39,7 +39,7 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
     own: Any = model
     if (plan.base or "").startswith(TRANSFORMERS):
         entries = {"architectures": [type(model).__name__], "dtype": str(own.dtype).removeprefix("torch.")}
-        config = own.config.to_dict() | entries | {"quantization_config": quantization_entry(plan, optimize=optimize)}
+        config = own.config.to_dict() | entries | {"quantization_config": quantization_entry(plan)}
         return json.loads(json.dumps(config))
     data = data_config(model, plan.base_args)
     config = {
@@ -48,7 +48,6 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
         "num_features": getattr(model, "num_features", None),
         "model_args": {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()},
         "pretrained_cfg": data,
-        "optimize": optimize or None,
     }
     return {name: value for name, value in config.items() if value is not None}
 
@@ -90,11 +89,6 @@ def plan_in(config: Mapping[str, Any], folder: Path) -> Plan:
 def is_converted_config(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is that of a converted model."""
     return is_of_transformers(config) or config.get("architecture") == ENTRY_POINT
-
-
-def wants_optimize(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` asks ``load`` for fused modules."""
-    return (config["quantization_config"] if is_of_transformers(config) else config).get("optimize") is True
 
 
 def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
-from flysurgery.checkpoint.config import describe, is_converted_config, plan_in, read_config, wants_optimize
+from flysurgery.checkpoint.config import describe, is_converted_config, plan_in, read_config
 from flysurgery.checkpoint.files import TensorFile, open_tensors
 from flysurgery.checkpoint.folder import FILES
 from flysurgery.checkpoint.header import SCHEMA_KEY, Header, plan_sha256
@@ -48,7 +48,7 @@ def load(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
-    optimize: bool | None = None,
+    optimize: bool = False,
     verify: bool = True,
 ) -> nn.Module:
     """Read a converted model, in eval mode, on ``device`` (default CPU).
@@ -62,7 +62,7 @@ def load(
     bounded by the size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it, which
     folders that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote do not have. For a ViT-L this about doubles the time
     of loading; ``docs/python.md`` has the command that measures it. ``optimize`` calls ``flysurgery.optimize`` on the model, whose
-    outputs are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
+    outputs are then equal within rounding.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
@@ -70,9 +70,6 @@ def load(
     """
     folder = downloaded(folder) if isinstance(folder, str) and folder.startswith(HUB) else Path(folder)
     model = read_model(folder, {}, device=device, dtype=dtype, verify=verify).eval()
-    if optimize is None:
-        on_cuda = next(model.parameters()).is_cuda
-        optimize = on_cuda and wants_optimize(read_config(folder))
     if optimize:
         make_faster(model)
     return model

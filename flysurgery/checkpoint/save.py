@@ -54,7 +54,6 @@ def save(
     force: bool = False,
     report: Report | Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Any] | None = None,
-    optimize: bool = False,
 ) -> None:
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
 
@@ -63,10 +62,9 @@ def save(
     stored once. The folder appears complete or not at all; ``force`` replaces an older checkpoint, and nothing else.
     ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
     since; without it ``report.json`` has the layers without their errors.
-    ``accuracy`` is what an ``evaluation.Comparison`` gives as JSON; it goes into ``report.json`` and the model card.
+    ``accuracy`` has ``data``, the accuracy ``before`` and that ``after``, as JSON; it goes into ``report.json`` and the model card.
     The folder claims no licence and no published weights, unless it is known that the weights came from there: the model was read from a
     folder that says so, or the command line loaded them.
-    With ``optimize`` the folder says that ``load`` is to fuse groups of layers on CUDA; the weights are the same.
 
     Raises:
         CheckpointError: the model is not converted, its base is not known or does not rebuild it, the folder exists, or the
@@ -82,7 +80,7 @@ def save(
     check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + SLACK_BYTES)
     facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
-    config = config_of(model, plan, optimize=optimize)
+    config = config_of(model, plan)
     hashes, names = sha256_of_each(tensors, tensors.__getitem__), {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     header = Header(plan_sha256(plan), {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()}, aliases)
     with new_folder(target, force=force) as fresh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,8 +72,8 @@ def convert(
         raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
     if minutes is not None:
         Settings(minutes)  # which checks them, before anything is loaded
-    if batch is not None and not measure:
-        raise OptionError("--batch is of the model that --measure times; give --measure with it")
+    if (batch is not None or optimize) and not measure:
+        raise OptionError("--batch and --optimize are of the model that --measure times; give --measure with them")
     check_shared(shared=reconstruct and not (measure or dry_run))
     given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "arch": arch}
     allocated = surgery.check_budget(budget, measured=measure, named=[name for name, value in given.items() if value])
@@ -143,8 +143,9 @@ def convert(
     accuracy, changes = None, []
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
-        accuracy, changes = evaluation.Comparison(data.name, before, after).to_json(), accuracy_rows(before, after)
-    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=accuracy, optimize=optimize)
+        accuracy = {"data": data.name, "before": asdict(before), "after": asdict(after)}
+        changes = accuracy_rows(before, after)
+    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=accuracy)
     if plot is not None and tradeoff is not None:
         chosen = (tradeoff.chosen.share, tradeoff.chosen.error)
         draw_tradeoff([(each.share, each.error) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)

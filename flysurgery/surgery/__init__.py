@@ -28,7 +28,6 @@ from flysurgery.surgery.plan import Plan as Plan
 from flysurgery.surgery.plan import Reason as Reason
 from flysurgery.surgery.planning import plan as plan
 from flysurgery.surgery.planning import samples_of as samples_of
-from flysurgery.surgery.report import PartRow as PartRow
 from flysurgery.surgery.report import Report as Report
 from flysurgery.surgery.report import Row as Row
 from flysurgery.surgery.report import block_errors as block_errors

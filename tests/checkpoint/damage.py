@@ -2,7 +2,6 @@
 
 Each case changes one to three things in a small valid folder: arguments, plan, configuration, header, tensors, bytes; hashes mostly
 match. What is loaded must be what the files say, or the folder is refused in one sentence, within ``MAX_SECONDS`` and ``MAX_GROWTH``.
-``python -m tests.checkpoint.fuzz`` runs as many as one likes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from tests.checkpoint.conftest import need_recorded_arguments
 from tests.checkpoint.damage import Valid
 
 CASES = 1000
-"""For more: ``python -m tests.checkpoint.fuzz``."""
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
     (("--reconstruct", "--minutes", 0, *DIGITS), 2, ("minutes must be a positive number",)),
     (("--batch", 2), 2, ("--batch", "--measure")),
+    (("--optimize",), 2, ("--optimize", "--measure")),
     (("--measure", "--arch", "gonon"), 2, ("measure", "so arch cannot")),
     ((*MEASURE, "--nblocks", 8), 2, ("so nblocks cannot", "measure")),
 ]
