@@ -1,4 +1,4 @@
-"""Times the multiplication and the projection of the linears of a transformer block, backend by backend."""
+"""Times the multiplication of the linears of a transformer block, backend by backend."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from flysurgery.bench.rows import Job, Record
 from flysurgery.bench.timing import TIMED_MODES
 from flysurgery.bench.units import layer_sizes
 from flysurgery.bench.variants import by_definition, dense_linear
-from flysurgery.errors import PatternError, ProjectionError
+from flysurgery.errors import PatternError
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import BACKENDS, Problem, explain
 from flysurgery.patterns import Architecture, named
-from flysurgery.projection import project
 
 BASELINE = "linear"
 """The candidate that stands for the dense layer, an ``nn.Linear``."""
@@ -26,16 +25,10 @@ BASELINE = "linear"
 CHECKED_ROWS = 4096
 """This many rows at either end are held against float64."""
 
-MATRICES = ("gaussian", "falling spectrum")
-"""Matrices to project: the hardest, and one with singular values 1, 1/2, 1/3, ..., which is nearer to trained layers."""
-
 LAYER = ("arch", "layer", "architecture", "out_features", "in_features", "density")
 MULTIPLY_COLUMNS = (*LAYER, "rows", "mode", "device_type", "candidate", "backend", *MEASURED)
 """``candidate`` is ``linear`` (an nn.Linear), a backend with its weights prepared, or ``layer``: a ButterflyLinear as it stands in a
 model, with the backend that it chose in ``backend``."""
-
-PROJECTION_COLUMNS = (*LAYER, "matrix", "status", "seconds", "relative_error")
-"""``relative_error`` is that of the product, in the Frobenius norm; ``seconds`` is the shortest of several runs."""
 
 
 def multiply_jobs(arch: str, width: int, rows: int, mode: str, device: torch.device, protocol: Protocol) -> Iterator[Job]:
@@ -91,32 +84,3 @@ def _works(architecture: Architecture, x: Tensor) -> tuple[Work, Work]:
     dense = architecture.in_features * architecture.out_features
     by_factors = Work(size * (ends + architecture.num_parameters), rows * architecture.flops_per_row)
     return Work(size * (ends + dense), 2 * rows * dense), by_factors
-
-
-def projection_jobs(arch: str, width: int, runs: int, seed: int) -> Iterator[Job]:
-    """List the layers of a transformer block, for each of ``MATRICES`` to be projected; float32 in, work in float64."""
-    for layer, (out_features, in_features) in layer_sizes(width).items():
-        key = {"arch": arch, "layer": layer, "out_features": out_features, "in_features": in_features}
-        yield key, partial(_projected, key, runs, seed)
-
-
-def _projected(key: Record, runs: int, seed: int) -> list[Record]:
-    sizes = key["out_features"], key["in_features"]
-    try:
-        architecture = named(key["arch"], *sizes)
-        found = {matrix: [project(_matrix(matrix, *sizes, seed), architecture) for _ in range(runs)] for matrix in MATRICES}
-    except (PatternError, ProjectionError) as error:
-        return [{**key, "density": 0.0, "status": f"no: {error}", "matrix": matrix} for matrix in MATRICES]
-    head = _head(key["arch"], key["layer"], architecture) | {"status": "ok"}
-    return [
-        head | {"matrix": matrix, "seconds": min(each.seconds for each in results), "relative_error": results[0].relative_error}
-        for matrix, results in found.items()
-    ]
-
-
-def _matrix(kind: str, out_features: int, in_features: int, seed: int) -> Tensor:  # shape: (out_features, in_features)
-    gaussian = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed))
-    if kind == "gaussian":
-        return gaussian
-    left, values, right = torch.linalg.svd(gaussian, full_matrices=False)
-    return left * (1 / torch.arange(1, len(values) + 1)) @ right

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,7 +39,6 @@ TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", 
 
 MULTIPLY_SHOWN = ("arch", "layer", "mode", "candidate", "backend", "launch", *TIMES)
 MODEL_SHOWN = ("layer", "layers", "out_features", "in_features", "rows", "candidate", "backend", "launch", *TIMES)
-PROJECTION_SHOWN = ("arch", "layer", "out_features", "in_features", "density", "matrix", "seconds", "relative_error", "status")
 
 
 @app.callback(invoke_without_command=True)
@@ -162,24 +161,3 @@ def model(
         return
     print_records(rows, MODEL_SHOWN)
     typer.echo(answer)
-
-
-@app.command("projection", cls=Command)
-def projection(
-    arch: Families = None,
-    width: Width = 384,
-    threads: Threads = None,
-    seed: options.Seed = 0,
-    quick: Quick = False,
-    out: Out = None,
-    fresh: Fresh = False,
-    as_json: options.Json = False,
-) -> None:
-    """Time the projection of the layers of a transformer block onto each family of architectures."""
-    from flysurgery.bench import multiply as multiplying
-    from flysurgery.cli.bench_run import BenchRun, prepare
-
-    with BenchRun(prepare("cpu", threads), multiplying.PROJECTION_COLUMNS, out, fresh=fresh) as run:
-        for family in arch or get_args(options.Family):
-            run.fill(multiplying.projection_jobs(family, width, 1 if quick else 3, seed))
-    run.print(PROJECTION_SHOWN, as_json=as_json)

@@ -38,7 +38,6 @@ from flysurgery.surgery.tables import blocks_of_text as blocks_of_text
 from flysurgery.surgery.tables import changes_table as changes_table
 from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import layer_table as layer_table
-from flysurgery.surgery.tables import short_count as short_count
 from flysurgery.surgery.tables import text_table as text_table
 from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD
 from flysurgery.surgery.transformers_models import classes_of as classes_of

@@ -25,7 +25,7 @@ SCRIPT = Path(sysconfig.get_path("scripts")) / "flysurgery"
 
 HEAVY = {"torch", "timm", "numpy", "transformers"}
 VERBS = ("inspect", "convert", "evaluate", "finetune", "densify", "doctor", "autotune")
-MEASUREMENTS = ("multiply", "model", "projection")
+MEASUREMENTS = ("multiply", "model")
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,7 @@ def test_multiply_prints_a_table_and_writes_the_rows(run: Run, refused: Refused)
     for line, row in zip(lines, rows, strict=True):
         assert line.split()[:3] == [row["arch"], row["layer"], row["mode"]]
         assert row["candidate"] in line and line.endswith(row["status"])
-    other = ("bench", "projection", "--arch", "lowrank", "--width", 16, "--quick", "--out", "rows.csv")
-    refused(*other, words=("a table of other measurements",), code=2)
+    refused(*MODEL, "--out", "rows.csv", words=("a table of other measurements",), code=2)
 
 
 def test_what_cannot_be_measured_drawn_or_written_is_one_line(refused: Refused) -> None:
@@ -73,13 +72,3 @@ def test_model_measures_each_architecture_once(run: Run, document: Document) -> 
     assert found["answer"] == printed.out.splitlines()[-1] and {row["model"] for row in found["rows"]} == {rows[0]["model"]}
     slow = [row["layer"] for row in found["rows"] if row["candidate"] == "converted" and row["ratio_to_dense"] >= 1]
     assert found["stay_dense"] == [name for name in slow if name != "(model)"]
-
-
-def test_projection_tells_seconds_and_errors(document: Document) -> None:
-    command = ("bench", "projection", "--arch", "monarch", "--arch", "gonon", "--arch", "kaleidoscope", "--width", 16, "--quick")
-    rows = document(*command)["rows"]
-    square = {(row["arch"], row["matrix"]): row for row in rows if row["layer"] == "square"}
-    gaussian, falling = square["monarch", "gaussian"], square["monarch", "falling spectrum"]
-    assert 0 < falling["relative_error"] < gaussian["relative_error"] < 1
-    assert any(row["status"].startswith("no: ") and row["seconds"] is None for row in rows if row["arch"] == "gonon")
-    assert all(row["status"].startswith("no: ") for row in rows if row["arch"] == "kaleidoscope")
