@@ -127,8 +127,8 @@ def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
         return {}
     except CheckpointError as error:
         raise CheckpointError(f"{error}, and {advice}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, and {advice}")
+    if not isinstance(found, dict) or not isinstance(found.get("rows", []), list):
+        raise CheckpointError(f"{file} must hold a JSON object with a list of rows, and {advice}")
     with raised_as(CheckpointError, f"{file} is damaged, and {advice}"):
         model_card("model", plan, _report_json(plan, found, None), "float32", {})
     return found
