@@ -18,13 +18,12 @@ from flysurgery.walker import modules_with_separated
 class FlysurgeryConfig(QuantizationConfigMixin):
     """The plan of a converted model, as its ``config.json`` holds it."""
 
-    def __init__(self, plan: dict[str, Any], optimize: bool = False, **others: Any) -> None:
+    def __init__(self, plan: dict[str, Any], **others: Any) -> None:
         self.quant_method = QUANT_METHOD  # pyright: ignore[reportAttributeAccessIssue] - transformers' own methods are an enumeration
-        self.plan, self.optimize = plan, optimize
+        self.plan = plan
 
     def to_dict(self) -> dict[str, Any]:
-        entry = {"quant_method": QUANT_METHOD, "plan": self.plan}
-        return entry | {"optimize": True} if self.optimize else entry
+        return {"quant_method": QUANT_METHOD, "plan": self.plan}
 
 
 @register_quantizer(QUANT_METHOD)
@@ -48,9 +47,9 @@ class FlysurgeryReader(HfQuantizer):
             vars(model).pop(name, None)
         for module in model.modules():
             getattr(getattr(module, "config", None), "__dict__", {}).pop("_is_quantized", None)
-        plan, config = plan_of(model), self.quantization_config
+        plan = plan_of(model)
         assert plan is not None  # it was installed before the weights were loaded
-        model.config.quantization_config = quantization_entry(plan, optimize=getattr(config, "optimize", False))
+        model.config.quantization_config = quantization_entry(plan)
         return model
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base has no result

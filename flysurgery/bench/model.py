@@ -89,7 +89,7 @@ def groups_of(plan: Plan) -> list[Group]:
 
 
 def architectures_for(layer: LayerPlan) -> tuple[Architecture, ...]:
-    """List the architectures worth timing for a layer, which ``convert --latency`` may then choose from.
+    """List the architectures worth timing for a layer.
 
     These are Monarch with 2, 4, 8 and 16 blocks and gonon where they fit, and low rank with as many weights, all with fewer weights than
     dense. A layer in parts gets architectures that every part can take; there are none where its parts differ in size.
@@ -229,28 +229,6 @@ def slower_layers(records: Sequence[Record], groups: Sequence[Group]) -> dict[st
             reason = "converted it could not be timed" if ratio is None else f"converted it takes {ratio:.2f} of the dense time"
             found |= dict.fromkeys(group.fqns, reason)
     return found
-
-
-def latency_table(records: Sequence[Record], groups: Sequence[Group]) -> list[Record]:
-    """Make the table that ``convert --latency`` reads: milliseconds of each layer and architecture in one forward, all calls and parts."""
-    rows: list[Record] = []
-    for group in groups:
-        planned = _own_architecture(group)
-        times: dict[str, float] = {}
-        for record in records:
-            if record["layer"] != group.name or not record["median_ms"]:
-                continue
-            name = planned if record["candidate"] == PLANNED else record["candidate"]
-            if name is not None and (name == DENSE or name.startswith("(")):
-                times.setdefault(name, float(record["median_ms"]) * group.layer.calls)
-        rows += [{"fqn": fqn, "architecture": name, "ms": ms} for fqn in group.fqns for name, ms in times.items()]
-    return rows
-
-
-def _own_architecture(group: Group) -> str | None:
-    """Give the planned architecture, where every part has the same."""
-    found = {str(part.architecture) for part in group.layer.parts}
-    return found.pop() if len(found) == 1 else None
 
 
 def sentence(records: Sequence[Record], groups: Sequence[Group]) -> str:

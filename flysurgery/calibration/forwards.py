@@ -20,11 +20,10 @@ PROBE_SEED = 0
 
 @dataclass(frozen=True)
 class Inputs:
-    """The moments of one layer's inputs, on samples to fit with and on held-out ones. ``permuted``: the features are in a new order."""
+    """The moments of one layer's inputs, on samples to fit with and on held-out ones."""
 
     fit: Moments
     held_out: Moments
-    permuted: bool = False
 
 
 class _AllSeen(Exception):  # noqa: N818

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from flysurgery.checkpoint.base import TRANSFORMERS
-from flysurgery.checkpoint.config import wants_optimize
 from flysurgery.surgery import Plan
 
 CARD = """---
@@ -44,8 +43,6 @@ OTHER_WAYS = {
     "timm": 'model = timm.create_model("local-dir:DIR", pretrained=True)       # the same weights, by way of timm',
     "transformers": 'model = transformers.{name}.from_pretrained("DIR")     # the same weights, by way of transformers',
 }
-
-OPTIMIZED = "On CUDA `flysurgery.load` fuses groups of layers by `flysurgery.optimize`, where that is faster; the weights are the same"
 
 UNKNOWN = "Its fidelity is unknown, since it was not measured: `flysurgery evaluate DIR --against MODEL --data FOLDER` does"
 
@@ -86,45 +83,20 @@ def _of_the_model(plan: Plan, dtypes: str, config: Mapping[str, Any]) -> Iterato
     before, after = sum(layer.params_before for layer in plan.replaced), sum(layer.params_after for layer in plan.replaced)
     yield f"Parameters of the replaced layers: {before:,} before, {after:,} after ({after / before:.1%})"
     yield f"Weights stored in: {dtypes}"
-    if wants_optimize(config):
-        yield OPTIMIZED
+    yield "All that was measured is in `report.json`"
 
 
 def _of_closeness(report: Mapping[str, Any]) -> Iterator[str]:
-    """The errors of the layers, the fidelity of the whole model to the dense one, and what brought them closer."""
-    run, fidelity, done = report.get("finetune") or {}, report.get("fidelity"), report.get("reconstruction")
-    untrained = ", before any fine-tuning" if run else ""
-    yield from _of_layers(report["rows"], ", before the reconstruction" if done is not None else untrained)
+    """The fidelity of the whole model to the dense one, or that it is unknown."""
+    run, fidelity = report.get("finetune") or {}, report.get("fidelity")
     if fidelity is not None:
         data = (report.get("calibration") or {}).get("data")
         where = f"held-out samples of {data}" if data else "held-out samples"
+        untrained = ", before any fine-tuning" if run else ""
         yield f"Fidelity to the dense model on {fidelity['samples']} {where}{untrained}: {_shown(fidelity)}"
-        if fidelity["blocks"]:
-            errors = " ".join(_number(error) for _, error in fidelity["blocks"])
-            yield f"Relative error after each block, in sequence{untrained}: {errors}"
-    if done is not None:
-        before, after = (_number(done[name]["relative_error"]) for name in ("before", "after"))
-        yield (
-            f"Reconstructed block by block in {done['updates']:,} updates of {done['batch']} views each, {done['seconds']:.0f} s; "
-            f"update {done['kept']:,} was kept: relative error {before} before, {after} after"
-        )
     is_known = run.get("fidelity_after") is not None if run else fidelity is not None
     if not is_known and not run.get("scratch"):
         yield UNKNOWN
-
-
-def _of_layers(rows: list[Mapping[str, Any]], when: str) -> Iterator[str]:
-    """The errors of the layers' outputs where they were measured; only without them those of the weights, which calibration raises."""
-    what = "the layers' outputs on held-out samples"
-    errors = [(row["calibration"]["output_error"], row["fqn"]) for row in rows if row.get("calibration")]
-    if not errors:
-        what = "the replaced weights, `norm(W - W') / norm(W)`"
-        errors = [(row["relative_error"], row["fqn"]) for row in rows if row.get("relative_error") is not None]
-    if errors:
-        (least, best), (most, worst) = min(errors), max(errors)
-        mean = sum(error for error, _ in errors) / len(errors)
-        numbers = f"mean {mean:.3f}, least {least:.3f} (`{best}`), most {most:.3f} (`{worst}`)"
-        yield f"Relative error of {what}{when}: {numbers}; all are in `report.json`"
 
 
 def _of_measurements(report: Mapping[str, Any]) -> Iterator[str]:
@@ -133,27 +105,22 @@ def _of_measurements(report: Mapping[str, Any]) -> Iterator[str]:
     if times is not None:
         yield (
             f"Chosen by times of {times['batch']} samples in {times['dtype']} on {times['device']}: one forward took "
-            f"{times['dense_ms']:.3g} ms dense and {times['converted_ms']:.3g} ms with these architectures; all are in `report.json`"
+            f"{times['dense_ms']:.3g} ms dense and {times['converted_ms']:.3g} ms with these architectures"
         )
     if accuracy is not None:
-        before, after = accuracy["before"], accuracy["after"]
-        yield (
-            f"Accuracy on {accuracy['data']}, {after['samples']} samples: top-1 {before['top1']:.2%} before, {after['top1']:.2%} after; "
-            f"top-5 {before['top5']:.2%} before, {after['top5']:.2%} after"
-        )
+        yield f"Accuracy on {accuracy['data']}: {_top1(accuracy)}"
     if run is not None:
-        what = "Trained from random weights" if run["scratch"] else "Fine-tuned"
-        parts = [f"{what} on {run['images']:,} images of {run['data']} in {run['updates']:,} updates"]
-        if run["teacher"]:
-            parts.append(f", with {run['teacher']} as teacher")
-        before, after = run.get("before"), run.get("after")
-        if before and after:
-            parts.append(f"; top-1 {before['top1']:.2%} before, {after['top1']:.2%} after, of {after['samples']} samples")
-        start, end = run.get("fidelity_before"), run.get("fidelity_after")
-        if end is not None:
-            whole = "" if start is None else f"{_shown(start)} before, and "
-            parts.append(f"; fidelity to the teacher on {end['samples']} held-out images: {whole}{_shown(end)} after")
-        yield "".join(parts)
+        text = f"{'Trained from random weights' if run['scratch'] else 'Fine-tuned'} on {run['images']:,} images of {run['data']}"
+        text += f" in {run['updates']:,} updates" + (f", with {run['teacher']} as teacher" if run["teacher"] else "")
+        if run.get("before") and run.get("after"):
+            text += f"; {_top1(run)}"
+        if run.get("fidelity_after") is not None:
+            text += f"; fidelity to the teacher on {run['fidelity_after']['samples']} held-out images: {_shown(run['fidelity_after'])}"
+        yield text
+
+
+def _top1(run: Mapping[str, Any]) -> str:
+    return f"top-1 {run['before']['top1']:.2%} before, {run['after']['top1']:.2%} after, of {run['after']['samples']} samples"
 
 
 def _shown(fidelity: Mapping[str, Any]) -> str:

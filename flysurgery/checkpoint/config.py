@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from timm.data.config import resolve_data_config
+from timm.data.transforms_factory import create_transform
 from timm.models import PretrainedCfg, filter_pretrained_cfg
 from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, TRANSFORMERS
 from flysurgery.checkpoint.files import read_json
 from flysurgery.checkpoint.transformers_folder import PROCESSOR, base_of, describe_images, describe_labels, is_of_transformers
-from flysurgery.errors import CheckpointError
-from flysurgery.patterns import MAX_FEATURES
+from flysurgery.errors import CheckpointError, PlanError, raised_as
 from flysurgery.surgery import Plan, quantization_entry, transformers_arguments
 
 WEIGHT_SOURCES = frozenset({"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"})
@@ -29,53 +30,8 @@ LABELS = frozenset({"label_names", "label_descriptions", "label_offset"})
 """Entries that say what the classes are."""
 
 
-Check = Callable[[Any], bool]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= MAX_FEATURES
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_FEATURES
-
-
-def _are(is_one: Check, value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(is_one, value))
-
-
-def _are_sizes(value: Any) -> bool:
-    return _are(_is_count, value) and 0 not in value
-
-
-def _are_texts(value: Any) -> bool:
-    return _is_text(value) or _are(_is_text, value)
-
-
-def _are_descriptions(value: Any) -> bool:
-    return _are_texts(value) or (isinstance(value, dict) and all(map(_is_text, (*value, *value.values()))))
-
-
-KINDS: tuple[tuple[tuple[str, ...], Check, str], ...] = (
-    (("interpolation", "crop_mode", "tag", "license", "description", "origin_url", "paper_name"), _is_text, "a text"),
-    (("paper_ids", "notes", "first_conv", "classifier", "label_names"), _are_texts, "a text or a list of texts"),
-    (("input_size", "test_input_size", "min_input_size"), lambda value: _are_sizes(value) and len(value) == 3, "a list of three sizes"),
-    (("pool_size", "test_pool_size"), _are_sizes, "a list of sizes"),
-    (("crop_pct", "test_crop_pct"), lambda value: _is_number(value) and value > 0, "a positive number"),
-    (("mean", "std"), lambda value: _are(_is_number, value), "a list of numbers"),
-    (("num_classes", "label_offset"), _is_count, f"a whole number of at most {MAX_FEATURES}"),
-    (("fixed_input_size",), lambda value: isinstance(value, bool), "true or false"),
-    (("label_descriptions",), _are_descriptions, "a map of texts to texts"),
-)
-"""What the entries of a ``pretrained_cfg`` that timm reads must be; other entries are not used."""
-
-
-def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
-    """What ``config.json`` holds for a converted model; ``optimize`` asks ``load`` for fused modules, and changes no weight.
+def config_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """What ``config.json`` holds for a converted model.
 
     A model of transformers has its own configuration. For others the architecture is the registered entry point, never the dense name:
     under that one timm would fill a model of another number of classes with random dense layers, and only warn.
@@ -83,7 +39,7 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
     own: Any = model
     if (plan.base or "").startswith(TRANSFORMERS):
         entries = {"architectures": [type(model).__name__], "dtype": str(own.dtype).removeprefix("torch.")}
-        config = own.config.to_dict() | entries | {"quantization_config": quantization_entry(plan, optimize=optimize)}
+        config = own.config.to_dict() | entries | {"quantization_config": quantization_entry(plan)}
         return json.loads(json.dumps(config))
     data = data_config(model, plan.base_args)
     config = {
@@ -92,7 +48,6 @@ def config_of(model: nn.Module, plan: Plan, *, optimize: bool = False) -> dict[s
         "num_features": getattr(model, "num_features", None),
         "model_args": {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()},
         "pretrained_cfg": data,
-        "optimize": optimize or None,
     }
     return {name: value for name, value in config.items() if value is not None}
 
@@ -114,65 +69,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_config(config: Mapping[str, Any], plan: Plan, folder: Path) -> None:
-    """Refuse a ``config.json`` that differs from the header's plan: timm and transformers build from the one, ``load`` from the other."""
+def plan_in(config: Mapping[str, Any], folder: Path) -> Plan:
+    """The plan that ``config.json`` holds, with the base and its arguments (CheckpointError).
+
+    Arguments that timm's ``save_for_hf`` noted beside the plan are those that have changed since.
+    """
     file = folder / "config.json"
-    if is_of_transformers(config):
-        where, entry = "", config["quantization_config"]
-        found = transformers_arguments(config) | {"plan": entry.get("plan")}
-        expected = {**plan.base_args, "plan": quantization_entry(plan)["plan"]}
-        if base_of(config, file) != plan.base:
-            raise CheckpointError(f"{file} names the class {config['architectures'][0]!s:.60}, and model.safetensors has {plan.base}")
-    else:
-        where, entry, found = " in model_args", config, config["model_args"]
-        expected = {"base": plan.base, "base_args": dict(plan.base_args), "plan": plan.to_json()}
-        if config["architecture"] != ENTRY_POINT:
-            raise CheckpointError(f"{file} names architecture '{config['architecture']}', expected '{ENTRY_POINT}'")
-    differing = [name for name, value in json.loads(json.dumps(expected)).items() if found.get(name) != value]
-    if differing:
-        raise CheckpointError(f"{file} does not match model.safetensors: {', '.join(differing[:3])} differ; one was changed")
-    added = ", ".join(sorted(found.keys() - expected.keys())[:3])
-    if added:
-        raise CheckpointError(
-            f"{file} sets {added}{where}, which would change the model; remove them, and give such arguments on opening it"
-        )
-    if not isinstance(entry.get("optimize", False), bool):
-        raise CheckpointError(f"{file}: 'optimize' must be true or false")
-
-
-def check_description(config: Mapping[str, Any], model: nn.Module, plan: Plan, folder: Path) -> None:
-    """Refuse a ``config.json`` with data that timm cannot use, or with sizes other than those of the model that the header describes."""
-    if is_of_transformers(config):
-        return
-    file = folder / "config.json"
-    check_data(config["pretrained_cfg"], f"{file}: pretrained_cfg")
-    has = {
-        "num_classes": getattr(model, "num_classes", plan.base_args.get("num_classes")),
-        "num_features": getattr(model, "num_features", None),
-    }
-    for where, found in (("", config), ("pretrained_cfg.", config["pretrained_cfg"])):
-        for name, value in has.items():
-            if found.get(name) is not None and value is not None and found[name] != value:
-                raise CheckpointError(f"{file}: {where}{name} is {found[name]!r:.40}, and the model of model.safetensors has {value}")
-
-
-def check_data(data: Mapping[str, Any], where: str) -> None:
-    """Refuse a ``pretrained_cfg`` with entries that timm reads and cannot use; None stands for no entry."""
-    for names, is_right, wanted in KINDS:
-        for name in names:
-            value = data.get(name)
-            if value is not None and not is_right(value):
-                raise CheckpointError(f"{where}.{name} must be {wanted}, got {value!r:.60}")
+    try:
+        if is_of_transformers(config):
+            plan = Plan.from_json(config["quantization_config"].get("plan"))
+            return replace(plan, base=base_of(config, file), base_args=transformers_arguments(config))
+        plan = Plan.from_json(config["model_args"].get("plan"))
+    except PlanError as error:
+        raise CheckpointError(f"{file} holds a plan that cannot be used: {error}") from error
+    changed = {name: value for name, value in config["model_args"].items() if name not in ("base", "base_args", "plan")}
+    return replace(plan, base_args={**plan.base_args, **changed})
 
 
 def is_converted_config(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is that of a converted model."""
     return is_of_transformers(config) or config.get("architecture") == ENTRY_POINT
-
-
-def wants_optimize(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` asks ``load`` for fused modules."""
-    return (config["quantization_config"] if is_of_transformers(config) else config).get("optimize") is True
 
 
 def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
@@ -188,10 +104,12 @@ def describe(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
 def describe_data(model: nn.Module, pretrained_cfg: Mapping[str, Any]) -> None:
     """Tell a timm model what its weights were trained on, as ``timm.data`` reads it: mean, std, crop, labels, ...
 
-    What the architecture says of published weights (source, tag, licence) is taken away.
+    What the architecture says of published weights (source, tag, licence) is taken away. Raises a CheckpointError where timm cannot use it.
     """
     if not hasattr(model, "pretrained_cfg"):
         return
+    with raised_as(CheckpointError, "the pretrained_cfg of config.json cannot be used"):
+        create_transform(**resolve_data_config({}, pretrained_cfg=dict(pretrained_cfg)))
     known = {each.name for each in fields(PretrainedCfg)} - WEIGHT_SOURCES - {"architecture"}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in pretrained_cfg.items() if name in known}
     _replace_data(model, _without(model.pretrained_cfg, WEIGHT_SOURCES | CLAIMS | LABELS) | found)

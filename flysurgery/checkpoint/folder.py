@@ -9,18 +9,13 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from flysurgery.errors import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 FILES = ("model.safetensors", "config.json", "report.json", "README.md", "preprocessor_config.json")
 """What a checkpoint's folder consists of; the last only for models of transformers."""
@@ -103,46 +98,43 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     token = secrets.token_hex(4)
     fresh = target.with_name(f".{target.name}.{token}.new")
     old = target.with_name(f".{target.name}.{token}.old")
-    with ExitStack() as locks:
-        try:
-            made += [folder for folder in target.parents if not folder.exists()]
-            fresh.mkdir(parents=True)
-            locks.enter_context(_held(fresh))
-            yield fresh
-            for file in fresh.iterdir():
-                file.chmod(fresh.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
-                with file.open("rb+") as handle:
-                    os.fsync(handle.fileno())
-            _flush_entries(fresh)
-            if target.exists():
-                if not force and any(target.iterdir()):
-                    raise CheckpointError(f"{target} was written by another process meanwhile; choose another folder, or replace that one")
-                locks.enter_context(_held(target))
-                target.rename(old)
-            fresh.rename(target)
-        except BaseException as error:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            shutil.rmtree(fresh, ignore_errors=True)
-            for folder in made:
-                with suppress(OSError):  # what another process has written into stays
-                    folder.rmdir()
-            if isinstance(error, OSError | SafetensorError):
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
-                raise CheckpointError(f"{target} could not be written: {reason}; nothing was changed") from error
-            raise
-        finally:
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
+    try:
+        made += [folder for folder in target.parents if not folder.exists()]
+        fresh.mkdir(parents=True)
+        yield fresh
+        for file in fresh.iterdir():
+            file.chmod(fresh.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
+            with file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+        _flush_entries(fresh)
+        if target.exists():
+            if not force and any(target.iterdir()):
+                raise CheckpointError(f"{target} was written by another process meanwhile; choose another folder, or replace that one")
+            target.rename(old)
+        fresh.rename(target)
+    except BaseException as error:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(fresh, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # what another process has written into stays
+                folder.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+            raise CheckpointError(f"{target} could not be written: {reason}; nothing was changed") from error
+        raise
+    finally:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
     _remove_abandoned(target)
     _flush_entries(target.parent)
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what processes that are gone have left beside ``target``."""
+    """Remove what killed processes have left beside ``target``; a living one that writes the same folder fails by it, and says so."""
     left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(new|old)")
     for path in target.parent.iterdir():
-        if left.fullmatch(path.name) and path.is_dir() and not _is_held(path):
+        if left.fullmatch(path.name) and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -154,35 +146,3 @@ def _flush_entries(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold a lock on ``folder``, also while it is renamed. Does nothing where the system or the file system has no such locks."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether a living process holds ``folder``; also where that cannot be found out."""
-    if fcntl is None:
-        return True
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

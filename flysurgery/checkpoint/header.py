@@ -1,4 +1,4 @@
-"""What a checkpoint's safetensors file says of itself, in its header."""
+"""What a checkpoint's safetensors file says of its tensors and of the plan in ``config.json``, in its header."""
 
 from __future__ import annotations
 
@@ -9,49 +9,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flysurgery.checkpoint.files import parse_json
-from flysurgery.errors import CheckpointError, PlanError
+from flysurgery.errors import CheckpointError
 from flysurgery.surgery import Plan
 
 SCHEMA = "1"
-"""The number that checkpoints carry; other numbers are refused. The first ones of this number have no entry ``tensors``."""
+"""The number that checkpoints carry; other numbers are refused."""
 
 SCHEMA_KEY = "flysurgery.schema"
 
 
 @dataclass(frozen=True)
 class Header:
-    """The plan, the tensors, and the names of those that are another tensor's second name (``alias -> stored name``).
+    """The hash of the plan, the tensors, and the names of those that are another tensor's second name (``alias -> stored name``).
 
-    ``tensors`` maps each stored name to its dtype, by safetensors' name ("F32"), and the SHA-256 of its bytes. It is None in files of
-    the first versions, which did not say.
+    ``tensors`` maps each stored name to its dtype, by safetensors' name ("F32"), and the SHA-256 of its bytes. ``plan_sha256`` is the hash
+    of the plan's canonical JSON, with its base.
     """
 
-    plan: Plan
+    plan_sha256: str
+    tensors: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    tensors: Mapping[str, tuple[str, str]] | None = None
 
     def to_metadata(self, version: str) -> dict[str, str]:
-        """The header's entries, texts only.
-
-        Hashes are those of canonical JSON: ``base_sha256`` that of ``{"base", "base_args"}``, ``tensors_sha256`` that of
-        the entries ``tensors`` and ``aliases``, one after the other.
-        """
-        plan = canonical(self.plan.to_json())
-        metadata = {
+        """The header's entries, texts only; ``tensors_sha256`` is the hash of ``tensors`` and ``aliases``, one after the other."""
+        tensors, aliases = canonical(dict(self.tensors)), canonical(dict(self.aliases)) if self.aliases else ""
+        return {
             "format": "pt",
             SCHEMA_KEY: SCHEMA,
             "version": version,
-            "base": self.plan.base or "",
-            "base_sha256": _base_sha256(self.plan),
-            "plan": plan,
-            "plan_sha256": _sha256(plan),
-        }
-        if self.aliases:
-            metadata["aliases"] = canonical(dict(self.aliases))
-        if self.tensors is not None:
-            metadata["tensors"] = canonical(dict(self.tensors))
-            metadata["tensors_sha256"] = _sha256(metadata["tensors"] + metadata.get("aliases", ""))
-        return metadata
+            "plan_sha256": self.plan_sha256,
+            "tensors": tensors,
+            "tensors_sha256": _sha256(tensors + aliases),
+        } | ({"aliases": aliases} if aliases else {})
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Header:
@@ -63,26 +52,19 @@ class Header:
                 f"{where} has schema {metadata[SCHEMA_KEY]}, this version reads schema {SCHEMA}; "
                 f"use flysurgery {metadata.get('version', 'of the version that wrote it')}"
             )
-        lacking = [key for key in ("base", "base_sha256", "plan", "plan_sha256") if key not in metadata]
+        lacking = [key for key in ("plan_sha256", "tensors", "tensors_sha256") if key not in metadata]
         if lacking:
             raise CheckpointError(f"{where} is damaged: its header has no {', '.join(lacking)}")
-        if _sha256(metadata["plan"]) != metadata["plan_sha256"]:
-            raise CheckpointError(f"{where} is damaged or was changed: plan_sha256 does not match its plan")
-        try:
-            plan = Plan.from_json(parse_json(metadata["plan"]))
-        except (PlanError, ValueError) as error:
-            raise CheckpointError(f"{where} holds a plan that cannot be used: {error}") from error
-        if plan.base != metadata["base"] or _base_sha256(plan) != metadata["base_sha256"]:
-            raise CheckpointError(f"{where} is damaged or was changed: base or base_sha256 does not match the base of its plan")
-        if ("tensors" in metadata) != ("tensors_sha256" in metadata):
-            raise CheckpointError(f"{where} is damaged: its header has one of tensors and tensors_sha256, and not the other")
-        if "tensors" in metadata and _sha256(metadata["tensors"] + metadata.get("aliases", "")) != metadata["tensors_sha256"]:
+        if _sha256(metadata["tensors"] + metadata.get("aliases", "")) != metadata["tensors_sha256"]:
             raise CheckpointError(f"{where} is damaged or was changed: tensors_sha256 does not match its tensors and aliases")
-        aliases = _read_map(metadata, "aliases", where, lambda entry: isinstance(entry, str), "names")
-        if "tensors" not in metadata:
-            return cls(plan, aliases)
+        aliases = _read_map(metadata, "aliases", where, lambda name: isinstance(name, str), "names")
         tensors = _read_map(metadata, "tensors", where, _is_dtype_and_hash, "dtypes and hashes")
-        return cls(plan, aliases, {name: (dtype, sha256) for name, (dtype, sha256) in tensors.items()})
+        return cls(metadata["plan_sha256"], {name: (dtype, sha256) for name, (dtype, sha256) in tensors.items()}, aliases)
+
+
+def plan_sha256(plan: Plan) -> str:
+    """The hash by which a header knows its plan."""
+    return _sha256(canonical(plan.to_json()))
 
 
 def canonical(value: Any) -> str:
@@ -102,10 +84,6 @@ def _read_map(metadata: Mapping[str, str], key: str, where: str, is_right: Calla
 
 def _is_dtype_and_hash(entry: object) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
-
-
-def _base_sha256(plan: Plan) -> str:
-    return _sha256(canonical({"base": plan.base, "base_args": dict(plan.base_args)}))
 
 
 def _sha256(text: str) -> str:

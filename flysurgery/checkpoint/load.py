@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, transformers_class
-from flysurgery.checkpoint.config import check_config, check_description, describe, is_converted_config, read_config, wants_optimize
+from flysurgery.checkpoint.config import describe, is_converted_config, plan_in, read_config
 from flysurgery.checkpoint.files import TensorFile, open_tensors
 from flysurgery.checkpoint.folder import FILES
-from flysurgery.checkpoint.header import SCHEMA_KEY, Header
+from flysurgery.checkpoint.header import SCHEMA_KEY, Header, plan_sha256
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.shell import build_shell, build_skeleton
+from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
     difference,
@@ -27,10 +27,9 @@ from flysurgery.checkpoint.tensors import (
     single_float_dtype,
     unstored_buffers,
 )
-from flysurgery.checkpoint.transformers_folder import base_of, is_of_transformers
+from flysurgery.checkpoint.transformers_folder import is_of_transformers
 from flysurgery.errors import CheckpointError, ModelError, PlanError, raised_as
 from flysurgery.inference import optimize as make_faster
-from flysurgery.surgery import Plan, transformers_arguments
 
 WEIGHTS, PICKLE, REPORT = "model.safetensors", "pytorch_model.bin", "report.json"
 
@@ -49,7 +48,7 @@ def load(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
-    optimize: bool | None = None,
+    optimize: bool = False,
     verify: bool = True,
 ) -> nn.Module:
     """Read a converted model, in eval mode, on ``device`` (default CPU).
@@ -58,12 +57,12 @@ def load(
 
     Outputs are bit-equal to those of the model that was saved. ``dtype`` turns the floating-point tensors into another
     dtype; by default they stay as they are stored. For a folder, neither the network nor a pickle nor the original weights are used, and
-    no code is named by the files but models of timm, vit-pytorch and transformers. Names, shapes and dtypes are checked before
-    memory is taken, which peaks at about twice the model's size. What the files make the base's constructor build is bounded by the
-    size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it. Folders of the first
-    versions have none, nor have those that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote. For a ViT-L this about
-    doubles the time of loading; ``docs/python.md`` has the command that measures it. ``optimize`` calls ``flysurgery.optimize`` on the
-    model, whose outputs are then equal within rounding; None does so on CUDA where the folder was saved with that wish.
+    no code is named by the files but models of timm, torchvision, vit-pytorch and transformers. Names, shapes and dtypes are checked
+    before the weights take memory, which peaks at about twice the model's size. What the files make the base's constructor build is
+    bounded by the size of the stored tensors. ``verify`` holds the data of each tensor against the SHA-256 that was saved with it, which
+    folders that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote do not have. For a ViT-L this about doubles the time
+    of loading; ``docs/python.md`` has the command that measures it. ``optimize`` calls ``flysurgery.optimize`` on the model, whose
+    outputs are then equal within rounding.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, contradicts itself, or is of another schema; one sentence.
@@ -71,9 +70,6 @@ def load(
     """
     folder = downloaded(folder) if isinstance(folder, str) and folder.startswith(HUB) else Path(folder)
     model = read_model(folder, {}, device=device, dtype=dtype, verify=verify).eval()
-    if optimize is None:
-        on_cuda = next(model.parameters()).is_cuda
-        optimize = on_cuda and wants_optimize(read_config(folder))
     if optimize:
         make_faster(model)
     return model
@@ -157,45 +153,33 @@ def _read(
     folder = file.path.parent
     # ``save`` writes a report and a whole header; timm writes neither. A part of a header means damage.
     by_timm = set(file.metadata) <= {"format"} and config.get("architecture") == ENTRY_POINT and not (folder / REPORT).exists()
-    header = _header_by_timm(config, folder) if by_timm else Header.from_metadata(file.metadata, str(file.path))
-    plan = header.plan
-    if not by_timm:
-        check_config(config, plan, folder)
-    limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(header.aliases))
+    header = None if by_timm else Header.from_metadata(file.metadata, str(file.path))
+    plan = plan_in(config, folder)
+    if header is not None and header.plan_sha256 != plan_sha256(plan):
+        raise CheckpointError(f"{folder / 'config.json'} does not match model.safetensors: its plan or the base's arguments were changed")
+    aliases = {} if header is None else header.aliases
+    limits = Limits.of_stored(file.shapes.values(), len(file.shapes) + len(aliases))
     try:
-        adapted = replace(plan, base_args={**plan.base_args, **overrides})
-        skeleton = build_skeleton(adapted, limits)
-        _check_tensors(file, header, skeleton)
-        check_description(config, skeleton, plan, folder)
-        if verify:
-            _check_hashes(file, header)
-        model = build_shell(adapted, limits)
+        model = build_shell(replace(plan, base_args={**plan.base_args, **overrides}), limits)
+        _check_tensors(file, aliases, model)
     except (CheckpointError, ModelError, PlanError) as error:
         if isinstance(error, CheckpointError) and not overrides:
             raise
         changed = f" with {dict(overrides)}" if overrides else ""
         raise CheckpointError(f"{folder} cannot be loaded{changed}: {error}") from error
-    _fill(model, file, header.aliases, device, dtype)
+    if header is not None:
+        _check_listed(file, header)
+        if verify:
+            _check_hashes(file, header)
+    _fill(model, file, aliases, device, dtype)
     return model
-
-
-def _header_by_timm(config: Mapping[str, Any], folder: Path) -> Header:
-    """The header of a folder that ``save_for_hf`` of timm wrote: its plan is in ``config.json``, with what has changed since."""
-    changed = {name: value for name, value in config["model_args"].items() if name not in ("base", "base_args", "plan")}
-    try:
-        plan = Plan.from_json(config["model_args"].get("plan"))
-    except PlanError as error:
-        raise CheckpointError(f"{folder / 'config.json'} holds a plan that cannot be used: {error}") from error
-    return Header(replace(plan, base_args={**plan.base_args, **changed}))
 
 
 def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The model in a folder that ``save_pretrained`` wrote, under transformers' own names for tensors and without hashes."""
     folder = file.path.parent
     with raised_as(CheckpointError, f"{folder} cannot be loaded"):
-        plan = Plan.from_json(config["quantization_config"].get("plan"))
-        plan = replace(plan, base=base_of(config, folder / "config.json"), base_args=transformers_arguments(config))
-        build_skeleton(plan, Limits.of_stored(file.shapes.values(), len(file.shapes)))
+        build_shell(plan_in(config, folder), Limits.of_stored(file.shapes.values(), len(file.shapes)))
         found = transformers_class(config["architectures"][0])
         # Not from the folder: other files of it, such as adapters, would be read too.
         state = {name: file.tensor(name) for name in file.shapes}
@@ -207,19 +191,18 @@ def _read_by_transformers(config: Mapping[str, Any], file: TensorFile, device: t
     return model.to(device)
 
 
-def _check_tensors(file: TensorFile, header: Header, skeleton: nn.Module) -> None:
-    """Refuse a file whose names, shapes and dtypes are not those of the converted model on meta, and of the header.
+def _check_tensors(file: TensorFile, aliases: Mapping[str, str], model: nn.Module) -> None:
+    """Refuse a file whose names, shapes and dtypes are not those of the converted model, whose parameters may be on meta.
 
-    Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point dtypes are those that
-    the header says; a header of the first versions says none.
+    Besides the state_dict the file may hold buffers of the model that are outside of it. Floating-point tensors may have any such dtype.
     """
-    where, aliases = file.path, header.aliases
+    where = file.path
     for alias, name in aliases.items():
         if alias in file.shapes or name not in file.shapes:
             raise CheckpointError(f"{where} is damaged: it calls {alias} a second name of {name}, and does not hold the one or holds both")
     found = file.shapes | {alias: file.shapes[name] for alias, name in aliases.items()}
-    buffers = {name: buffer for name, buffer in unstored_buffers(skeleton).items() if name in found}
-    expected = skeleton.state_dict() | buffers
+    buffers = {name: buffer for name, buffer in unstored_buffers(model).items() if name in found}
+    expected = model.state_dict() | buffers
     wrong = difference(found, expected)
     if wrong:
         raise CheckpointError(f"{where} does not fit its plan: {wrong}")
@@ -227,19 +210,22 @@ def _check_tensors(file: TensorFile, header: Header, skeleton: nn.Module) -> Non
         dtype = file.dtypes[aliases.get(name, name)]
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
             raise CheckpointError(f"{where} does not fit its plan: {name} is {dtype} instead of {tensor.dtype}")
-    if header.tensors is None:
-        return
+
+
+def _check_listed(file: TensorFile, header: Header) -> None:
+    """Refuse a file with other tensors or dtypes than its header lists."""
     listed = {name: SAFETENSORS_DTYPES.get(dtype) for name, (dtype, _) in header.tensors.items()}
     for name in (*file.dtypes, *listed):
         if file.dtypes.get(name) != listed.get(name):
-            raise CheckpointError(f"{where} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}")
+            raise CheckpointError(
+                f"{file.path} is damaged: its header lists {name} as {listed.get(name)}, and it is {file.dtypes.get(name)}"
+            )
 
 
 def _check_hashes(file: TensorFile, header: Header) -> None:
-    """Refuse a file with data that do not match the hash that the header has of them, if it has any. Reads the whole file once."""
-    stored = header.tensors or {}
-    found = sha256_of_each(stored, file.window)
-    wrong = [name for name, (_, sha256) in stored.items() if found[name] != sha256]
+    """Refuse a file with data that do not match the hash that the header has of them. Reads the whole file once."""
+    found = sha256_of_each(header.tensors, file.window)
+    wrong = [name for name, (_, sha256) in header.tensors.items() if found[name] != sha256]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(

@@ -162,18 +162,17 @@ class _Meter(TorchDispatchMode):
             return args[0]
         if all(each.alias_info is not None for each in func._schema.returns):
             return func(*args, **kwargs)  # it gives views of its arguments, or themselves
+        if func._schema.name in RESERVING:  # a parameter's memory is given back when it is registered, before anything else is made
+            result = func(*args, **kwargs)
+            self._taken["nbytes"] += _nbytes(result)
+            return result
         predicted = None if _is_on_meta(args, kwargs) else _predicted(func, args, kwargs)
         if predicted is not None:
-            self._take(func, predicted)
+            self.add("nbytes", predicted)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._take(func, _nbytes(result))
+        self.add("nbytes", _nbytes(result))
         return result
-
-    def _take(self, func: Any, nbytes: int) -> None:
-        self._taken["nbytes"] += nbytes
-        if func._schema.name not in RESERVING:  # a parameter's memory is given back when it is registered, before anything else is made
-            self._check("nbytes")
 
     def _check(self, what: str) -> None:
         limit, named = getattr(self._limits, what), SHOWN.get(what, what)

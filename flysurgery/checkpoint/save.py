@@ -19,10 +19,10 @@ from flysurgery.checkpoint.card import model_card
 from flysurgery.checkpoint.config import config_of
 from flysurgery.checkpoint.files import read_json
 from flysurgery.checkpoint.folder import check_space, check_target, new_folder, write_json
-from flysurgery.checkpoint.header import Header
+from flysurgery.checkpoint.header import Header, plan_sha256
 from flysurgery.checkpoint.load import HUB, is_converted
 from flysurgery.checkpoint.meter import Limits
-from flysurgery.checkpoint.shell import build_shell, build_skeleton
+from flysurgery.checkpoint.shell import build_shell
 from flysurgery.checkpoint.tensors import (
     SAFETENSORS_DTYPES,
     bytes_of,
@@ -54,7 +54,6 @@ def save(
     force: bool = False,
     report: Report | Mapping[str, Any] | None = None,
     accuracy: Mapping[str, Any] | None = None,
-    optimize: bool = False,
 ) -> None:
     """Save a converted model as ``model.safetensors``, ``config.json``, ``report.json`` and ``README.md``.
 
@@ -63,10 +62,9 @@ def save(
     stored once. The folder appears complete or not at all; ``force`` replaces an older checkpoint, and nothing else.
     ``report`` is what ``apply`` or ``convert`` returned, or the content of an earlier folder's ``report.json`` with what has come
     since; without it ``report.json`` has the layers without their errors.
-    ``accuracy`` is what an ``evaluation.Comparison`` gives as JSON; it goes into ``report.json`` and the model card.
+    ``accuracy`` has ``data``, the accuracy ``before`` and that ``after``, as JSON; it goes into ``report.json`` and the model card.
     The folder claims no licence and no published weights, unless it is known that the weights came from there: the model was read from a
     folder that says so, or the command line loaded them.
-    With ``optimize`` the folder says that ``load`` is to fuse groups of layers on CUDA; the weights are the same.
 
     Raises:
         CheckpointError: the model is not converted, its base is not known or does not rebuild it, the folder exists, or the
@@ -77,14 +75,14 @@ def save(
         raise CheckpointError(f"expected a model and then a folder, got {type(model).__name__} and {type(folder).__name__}")
     target = check_folder(folder, force=force)
     storage_dtype = read_dtype(dtype)
-    plan = _current_plan(model)
-    tensors, aliases = collect({**model.state_dict(), **_changed_buffers(model, plan, storage_dtype)}, storage_dtype)
+    plan, shell = _rebuilt(model)
+    tensors, aliases = collect({**model.state_dict(), **_changed_buffers(model, shell, storage_dtype)}, storage_dtype)
     check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + SLACK_BYTES)
     facts = _report_json(plan, report, accuracy)
     floats = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()})
-    config = config_of(model, plan, optimize=optimize)
+    config = config_of(model, plan)
     hashes, names = sha256_of_each(tensors, tensors.__getitem__), {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header = Header(plan, aliases, {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()})
+    header = Header(plan_sha256(plan), {name: (names[tensor.dtype], hashes[name]) for name, tensor in tensors.items()}, aliases)
     with new_folder(target, force=force) as fresh:
         write_json(fresh / "config.json", config)
         write_json(fresh / "report.json", facts)
@@ -129,8 +127,8 @@ def read_report(folder: Path, plan: Plan) -> dict[str, Any]:
         return {}
     except CheckpointError as error:
         raise CheckpointError(f"{error}, and {advice}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, and {advice}")
+    if not isinstance(found, dict) or not isinstance(found.get("rows", []), list):
+        raise CheckpointError(f"{file} must hold a JSON object with a list of rows, and {advice}")
     with raised_as(CheckpointError, f"{file} is damaged, and {advice}"):
         model_card("model", plan, _report_json(plan, found, None), "float32", {})
     return found
@@ -152,8 +150,8 @@ def _version() -> str:
     return __version__
 
 
-def _current_plan(model: nn.Module) -> Plan:
-    """The plan that rebuilds ``model``, checked by rebuilding it on meta.
+def _rebuilt(model: nn.Module) -> tuple[Plan, nn.Module]:
+    """The plan that rebuilds ``model``, checked by rebuilding it without its weights.
 
     Where a timm model got another head or input size after it was built (``reset_classifier``, ``set_input_size``), the
     base's arguments follow it.
@@ -167,29 +165,30 @@ def _current_plan(model: nn.Module) -> Plan:
             config: Any = model.config
             plan = replace(plan, base_args={**plan.base_args, **transformers_arguments(config.to_dict())})
         limits = _limits(model)
-        skeleton = build_skeleton(plan, limits)
-        before = _traits(skeleton)
+        shell = build_shell(plan, limits)
+        before = _traits(shell)
         changed = {name: value for name, value in _traits(model).items() if name in before and before[name] != value}
         if changed:
             plan = replace(plan, base_args={**plan.base_args, **changed})
-            skeleton = build_skeleton(plan, limits)
+            shell = build_shell(plan, limits)
     except (ModelError, PlanError) as error:
         raise CheckpointError(f"the model could not be loaded again: {error}; {ADVICE}") from error
-    wrong = difference(model.state_dict(), skeleton.state_dict())
-    if wrong:
-        raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model ({wrong}); {ADVICE}")
-    return plan
+    for what, own, rebuilt in (
+        ("model", model.state_dict(), shell.state_dict()),
+        ("model's buffers", unstored_buffers(model), unstored_buffers(shell)),
+    ):
+        wrong = difference(own, rebuilt)
+        if wrong:
+            raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this {what} ({wrong}); {ADVICE}")
+    return plan, shell
 
 
-def _changed_buffers(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _changed_buffers(model: nn.Module, shell: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Buffers outside the state_dict whose values loading would not give: these have to be stored as well.
 
     A table of positions computed on a GPU may differ in its last bit from one computed on a CPU, for example.
     """
-    mine, rebuilt = unstored_buffers(model), unstored_buffers(build_shell(plan, _limits(model)))
-    wrong = difference(mine, rebuilt)
-    if wrong:
-        raise CheckpointError(f"{plan.base} with {dict(plan.base_args)} does not rebuild this model's buffers ({wrong})")
+    mine, rebuilt = unstored_buffers(model), unstored_buffers(shell)
     uniform = dtype or single_float_dtype(tensor.dtype for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
     return {name: buffer for name, buffer in mine.items() if not _same(_cast(buffer, dtype), _cast(rebuilt[name], uniform))}
 

@@ -1,4 +1,4 @@
-"""A converted model without its weights: only shapes, or everything but the parameters."""
+"""A converted model without its weights: everything but the numbers of its parameters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,6 @@ from flysurgery.layers import ButterflyLinear
 from flysurgery.surgery import Plan, install
 
 
-def build_skeleton(plan: Plan, limits: Limits) -> nn.Module:
-    """The converted model on the meta device: every name, shape and dtype, and no memory.
-
-    A constructor that reads numbers cannot run on meta. Then only the parameters are there; where it reads those too, nothing is.
-
-    Raises:
-        LimitError: building takes more than ``limits``; nothing beyond them was allocated.
-        ModelError, PlanError: the base cannot be built, or the plan does not fit it.
-    """
-    limits.check_arguments(plan.base_args)
-    with torch.random.fork_rng(devices=[]):
-        model = _try_build(plan, limits, device="meta")
-        if model is None:
-            model = _try_build(plan, limits)
-        if model is None:
-            model = _build(plan, limits, parameters_on_meta=False)
-        model = model.to("meta")
-        install(plan, model)
-    return model
-
-
 def build_shell(plan: Plan, limits: Limits) -> nn.Module:
     """The converted model with real buffers and plain attributes, its parameters on meta and waiting for weights.
 
@@ -46,7 +25,8 @@ def build_shell(plan: Plan, limits: Limits) -> nn.Module:
     meta on to what it computes from them; such a model is built as usual, on the CPU.
 
     Raises:
-        LimitError, ModelError, PlanError: as ``build_skeleton``.
+        LimitError: building takes more than ``limits``; nothing beyond them was allocated.
+        ModelError, PlanError: the base cannot be built, or the plan does not fit it.
     """
     limits.check_arguments(plan.base_args)
     with torch.random.fork_rng(devices=[]):
@@ -69,10 +49,10 @@ def build_random(plan: Plan, overrides: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _try_build(plan: Plan, limits: Limits, device: str | None = None) -> nn.Module | None:
+def _try_build(plan: Plan, limits: Limits) -> nn.Module | None:
     """The base with its parameters on meta; None where its constructor wants numbers that meta does not have."""
     try:
-        return _build(plan, limits, parameters_on_meta=True, device=device)
+        return _build(plan, limits, parameters_on_meta=True)
     except LimitError:
         raise
     except ModelError as error:
@@ -81,9 +61,9 @@ def _try_build(plan: Plan, limits: Limits, device: str | None = None) -> nn.Modu
         raise
 
 
-def _build(plan: Plan, limits: Limits, *, parameters_on_meta: bool, device: str | None = None) -> nn.Module:
+def _build(plan: Plan, limits: Limits, *, parameters_on_meta: bool) -> nn.Module:
     with metered(limits, parameters_on_meta=parameters_on_meta):
-        return build_base(_base(plan), plan.base_args, device=device)
+        return build_base(_base(plan), plan.base_args)
 
 
 def _has_meta_state(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from flysurgery.checkpoint.base import ENTRY_POINT, build_base, plain_arguments
-from flysurgery.checkpoint.config import check_data, describe_data
+from flysurgery.checkpoint.config import describe_data
 from flysurgery.checkpoint.load import downloaded, in_one_sentence, read_model
 from flysurgery.checkpoint.shell import build_random
 from flysurgery.checkpoint.tensors import single_float_dtype
@@ -53,7 +53,6 @@ def build_for_timm(
     config = {**(pretrained_cfg or {}), **(pretrained_cfg_overlay or {})}
     try:
         overrides = plain_arguments(arguments)
-        check_data(config, "pretrained_cfg")
         model = read_model(_folder(config, cache_dir), overrides) if pretrained else build_random(Plan.from_json(plan), overrides)
         with raised_as(CheckpointError, f"img_size={img_size!r:.60} cannot be given"):
             _resize(model, img_size)

@@ -32,7 +32,6 @@ Fresh = Annotated[bool, option(OUTPUT, "--fresh", "Measure all again, and replac
 Rows = Annotated[int | None, option(MEASUREMENT, "--rows", "Rows of x, that is tokens of all images; by default 3152.", "N", 1)]
 MODE_HELP = "One precision: fp32, tf32 (CUDA), fp16 or bf16."
 OPTIMIZED_HELP = "Time the whole model as flysurgery.optimize makes it too, converted and dense."
-TABLE_HELP = "Write the layers' times to this CSV file, as convert --latency reads it."
 
 TIMES = ("median_ms", "iqr_ms", "ratio_to_dense", "share_of_bound", "peak_gib", "error", "status")
 """The columns that every measurement ends with."""
@@ -100,7 +99,6 @@ def model(
     rounds: Rounds = None,
     seed: options.Seed = 0,
     quick: Quick = False,
-    table: Annotated[Path | None, option(OUTPUT, "--table", TABLE_HELP, "FILE")] = None,
     out: Out = None,
     fresh: Fresh = False,
     as_json: options.Json = False,
@@ -109,7 +107,7 @@ def model(
     from flysurgery import surgery
     from flysurgery.bench import model as models
     from flysurgery.bench import modes_of, rows_of_case
-    from flysurgery.bench.rows import check_apart, check_file, typed, write_records
+    from flysurgery.bench.rows import typed
     from flysurgery.cli.bench_run import BenchRun, prepare, print_records, protocol_of
     from flysurgery.cli.source import find_dense
     from flysurgery.cli.tables import print_json
@@ -137,9 +135,6 @@ def model(
     groups = models.groups_of(plan)
     launched = {"launch": protocol.on(target).launch}
     whole = models.whole_head(settings, plan)
-    check_apart({"--out": out, "--table": table})
-    if table is not None:
-        check_file(table, "--table")
     with BenchRun(target, models.MODEL_COLUMNS, out, fresh=fresh) as run:
         run.fill(models.layer_jobs(plan, settings))
         found = [row for group in groups for row in run.rows(models.layer_head(settings, group) | launched)]
@@ -149,8 +144,6 @@ def model(
         last = "converted, optimized" if optimized else "converted"
         run.fill([(whole | launched | {"candidate": last}, partial(rows_of_case, whole, make, precision, protocol))])
         rows += run.rows(whole | launched)
-    if table is not None:
-        write_records(table, models.latency_table(rows, groups))
     answer = models.sentence(rows, groups)
     if as_json:
         print_json({"answer": answer, "stay_dense": list(models.slower_layers(rows, groups)), **typed(rows)})

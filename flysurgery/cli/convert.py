@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 @together
 def convert(
     model: options.DenseModel,
-    arch: options.ArchChoice = "monarch",
+    arch: options.ChoosableArch = None,
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
     init: options.Init = "projection",
     budget: options.Budget = None,
-    max_error: options.MaxError = None,
-    fidelity: options.Fidelity = None,
-    ms: options.Ms = None,
-    latency: options.Latency = None,
     measure: options.Measure = False,
     batch: options.MeasuredBatch = None,
     plot: options.Plot = None,
@@ -71,26 +67,23 @@ def convert(
     from flysurgery.cli.tables import accuracy_rows, print_json, progress, tell_skipped
     from flysurgery.fidelity import Settings
 
-    surgery.check_calibration(
-        calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct, fidelity=fidelity
-    )
+    surgery.check_calibration(calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct)
     if minutes is not None and not reconstruct:
         raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
     if minutes is not None:
         Settings(minutes)  # which checks them, before anything is loaded
-    if batch is not None and not measure:
-        raise OptionError("--batch is of the model that --measure times; give --arch auto --measure with it")
-    check_shared(shared=reconstruct and not (measure or fidelity or dry_run))
-    goal = {"budget": budget, "max_error": max_error, "fidelity": fidelity, "ms": ms, "latency": latency}
-    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns}
-    allocated = surgery.is_chosen(arch, goal, [name for name, value in given.items() if value], measured=measure)
+    if (batch is not None or optimize) and not measure:
+        raise OptionError("--batch and --optimize are of the model that --measure times; give --measure with them")
+    check_shared(shared=reconstruct and not (measure or dry_run))
+    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "arch": arch}
+    allocated = surgery.check_budget(budget, measured=measure, named=[name for name, value in given.items() if value])
     if plot is not None and not allocated:
-        raise OptionError("--plot draws the trade-off of --budget, --max-error or --fidelity; give one of them")
+        raise OptionError("--plot draws the trade-off of --budget or --measure; give one of them")
     if plot is not None and dry_run:
         raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
     check_plot(plot)
     source = find_dense(model, base=base, model_args=model_args, checkpoint=checkpoint)
-    folder = out or Path("checkpoints") / f"{source.name}.{'budget' if allocated and arch != 'auto' else arch}"
+    folder = out or Path("checkpoints") / f"{source.name}.{arch or ('chosen' if allocated else 'monarch')}"
     target = device_of_process(device)
     if not dry_run:
         storage.check_folder(folder, force=force)
@@ -99,7 +92,7 @@ def convert(
     skeleton = source.skeleton()
     plan = surgery.plan(
         skeleton.model,
-        surgery.PLACEHOLDER if allocated else arch,
+        surgery.PLACEHOLDER if allocated else arch or "monarch",
         roles=options.roles_of(roles),
         include=include,
         exclude=exclude,
@@ -115,20 +108,17 @@ def convert(
     if dry_run and not allocated:
         _print_plan(plan, None, None, as_json=as_json)
         return
-    if latency is not None:
-        surgery.read_latency_table(latency, plan.replaced)  # before the model and its data are loaded
     data = None if evaluate is None else evaluation.load_data(evaluate, skeleton.model)
     inputs = None
     if calibrate is not None:
         inputs = tell_skipped(evaluation.load_calibration(calibrate, skeleton.model, samples=samples, pictures=reconstruct))
     network = source.build(pretrained=pretrained, seed=seed, device=target)
     tradeoff = measurement = None
-    closeness = None if fidelity is None else surgery.FidelityGoal(fidelity, sequential, permute)
-    chosen_by: dict[str, Any] = {"budget": budget, "max_error": max_error, "fidelity": closeness, "calibrate": inputs, "samples": samples}
     if allocated:
         setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize) if measure else None
         with progress("measuring" if measure else "choosing") as step:
-            plan, tradeoff, measurement = inference.choose(plan, network, setting, latency=latency, ms=ms, progress=step, **chosen_by)
+            found = inference.choose(plan, network, setting, budget, calibrate=inputs, samples=samples, progress=step)
+        plan, tradeoff, measurement = found
     if dry_run:
         _print_plan(plan, tradeoff, measurement, as_json=as_json)
         return
@@ -153,11 +143,12 @@ def convert(
     accuracy, changes = None, []
     if data is not None and before is not None:
         after = evaluation.evaluate(network, data, batch_size=batch_size, device=target)
-        accuracy, changes = evaluation.Comparison(data.name, before, after).to_json(), accuracy_rows(before, after)
-    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=accuracy, optimize=optimize)
+        accuracy = {"data": data.name, "before": asdict(before), "after": asdict(after)}
+        changes = accuracy_rows(before, after)
+    storage.save(network, folder, dtype=dtype, force=force, report=report, accuracy=accuracy)
     if plot is not None and tradeoff is not None:
-        chosen = (tradeoff.chosen.share, tradeoff.chosen.reported)
-        draw_tradeoff([(each.share, each.reported) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)
+        chosen = (tradeoff.chosen.share, tradeoff.chosen.error)
+        draw_tradeoff([(each.share, each.error) for each in tradeoff.curve], chosen, plot, unit=tradeoff.unit)
     if as_json:
         print_json({"folder": str(folder), "accuracy": accuracy} | report.to_json())
     else:

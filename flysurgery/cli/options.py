@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 Family = Literal["monarch", "gonon", "lowrank", "dyadic", "kaleidoscope", "block", "deformable"]
-Choice = Literal[Family, "auto"]
 StorageType = Literal["float16", "bfloat16", "float32"]
-"""The families of architectures, these or a choice among them for each layer, and the dtypes in which weights can be saved."""
+"""The families of architectures, and the dtypes in which weights can be saved."""
 
 MODEL, LAYERS, ARCHITECTURES, CHOICE, FIT, MEASUREMENT, TRAINING, OUTPUT, MACHINE = (
     "The model",
@@ -79,8 +78,8 @@ Convs = Annotated[bool, option(LAYERS, "--convs", "Replace 1x1 convolutions of t
 # By what.
 FAMILIES = "monarch, gonon, lowrank, dyadic, kaleidoscope, block or deformable"
 Arch = Annotated[Family, option(ARCHITECTURES, "--arch", f"{FAMILIES}.", "FAMILY")]
-ARCH_CHOICE_HELP = f"{FAMILIES}; or auto: a choice for each layer, by --measure, --budget, --max-error or --fidelity."
-ArchChoice = Annotated[Choice, option(ARCHITECTURES, "--arch", ARCH_CHOICE_HELP, "FAMILY")]
+CHOOSABLE_HELP = f"{FAMILIES}; by default monarch, or a choice for each layer by --budget or --measure."
+ChoosableArch = Annotated[Family | None, option(ARCHITECTURES, "--arch", CHOOSABLE_HELP, "FAMILY")]
 Nblocks = Annotated[int, option(ARCHITECTURES, "--nblocks", "Blocks of a factor, for monarch, block and deformable.", "N", 1)]
 Rank = Annotated[int | None, option(ARCHITECTURES, "--rank", "Rank of low-rank architectures.", "N", 1)]
 PATTERNS_HELP = "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size."
@@ -89,17 +88,9 @@ INIT_HELP = "What the factors start from: the projection of the weights, or rand
 Init = Annotated[Literal["projection", "random"], option(ARCHITECTURES, "--init", INIT_HELP, "projection|random")]
 
 # A choice for each layer.
-BUDGET_HELP = "Share of the selected layers' weights to keep (with --latency: of their time); each layer gets what suits all of them best."
+BUDGET_HELP = "Share of the selected layers' weights to keep (with --measure: of their time); each layer gets what suits all of them best."
 Budget = Annotated[float | None, option(CHOICE, "--budget", BUDGET_HELP, "SHARE")]
-MAX_ERROR_HELP = "Keep as few weights (with --latency: as little time) as this relative error of all selected layers together allows."
-MaxError = Annotated[float | None, option(CHOICE, "--max-error", MAX_ERROR_HELP, "ERROR")]
-FIDELITY_HELP = "With --calibrate: keep as few weights (with times: as little time) as this output and token cosine allow."
-Fidelity = Annotated[float | None, option(CHOICE, "--fidelity", FIDELITY_HELP, "COSINE")]
-MS_HELP = "With --measure: the least error within these milliseconds of a whole forward."
-Ms = Annotated[float | None, option(CHOICE, "--ms", MS_HELP, "MS")]
-LATENCY_HELP = "With --budget, --max-error or --fidelity: count milliseconds, those of this CSV or JSON of bench model, instead of weights."
-Latency = Annotated[Path | None, option(CHOICE, "--latency", LATENCY_HELP, "TABLE")]
-MEASURE_HELP = "With --arch auto: time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
+MEASURE_HELP = "Time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
 Measure = Annotated[bool, option(CHOICE, "--measure", MEASURE_HELP)]
 MEASURED_BATCH_HELP = "With --measure: images a forward; by default 64 on CUDA, else 1."
 MeasuredBatch = Annotated[int | None, option(CHOICE, "--batch", MEASURED_BATCH_HELP, "N", 1)]
@@ -128,7 +119,7 @@ BatchSize = Annotated[int, option(MEASUREMENT, "--batch-size", "Images a step of
 Out = Annotated[Path | None, option(OUTPUT, "--out", "Output folder; by default checkpoints/<model>.<arch>.", "DIR")]
 Force = Annotated[bool, option(OUTPUT, "--force", "Replace the output folder where it exists.")]
 StorageDtype = Annotated[StorageType | None, option(OUTPUT, "--dtype", "Save the weights in float16, bfloat16 or float32.", "DTYPE")]
-OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; convert notes it in the folder, for loading on CUDA."
+OPTIMIZE_HELP = "Fuse groups of layers for inference where kernels are faster; of convert, for the times of --measure."
 Optimize = Annotated[bool, option(OUTPUT, "--optimize", OPTIMIZE_HELP)]
 DryRun = Annotated[bool, option(OUTPUT, "--dry-run", "Print the plan and change nothing; needs no weights, unless there is a budget.")]
 Json = Annotated[bool, option(OUTPUT, "--json", "Print one JSON document on stdout, and nothing else.")]

@@ -64,8 +64,7 @@ def check_shared(*, shared: bool) -> None:
     """Refuse several processes where there is no work that they share."""
     if _are_several() and not shared:
         raise OptionError(
-            "several processes share the work of --reconstruct only, without --measure, --fidelity and --dry-run; "
-            "start convert in one process"
+            "several processes share the work of --reconstruct only, without --measure and --dry-run; start convert in one process"
         )
 
 

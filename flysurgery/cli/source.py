@@ -136,7 +136,7 @@ class ConvertedFolder:
         """Nothing to do: the weights are here."""
 
     def build(self, *, pretrained: bool, seed: int, device: torch.device) -> nn.Module:
-        return load(self.folder, device=device, optimize=False)
+        return load(self.folder, device=device)
 
 
 @dataclass(frozen=True)

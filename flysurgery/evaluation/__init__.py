@@ -11,6 +11,5 @@ from flysurgery.evaluation.data import digits as digits
 from flysurgery.evaluation.data import load_data as load_data
 from flysurgery.evaluation.data import preparation as preparation
 from flysurgery.evaluation.evaluate import Accuracy as Accuracy
-from flysurgery.evaluation.evaluate import Comparison as Comparison
 from flysurgery.evaluation.evaluate import evaluate as evaluate
 from flysurgery.evaluation.fractals import Fractals as Fractals

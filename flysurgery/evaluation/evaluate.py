@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -29,18 +29,6 @@ class Accuracy:
 
     def __str__(self) -> str:
         return f"top-1 {self.top1:.2%}, top-5 {self.top5:.2%} of {self.samples} samples in {self.seconds:.1f} s"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The accuracy before and after a change to a model, on the same ``data``, its name or folder."""
-
-    data: str
-    before: Accuracy
-    after: Accuracy
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def evaluate(

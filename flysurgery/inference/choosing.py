@@ -14,22 +14,7 @@ from flysurgery.calibration import Data
 from flysurgery.errors import FlysurgeryError, InferenceError, OptionError, PlanError, first_line
 from flysurgery.inference.measuring import Progress, WholeTimer, WholeTimes, measure_groups
 from flysurgery.inference.optimize import MEASURED_IMAGES
-from flysurgery.surgery import (
-    Allocation,
-    ExampleInput,
-    FidelityGoal,
-    Measurement,
-    Plan,
-    Reason,
-    Search,
-    TimedGroup,
-    Tradeoff,
-    Trials,
-    check_budget,
-    decide,
-    prepare,
-    within,
-)
+from flysurgery.surgery import Allocation, ExampleInput, Measurement, Picks, Plan, Reason, TimedGroup, Tradeoff, check_budget, prepare
 
 
 @dataclass(frozen=True)
@@ -50,27 +35,22 @@ def choose_measured(
     setting: Setting,
     *,
     budget: float | None = None,
-    max_error: float | None = None,
-    fidelity: FidelityGoal | None = None,
-    ms: float | None = None,
     calibrate: Data | None = None,
     samples: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, Tradeoff, Measurement]:
     """``plan`` with choices among dense, low rank and the named architectures, made by times on the device where ``model`` is.
 
-    Each group of ``measure_groups`` gets the choice of least error among those that are faster than dense by more than the noise. With
-    ``budget``, ``max_error`` or ``fidelity``, these bound the groups' milliseconds, the error or the fidelity instead, as in ``allocate``.
-    Then the whole model is timed, dense and converted with random weights. While it is slower than dense, the kind of group that gained
-    the least goes back to dense. ``ms`` bounds the milliseconds of the whole model: plans of several budgets are timed, and the largest
-    one within the bound is chosen. The model is only read.
+    Each group of ``measure_groups`` gets the choice of least error among those that are faster than dense by more than the noise. A
+    ``budget`` bounds the milliseconds of all groups instead, as in ``allocate``. Then the whole model is timed, dense and converted with
+    random weights. While it is slower than dense, the kind of group that gained the least goes back to dense. The model is only read.
 
     Raises:
-        PlanError: nothing is faster than dense, or dense keeps to ``ms``.
-        OptionError: a model that does not take one tensor, ``ms`` that even the fastest choices exceed, and the cases of ``allocate``.
+        PlanError: nothing is faster than dense.
+        OptionError: a model that does not take one tensor, and the cases of ``allocate``.
         InferenceError: the model cannot run in this setting: too little memory, or no operator for its dtype.
     """
-    check_budget(budget, max_error, None, fidelity=None if fidelity is None else fidelity.target, ms=ms, measured=True)
+    check_budget(budget, measured=True, named=())
     device = next(model.parameters()).device
     dense = copy.deepcopy(model).eval().requires_grad_(False)
     dense = dense if setting.dtype is None else dense.to(setting.dtype)
@@ -79,74 +59,45 @@ def choose_measured(
         with torch.no_grad():
             dense(example)
         groups = measure_groups(plan, dense, example, fused=setting.optimized, progress=progress)
-    allocation = prepare(
-        plan,
-        model,
-        budget=budget,
-        needs_data=fidelity is not None,
-        times=groups,
-        calibrate=calibrate,
-        samples=samples,
-        progress=progress,
-    )
+    allocation = prepare(plan, model, budget=budget, times=groups, calibrate=calibrate, samples=samples, progress=progress)
     with _in_one_sentence(example):
         timer = WholeTimer(dense, example, optimized=setting.optimized)
-    if ms is None:
-        chosen, tradeoff = decide(allocation, model, budget=budget, max_error=max_error, fidelity=fidelity, progress=progress)
-        with _in_one_sentence(example):
-            kept, times = _not_slower(chosen, timer, groups)
-    else:
-        with _in_one_sentence(example):
-            chosen, tradeoff, times = _within(ms, allocation, timer)
-        kept = chosen
-    returned = tuple(layer.fqn for layer in chosen.replaced if layer.fqn not in {each.fqn for each in kept.replaced})
+        picks, reasons, times = _not_slower(allocation, allocation.pick(budget), timer, groups)
     measurement = Measurement(
         device=str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
         dtype=_name(example.dtype),
         batch=len(example),
         groups=tuple(groups),
-        chosen=tuple(group.in_plan(kept).name for group in groups),
+        chosen=tuple(option.name for option in picks),
         dense_ms=times.dense_ms,
         dense_optimized_ms=times.dense_optimized_ms,
         converted_ms=times.converted_ms,
-        returned=returned,
+        returned=tuple(fqn for number in sorted(reasons) for fqn in groups[number].fqns),
     )
-    return kept, allocation.after_return(kept, tradeoff) if returned else tradeoff, measurement
+    return allocation.plan_of(picks, reasons), allocation.tradeoff(picks, budget), measurement
 
 
-def _not_slower(plan: Plan, timer: WholeTimer, groups: Sequence[TimedGroup]) -> tuple[Plan, WholeTimes]:
-    """The plan without the groups that make the whole model slower than dense, and the times of that model."""
+def _not_slower(
+    allocation: Allocation, picks: Picks, timer: WholeTimer, groups: Sequence[TimedGroup]
+) -> tuple[Picks, dict[int, Reason], WholeTimes]:
+    """The picks without the groups that make the whole model slower than dense, why these went back, and the times of that model."""
+    reasons: dict[int, Reason] = {}
     while True:
-        times = timer.times(plan)
+        times = timer.times(allocation.plan_of(picks, reasons))
         if times.converted_ms <= times.reference_ms:
-            return plan, times
+            return picks, reasons, times
         margin = f"{times.converted_ms / times.reference_ms - 1:+.1%}"
         text = f"with it the whole model takes {times.converted_ms:.3g} ms here, dense {times.reference_ms:.3g} ms ({margin})"
-        remaining = [group for group in groups if group.in_plan(plan) is not group.dense]
-        least = min(remaining, key=lambda group: group.dense.ms - group.in_plan(plan).ms)
-        back = [group for group in remaining if (group.choices, group.in_plan(plan).name) == (least.choices, least.in_plan(plan).name)]
-        plan = plan.keeping({fqn: Reason("slower-model", text) for group in back for fqn in group.fqns})
-        if not plan.replaced:
+        dense = [options[0] for options in allocation.options]
+        converted = [number for number, option in enumerate(picks) if option is not dense[number]]
+        least = min(converted, key=lambda number: dense[number].cost - picks[number].cost)
+        kind = (groups[least].choices, picks[least].name)
+        back = [number for number in converted if (groups[number].choices, picks[number].name) == kind]
+        if back == converted:
             what = f"{len(timer.example)} samples in {_name(timer.example.dtype)}"
             raise PlanError(f"nothing would be replaced: {text}, at {what}; leave it dense")
-
-
-def _within(ms: float, allocation: Allocation, timer: WholeTimer) -> tuple[Plan, Tradeoff, WholeTimes]:
-    """Of the plans tried, the one of most cost with which the whole model takes at most ``ms`` milliseconds and no more than dense."""
-    trials = Trials(allocation, timer.times, lambda times: times.converted_ms <= min(ms, times.reference_ms))
-    fastest = trials.at(allocation.least)
-    if fastest.reference_ms <= ms:
-        text = f"dense takes {fastest.reference_ms:.3g} ms, which is within {ms:g} ms"
-        raise PlanError(f"nothing would be replaced: {text}; ask for less, or leave it dense")
-    if fastest.converted_ms > ms:
-        raise OptionError(
-            f"no choice of architectures takes at most {ms:g} ms for the whole model here: the fastest tried takes "
-            f"{fastest.converted_ms:.4g} ms; ask for at least that"
-        )
-    cost = trials.bisect(allocation.least, allocation.whole)
-    search = Search("milliseconds of the whole model", ms, tuple((share, times.converted_ms) for share, times in trials.seen))
-    plan, tradeoff = allocation.chosen(within(cost), f"the least predicted error within {ms:g} ms for the whole model", search)
-    return plan, tradeoff, trials.at(cost)
+        reasons |= dict.fromkeys(back, Reason("slower-model", text))
+        picks = tuple(dense[number] if number in back else option for number, option in enumerate(picks))
 
 
 @contextmanager

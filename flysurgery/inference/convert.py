@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -11,13 +10,13 @@ from torch import nn
 from flysurgery.calibration import Data, samples_of
 from flysurgery.inference.choosing import Setting, choose_measured
 from flysurgery.inference.measuring import Progress
-from flysurgery.surgery import PLACEHOLDER, FidelityGoal, Measurement, Plan, Report, Tradeoff, allocate, apply, is_chosen, sample_shape
+from flysurgery.surgery import PLACEHOLDER, Measurement, Plan, Report, Tradeoff, allocate, apply, check_budget, sample_shape
 from flysurgery.surgery import plan as make_plan
 
 
 def convert(
     model: nn.Module,
-    arch: str = "monarch",
+    arch: str | None = None,
     *,
     init: Literal["projection", "random"] = "projection",
     calibrate: Data | None = None,
@@ -29,32 +28,25 @@ def convert(
     progress: Progress | None = None,
     verify: bool = True,
     budget: float | None = None,
-    max_error: float | None = None,
-    latency: Path | None = None,
-    fidelity: float | None = None,
-    ms: float | None = None,
     measure: Setting | bool = False,
     **options: Any,
 ) -> Report:
     """Plan and apply in one call. ``options`` are those of ``plan``, the named arguments those of ``apply``. Raises what they raise.
 
-    With ``budget``, ``max_error``, ``latency`` or ``fidelity`` (the cosine to reach), ``allocate`` chooses the architectures, and ``arch``
-    and its options must not be given. ``measure`` times all choices where the model is: True, or a ``Setting`` with batch and dtype. Then
-    each layer gets what is faster than dense, or, with ``ms``, the whole model keeps to these milliseconds; see ``choose_measured``.
-    ``arch="auto"`` needs one of them. The choice reaches ``fidelity`` before a reconstruction, which then raises it further.
+    ``arch`` is "monarch" by default. With a ``budget``, ``allocate`` chooses the architecture of each layer, and ``arch`` and its options
+    must not be given. ``measure`` times all choices where the model is: True, or a ``Setting`` with batch and dtype. Then each layer gets
+    the most accurate of what is faster than dense, or the ``budget`` bounds milliseconds; see ``choose_measured``.
     """
-    goal: dict[str, Any] = {"budget": budget, "max_error": max_error, "latency": latency, "fidelity": fidelity, "ms": ms}
     setting = Setting() if measure is True else measure or None
     tradeoff = measurement = None
     named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None]
-    if not is_chosen(arch, goal, named, measured=setting is not None):
-        plan = make_plan(model, arch, **options)
+    if not check_budget(budget, measured=setting is not None, named=named if arch is None else [*named, "arch"]):
+        plan = make_plan(model, arch or "monarch", **options)
     else:
         plan = make_plan(model, PLACEHOLDER, **options)
         if calibrate is not None:  # the same samples for the choice and for the fit
             calibrate = samples_of(calibrate, count=samples, shape=sample_shape(plan))
-        goal["fidelity"] = None if fidelity is None else FidelityGoal(fidelity, sequential, permute)
-        plan, tradeoff, measurement = choose(plan, model, setting, **goal, calibrate=calibrate, samples=samples, progress=progress)
+        plan, tradeoff, measurement = choose(plan, model, setting, budget, calibrate=calibrate, samples=samples, progress=progress)
     report = apply(
         plan,
         model,
@@ -72,12 +64,13 @@ def convert(
 
 
 def choose(
-    plan: Plan, model: nn.Module, setting: Setting | None, *, latency: Path | None, ms: float | None, **goal: Any
+    plan: Plan, model: nn.Module, setting: Setting | None, budget: float | None, **given: Any
 ) -> tuple[Plan, Tradeoff, Measurement | None]:
-    """``plan`` with a choice for each layer: by times measured in ``setting``, or without one as ``allocate`` chooses.
+    """``plan`` with a choice for each layer: by times measured in ``setting``, or without one by weights, within the ``budget``.
 
-    ``goal`` has what both take: ``budget``, ``max_error``, ``fidelity``, ``calibrate``, ``samples``, ``progress``. Raises what they raise.
+    ``given`` has what both ways take: ``calibrate``, ``samples``, ``progress``. Raises what ``choose_measured`` and ``allocate`` raise.
     """
     if setting is not None:
-        return choose_measured(plan, model, setting, ms=ms, **goal)
-    return *allocate(plan, model, latency=latency, **goal), None
+        return choose_measured(plan, model, setting, budget=budget, **given)
+    assert budget is not None  # without one, and without measuring, there is nothing to choose by
+    return *allocate(plan, model, budget=budget, **given), None

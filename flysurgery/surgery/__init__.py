@@ -1,15 +1,11 @@
 """From a model to a plan, from a plan to a converted model with its report, and back to dense."""
 
-from flysurgery.surgery.allocating import PLACEHOLDER as PLACEHOLDER
-from flysurgery.surgery.allocating import FidelityGoal as FidelityGoal
-from flysurgery.surgery.allocating import allocate as allocate
-from flysurgery.surgery.allocating import check_budget as check_budget
-from flysurgery.surgery.allocating import decide as decide
-from flysurgery.surgery.allocating import is_chosen as is_chosen
-from flysurgery.surgery.allocating import prepare as prepare
+from flysurgery.surgery.allocation import PLACEHOLDER as PLACEHOLDER
 from flysurgery.surgery.allocation import Allocation as Allocation
-from flysurgery.surgery.allocation import Trials as Trials
-from flysurgery.surgery.allocation import within as within
+from flysurgery.surgery.allocation import Picks as Picks
+from flysurgery.surgery.allocation import allocate as allocate
+from flysurgery.surgery.allocation import check_budget as check_budget
+from flysurgery.surgery.allocation import prepare as prepare
 from flysurgery.surgery.apply import apply as apply
 from flysurgery.surgery.apply import check_calibration as check_calibration
 from flysurgery.surgery.apply import densify as densify
@@ -17,16 +13,11 @@ from flysurgery.surgery.apply import install as install
 from flysurgery.surgery.apply import sample_shape as sample_shape
 from flysurgery.surgery.base import ENTRY_POINT as ENTRY_POINT
 from flysurgery.surgery.base import find_base as find_base
-from flysurgery.surgery.candidates import candidates as candidates
 from flysurgery.surgery.candidates import named_candidates as named_candidates
-from flysurgery.surgery.candidates import read_latency_table as read_latency_table
 from flysurgery.surgery.change import STANDS_FOR as STANDS_FOR
 from flysurgery.surgery.change import is_optimized as is_optimized
 from flysurgery.surgery.change import plan_of as plan_of
 from flysurgery.surgery.choices import Measurement as Measurement
-from flysurgery.surgery.choices import Point as Point
-from flysurgery.surgery.choices import Search as Search
-from flysurgery.surgery.choices import Split as Split
 from flysurgery.surgery.choices import TimedChoice as TimedChoice
 from flysurgery.surgery.choices import TimedGroup as TimedGroup
 from flysurgery.surgery.choices import Tradeoff as Tradeoff
@@ -37,7 +28,6 @@ from flysurgery.surgery.plan import Plan as Plan
 from flysurgery.surgery.plan import Reason as Reason
 from flysurgery.surgery.planning import plan as plan
 from flysurgery.surgery.planning import samples_of as samples_of
-from flysurgery.surgery.report import PartRow as PartRow
 from flysurgery.surgery.report import Report as Report
 from flysurgery.surgery.report import Row as Row
 from flysurgery.surgery.report import block_errors as block_errors
@@ -48,7 +38,6 @@ from flysurgery.surgery.tables import blocks_of_text as blocks_of_text
 from flysurgery.surgery.tables import changes_table as changes_table
 from flysurgery.surgery.tables import grouped as grouped
 from flysurgery.surgery.tables import layer_table as layer_table
-from flysurgery.surgery.tables import short_count as short_count
 from flysurgery.surgery.tables import text_table as text_table
 from flysurgery.surgery.transformers_models import QUANT_METHOD as QUANT_METHOD
 from flysurgery.surgery.transformers_models import classes_of as classes_of

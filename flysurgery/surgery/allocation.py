@@ -1,53 +1,124 @@
-"""All choices of architectures for the layers of a plan: what each costs and loses, and the plans that are made of them."""
+"""Share a budget among the layers of a plan: each gets the architecture that suits all of them together."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
-from flysurgery.errors import PlanError
-from flysurgery.patterns import family_of
-from flysurgery.surgery.choices import Point, Search, Tradeoff
+from torch import nn
+
+from flysurgery.calibration import Data
+from flysurgery.errors import OptionError, PlanError
+from flysurgery.surgery.apply import check_calibration
+from flysurgery.surgery.candidates import named_candidates
+from flysurgery.surgery.check import check_plan, check_weights
+from flysurgery.surgery.choices import Point, TimedGroup, Tradeoff
 from flysurgery.surgery.lagrangian import cost_of, hull_points, least_error
-from flysurgery.surgery.option_errors import Option, Seen, Unit
-from flysurgery.surgery.plan import Part, Plan, Reason
-from flysurgery.surgery.projecting import NO_ERROR
+from flysurgery.surgery.option_errors import Option, Unit, judge, look
+from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
+from flysurgery.surgery.projecting import NO_ERROR, Progress
+
+PLACEHOLDER = "lowrank"
+"""The family to plan with before an allocation: it fits matrices of any sizes."""
 
 DENSE = "dense"
 CURVE_POINTS = 12
-FAMILIES = ("monarch", "gonon", "low rank")
-
-STEPS = 6
-"""Halvings of the range of costs, so the result lies within a 64th of that range."""
-
-T = TypeVar("T")
-"""The result of a trial with a whole model."""
 
 Picks: TypeAlias = tuple[Option, ...]
 """The option of each unit."""
 
-Rule: TypeAlias = Callable[[Sequence[Sequence[Option]]], Picks | None]
-"""Picks an option for each unit; None where none suits."""
+
+def check_budget(budget: float | None, *, measured: bool, named: Sequence[str]) -> bool:
+    """Whether an allocation chooses the architectures: by ``budget``, or by times that are ``measured``.
+
+    Raises:
+        OptionError: a budget out of its range, or options that name architectures, ``named``, beside a choice.
+    """
+    if budget is not None and not 0 < budget <= 1:
+        raise OptionError(f"budget is the share of the dense layers' costs to keep, above 0 and at most 1; got {budget!r}")
+    if budget is None and not measured:
+        return False
+    if named:
+        raise OptionError(f"budget and measure choose the architectures, so {' and '.join(named)} cannot be given with them")
+    return True
+
+
+def allocate(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    budget: float,
+    calibrate: Data | None = None,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, Tradeoff]:
+    """Choose the architectures of the layers that ``plan`` replaces; gives the new plan, and the trade-off between weights and errors.
+
+    Each layer, or all its parts of one size, gets one of ``named_candidates`` or stays dense. ``budget`` is the share of the dense
+    layers' weights (without biases) to keep, and the sum of the squared errors is minimal within it.
+
+    Errors are those of plain projections. With ``calibrate`` they are output errors of calibrated projections, weighted by
+    ``calibration.sensitivities``, on samples that the candidates are not fitted to. The samples that ``apply`` holds out have no part
+    in either. The model is only read.
+
+    Cost: every candidate of every layer is projected, about nine projections for each one that ``apply`` makes.
+
+    Raises:
+        OptionError: a budget that is out of range, or that no choice keeps to.
+        PlanError: the plan does not fit the model, or every layer would stay dense.
+        DataError: fewer than three samples, or as ``apply`` does.
+        ProjectionError, SurgeryError: as ``apply`` does.
+    """
+    allocation = prepare(plan, model, budget=budget, calibrate=calibrate, samples=samples, progress=progress)
+    picks = allocation.pick(budget)
+    return allocation.plan_of(picks), allocation.tradeoff(picks, budget)
+
+
+def prepare(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    budget: float | None = None,
+    times: Sequence[TimedGroup] | None = None,
+    calibrate: Data | None = None,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> Allocation:
+    """Compute all that ``allocate`` chooses from. With ``times``, milliseconds of groups of layers count in place of weights.
+
+    A ``budget`` that is too small is refused at once, before the errors are computed. Raises what ``allocate`` raises.
+    """
+    check_calibration(calibrate, samples=samples)
+    check_budget(budget, measured=times is not None, named=())
+    dense = check_plan(plan, model)
+    check_weights(dense)
+    if times is not None and not any(group.faster for group in times):
+        raise PlanError(f"nothing would be replaced: {_nearest(times)}")
+    units = [unit for layer in plan.replaced for unit in _units(layer)] if times is None else _timed_units(plan, times)
+    counted = "weights" if times is None else "ms"
+    _check_reachable(units, budget, counted)
+    seen = None if calibrate is None else look(plan, model, dense, calibrate, samples)
+    return Allocation(plan, judge(units, dense, seen, progress), counted, None if seen is None else seen.judged_on)
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The units of ``plan`` with the errors of their options. Costs are counted in ``unit``, "weights" or "ms".
 
-    ``seen`` is what calibration data show; None where there are none.
+    ``judged_on`` counts the calibration samples that the errors are those on; None where there are none.
     """
 
     plan: Plan
     units: Sequence[Unit]
     unit: str
-    seen: Seen | None
+    judged_on: int | None
 
     @cached_property
     def options(self) -> list[Sequence[Option]]:
-        """What a ``Rule`` chooses from: for each unit its options, dense first."""
+        """For each unit its options, dense first."""
         return [unit.options for unit in self.units]
 
     @cached_property
@@ -55,18 +126,16 @@ class Allocation:
         """What all layers cost dense."""
         return cost_of(options[0] for options in self.options)
 
-    @cached_property
-    def least(self) -> float:
-        """What all layers cost with the cheapest choice of each."""
-        return sum(min(option.cost for option in options) for options in self.options)
+    def pick(self, budget: float | None) -> Picks:
+        """The options of least error within ``budget``; without one, for each unit the one of least error other than dense."""
+        if budget is None:
+            return tuple(min(options[1:], key=lambda option: option.error, default=options[0]) for options in self.options)
+        picks = least_error(self.options, budget * self.whole)
+        assert picks is not None  # a budget that is too small is refused before
+        return picks
 
-    @cached_property
-    def reference(self) -> float:
-        """What squared errors are relative to."""
-        return sum(options[0].chosen_by.reference for options in self.options)
-
-    def plan_of(self, picks: Picks) -> Plan:
-        """The plan with the architectures picked.
+    def plan_of(self, picks: Picks, reasons: Mapping[int, Reason] | None = None) -> Plan:
+        """The plan with the architectures picked; ``reasons`` say of units, by number, why they are dense.
 
         Raises:
             PlanError: every layer stays dense.
@@ -74,113 +143,82 @@ class Allocation:
         share = cost_of(picks) / self.whole
         text = f"the budget is best kept with this layer dense, at a share of {share:.3f} of the {self.unit} in all"
         parts: dict[str, list[Part]] = {}
-        reasons: dict[str, Reason] = {}
-        for unit, option in zip(self.units, picks, strict=True):
+        kept: dict[str, Reason] = {}
+        for number, (unit, option) in enumerate(zip(self.units, picks, strict=True)):
+            reason = (reasons or {}).get(number) or unit.dense_reason or Reason("budget", text)
             for (layer, of_layer), architecture in zip(unit.members, option.architectures, strict=True):
                 parts.setdefault(layer.fqn, []).extend(replace(part, architecture=architecture) for part in of_layer)
-                reasons[layer.fqn] = unit.dense_reason or Reason("budget", text)
+                kept[layer.fqn] = reason
         replaced = {
             fqn: tuple(sorted(found, key=lambda part: part.start)) for fqn, found in parts.items() if any(p.architecture for p in found)
         }
+        if not replaced:
+            raise PlanError("nothing would be replaced: every layer does best dense; give a smaller budget")
         layers = tuple(replace(layer, parts=replaced.get(layer.fqn, layer.parts)) for layer in self.plan.layers)
-        new = replace(self.plan, layers=layers).keeping({fqn: reason for fqn, reason in reasons.items() if fqn not in replaced})
-        if new.replaced:
-            return new
-        raise PlanError("nothing would be replaced: every layer does best dense; give a smaller budget, or a larger max-error")
+        return replace(self.plan, layers=layers).keeping({fqn: reason for fqn, reason in kept.items() if fqn not in replaced})
 
-    def chosen(self, rule: Rule, goal: str, search: Search | None = None) -> tuple[Plan, Tradeoff]:
-        """The plan that ``rule`` chooses, and the trade-off, which also has what the rule chooses of each family alone.
-
-        ``goal`` says in words what the rule looks for, and ``search`` how it was found. Raises ``PlanError`` as ``plan_of`` does.
-        """
-        picks = rule(self.options)
-        assert picks is not None  # callers see to it that the cheapest suits, or dense
-        plan = self.plan_of(picks)
-        tradeoff = Tradeoff(
-            unit=self.unit,
-            weighted=self.seen is not None,
-            chosen=self._point(picks),
-            curve=_spread([self._point(picks, slope) for slope, picks in hull_points(self.options)]),
-            samples=self.seen and self.seen.split,
-            goal=goal,
-            families=self._families(plan),
-            alone=tuple(self._alone(rule)),
-            search=search,
-        )
-        return plan, tradeoff
-
-    def after_return(self, plan: Plan, tradeoff: Tradeoff) -> Tradeoff:
-        """``tradeoff`` with ``plan`` as the chosen one, in which some layers went back to dense."""
-        planned = {(layer.fqn, part.start): part.architecture for layer in plan.replaced for part in layer.parts}
-        picks = tuple(
-            next(option for option in unit.options if option.architectures == tuple(planned.get(key) for key in _first_parts(unit)))
-            for unit in self.units
-        )
-        goal = f"{tradeoff.goal}, less what made the whole model slower"
-        return replace(tradeoff, chosen=self._point(picks), goal=goal, families=self._families(plan), alone=())
-
-    def _point(self, picks: Picks, slope: float = float("inf")) -> Point:
-        cost = cost_of(picks)
-        chosen_by = sum((option.chosen_by for option in picks), NO_ERROR).relative
-        held_out = None if self.seen is None else sum((option.held_out for option in picks), NO_ERROR).relative
-        return Point(None if slope == float("inf") else slope, cost, cost / self.whole, chosen_by, held_out)
-
-    def _families(self, plan: Plan) -> tuple[tuple[str, int], ...]:
-        """How many of the layers to choose for got which family, most first; "dense" is last."""
-        found = {layer.fqn: layer.family for layer in plan.replaced}
+    def tradeoff(self, picks: Picks, budget: float | None) -> Tradeoff:
+        """The costs and errors of the best choices for any budget, and those of ``picks``, which were picked for ``budget``."""
+        found = {layer.fqn: layer.family for layer in self.plan_of(picks).replaced}
         counts = Counter(found.get(layer.fqn) or DENSE for layer in self.plan.replaced)
-        return tuple(sorted(counts.items(), key=lambda each: (each[0] == DENSE, -each[1])))
+        faster = f"the least error of what is faster than {DENSE}, group by group"
+        return Tradeoff(
+            unit=self.unit,
+            chosen=self._point(picks),
+            curve=_spread([self._point(each) for each in hull_points(self.options)]),
+            judged_on=self.judged_on,
+            goal=faster if budget is None else f"the least predicted error within {budget:.4g} of the dense {self.unit}",
+            families=tuple(sorted(counts.items(), key=lambda each: (each[0] == DENSE, -each[1]))),
+        )
 
-    def _alone(self, rule: Rule) -> Iterator[tuple[str, Point | None]]:
-        """What the rule makes of dense and one family, for each family that there is."""
-        for family in FAMILIES:
-            kept = [[options[0], *(option for option in options[1:] if _is_of(option, family))] for options in self.options]
-            if any(len(options) > 1 for options in kept):
-                picks = rule(kept)
-                yield family, None if picks is None else self._point(picks)
-
-
-class Trials(Generic[T]):
-    """Tries plans of least predicted error within different costs, each plan once; ``seen`` has their shares of the costs and results."""
-
-    def __init__(self, allocation: Allocation, see: Callable[[Plan], T], meets: Callable[[T], bool]) -> None:
-        self._allocation, self._see, self._meets = allocation, see, meets
-        self._by_picks: dict[Picks, T] = {}
-        self.seen: list[tuple[float, T]] = []
-
-    def at(self, cost: float) -> T:
-        """The result of the plan of least error within this cost."""
-        picks = within(cost)(self._allocation.options)
-        assert picks is not None  # no cost below the least is asked for
-        if picks not in self._by_picks:
-            self._by_picks[picks] = self._see(self._allocation.plan_of(picks))
-            self.seen.append((cost_of(picks) / self._allocation.whole, self._by_picks[picks]))
-        return self._by_picks[picks]
-
-    def meets(self, cost: float) -> bool:
-        """Whether that plan meets the goal."""
-        return self._meets(self.at(cost))
-
-    def bisect(self, good: float, bad: float) -> float:
-        """The cost nearest to ``bad`` that meets the goal, after ``STEPS`` halvings; ``good`` meets it and ``bad`` does not."""
-        for _ in range(STEPS):
-            middle = (good + bad) / 2
-            good, bad = (middle, bad) if self.meets(middle) else (good, middle)
-        return good
+    def _point(self, picks: Picks) -> Point:
+        cost = cost_of(picks)
+        return Point(cost, cost / self.whole, sum((option.loss for option in picks), NO_ERROR).relative)
 
 
-def within(cost: float) -> Rule:
-    """The rule of least error within a cost."""
-    return lambda options: least_error(options, cost)
+def _units(layer: LayerPlan) -> list[Unit]:
+    """One unit for all parts of one size."""
+    units = []
+    for size in dict.fromkeys(part.stop - part.start for part in layer.parts):
+        parts = tuple(part for part in layer.parts if part.stop - part.start == size)
+        options = [Option(DENSE, float(len(parts) * size * layer.in_features), (None,))]
+        for name, architecture in named_candidates(size, layer.in_features).items():
+            options.append(Option(name, float(len(parts) * architecture.num_parameters), (architecture,)))
+        units.append(Unit(((layer, parts),), tuple(options)))
+    return units
 
 
-def _first_parts(unit: Unit) -> list[tuple[str, int]]:
-    """One part of each layer, which all get the same."""
-    return [(layer.fqn, parts[0].start) for layer, parts in unit.members]
+def _timed_units(plan: Plan, times: Sequence[TimedGroup]) -> list[Unit]:
+    """One unit for each group, with those of its choices that are faster than dense."""
+    layers = {layer.fqn: layer for layer in plan.replaced}
+    units = []
+    for group in times:
+        options = tuple(Option(each.name, each.ms, each.architectures) for each in (group.dense, *group.faster))
+        reason = Reason("slower", _nearest([group])) if len(options) == 1 else None
+        units.append(Unit(tuple((layers[fqn], layers[fqn].parts) for fqn in group.fqns), options, reason))
+    return units
 
 
-def _is_of(option: Option, family: str) -> bool:
-    return all(each is not None and family_of(each) == family for each in option.architectures)
+def _nearest(times: Sequence[TimedGroup]) -> str:
+    """How near the fastest choice of all groups comes to dense."""
+    pairs = [(group, choice) for group in times for choice in group.choices[1:]]
+    if not pairs:
+        return "there is no choice but dense"
+    group, choice = min(pairs, key=lambda pair: pair[1].ms / pair[0].dense.ms)
+    where = f" for {' and '.join(group.fqns)}" if len(times) > 1 else ""
+    margin = f"{choice.ms / group.dense.ms - 1:+.1%}, and less than {-group.noise:.1%} would count as faster"
+    nearest = f"{choice.ms:.3g} ms beside {group.dense.ms:.3g} ms ({margin})"
+    return f"nothing is faster than dense here; {choice.name} comes nearest{where}, {nearest}"
+
+
+def _check_reachable(units: Sequence[Unit], budget: float | None, counted: str) -> None:
+    whole = sum(unit.options[0].cost for unit in units)
+    least = sum(min(option.cost for option in unit.options) for unit in units)
+    if budget is not None and least > budget * whole:
+        raise OptionError(
+            f"no choice of architectures keeps to a budget of {budget:g}: the smallest reachable share of the dense layers' {counted} "
+            f"is {least / whole:.4f}; give at least that"
+        )
 
 
 def _spread(curve: Sequence[Point]) -> tuple[Point, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -10,13 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flysurgery.calibration import Data, Samples, collect, samples_of, sensitivities, watched
+from flysurgery.calibration import Data, collect, samples_of, sensitivities, watched
 from flysurgery.errors import DataError
 from flysurgery.patterns import Architecture, family_of
 from flysurgery.projection import Fitted, Metric, Moments, OutputError, metric_of, output_error, project, workers
 from flysurgery.surgery.build import Dense, matrix_of
 from flysurgery.surgery.change import changing
-from flysurgery.surgery.choices import Split
 from flysurgery.surgery.plan import LayerPlan, Part, Plan, Reason
 from flysurgery.surgery.projecting import NO_ERROR, Progress, fit_products, naming, product_of
 
@@ -25,21 +23,17 @@ LEAST_SAMPLES = 3
 
 @dataclass(frozen=True)
 class Option:
-    """What a unit may get: an architecture for the parts of each of its layers, None for dense, and what that costs.
-
-    ``chosen_by`` is the error to choose by, ``held_out`` that on samples held out from the choice; the same of a plain projection.
-    """
+    """What a unit may get: an architecture for the parts of each of its layers, None for dense; what that costs, and what it loses."""
 
     name: str
     cost: float
     architectures: tuple[Architecture | None, ...]
-    chosen_by: OutputError = NO_ERROR
-    held_out: OutputError = NO_ERROR
+    loss: OutputError = NO_ERROR
 
     @property
     def error(self) -> float:
-        """The squared error to choose by."""
-        return self.chosen_by.squared
+        """The squared error."""
+        return self.loss.squared
 
 
 @dataclass(frozen=True)
@@ -53,13 +47,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Seen:
-    """What calibration data show of the layers, by name: the metric to fit in, the moments of the samples to choose by and of those to
-    report on, and the weight of an error."""
+    """What calibration data show of the layers, by name: the metric to fit in, the moments of ``judged_on`` other samples to choose by,
+    and the weight of an error."""
 
-    samples: Samples
-    split: Split
+    judged_on: int
     metrics: Mapping[str, Metric]
-    moments: Mapping[str, tuple[Moments, Moments]]
+    moments: Mapping[str, Moments]
     weights: Mapping[str, float]
 
 
@@ -73,12 +66,12 @@ class _Matrix:
     architectures: tuple[Architecture | None, ...]
 
 
-_Found: TypeAlias = Iterator[tuple[_Matrix, int, OutputError, OutputError]]
-"""A matrix, the number of an option, and its two errors."""
+_Found: TypeAlias = Iterator[tuple[_Matrix, int, OutputError]]
+"""A matrix, the number of an option, and its error."""
 
 
 def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Data, count: int | None) -> Seen:
-    """Run the model over the samples, which are shared out among fitting, choosing and reporting.
+    """Run the model over the samples. Those that ``apply`` holds out are left out, so that it measures on samples without a part here.
 
     Raises:
         DataError: fewer than three samples.
@@ -86,7 +79,7 @@ def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Da
     whole = samples_of(calibrate, count=count)
     if len(whole) < LEAST_SAMPLES:
         raise DataError(
-            f"{whole.name}: a budget needs at least {LEAST_SAMPLES} samples, to fit to, to choose by and to report on; "
+            f"{whole.name}: a choice needs at least {LEAST_SAMPLES} samples, to fit to, to choose by and to report on; "
             f"there are {len(whole)}"
         )
     taken = whole.without_held_out()
@@ -95,12 +88,11 @@ def look(plan: Plan, model: nn.Module, dense: Mapping[str, Dense], calibrate: Da
         trial.prepare(plan)
         with watched(model, calls) as fit:
             felt = sensitivities(model, list(calls), taken.fit())
-        choose, report = (collect(model, calls, part) for part in (taken.held_out(), whole.held_out()))
+        moments = collect(model, calls, taken.held_out())
     return Seen(
-        samples=whole,
-        split=Split(len(taken) - taken.held_out_count, taken.held_out_count, whole.held_out_count),
+        judged_on=taken.held_out_count,
         metrics={fqn: metric_of(fit[fqn], bias=dense[fqn].bias is not None) for fqn in calls},
-        moments={fqn: (choose[fqn], report[fqn]) for fqn in calls},
+        moments=moments,
         weights={layer.fqn: felt[layer.fqn] * layer.rows for layer in plan.replaced},
     )
 
@@ -114,17 +106,13 @@ def judge(units: Sequence[Unit], dense: Mapping[str, Dense], seen: Seen | None, 
         for part in parts
     ]
     options = [list(unit.options) for unit in units]
-    missing = Counter(matrix.unit for matrix in matrices for _ in matrix.architectures)
-    done = 0
-    for matrix, index, chosen_by, held_out in _plain(matrices) if seen is None else _calibrated(matrices, seen):
-        of_unit = options[matrix.unit]
-        option = of_unit[index]
-        of_unit[index] = replace(option, chosen_by=option.chosen_by + chosen_by, held_out=option.held_out + held_out)
-        missing[matrix.unit] -= 1
-        if not missing[matrix.unit]:
-            done += 1
-            if progress is not None:
-                progress(done, len(units), units[matrix.unit].members[-1][0].fqn)
+    total = sum(len(matrix.architectures) for matrix in matrices)
+    found = _plain(matrices) if seen is None else _calibrated(matrices, seen)
+    for done, (matrix, index, loss) in enumerate(found, start=1):
+        option = options[matrix.unit][index]
+        options[matrix.unit][index] = replace(option, loss=option.loss + loss)
+        if progress is not None:
+            progress(done, total, matrix.fqn)
     return [replace(unit, options=tuple(of_unit)) for unit, of_unit in zip(units, options, strict=True)]
 
 
@@ -132,7 +120,7 @@ def _plain(matrices: Sequence[_Matrix]) -> _Found:
     with workers() as pool:
         for matrix, errors in zip(matrices, pool.map(_plain_errors, matrices), strict=True):
             for index, error in enumerate(errors):
-                yield matrix, index, error, error
+                yield matrix, index, error
 
 
 @torch.no_grad()
@@ -154,33 +142,30 @@ def _plain_errors(matrix: _Matrix) -> list[OutputError]:
 
 
 def _calibrated(matrices: Sequence[_Matrix], seen: Seen) -> _Found:
-    @torch.no_grad()
-    def reference(matrix: _Matrix) -> list[float]:
-        return [moments.mean_square(matrix.weight.to(moments.mean)) for moments in seen.moments[matrix.fqn]]
-
-    with workers() as pool:
-        references = dict(zip(matrices, pool.map(reference, matrices), strict=True))
     options = [(matrix, index, each) for matrix in matrices for index, each in enumerate(matrix.architectures)]
     fitted = [(matrix, index, architecture) for matrix, index, architecture in options if architecture is not None]
+    references: dict[_Matrix, float] = {}
+    for matrix in matrices:
+        moments = seen.moments[matrix.fqn]
+        references[matrix] = moments.mean_square(matrix.weight.to(moments.mean))
+
+    def weighted(matrix: _Matrix, squared: float) -> OutputError:
+        scale = seen.weights[matrix.fqn]
+        return OutputError(scale * squared, scale * references[matrix])
 
     @torch.no_grad()
-    def finish(number: int, found: Fitted | None) -> list[OutputError]:
+    def finish(number: int, found: Fitted | None) -> OutputError:
         matrix, _, architecture = fitted[number]
         metric = seen.metrics[matrix.fqn]
         weight = matrix.weight.to(metric.gram)
         product = product_of(project(matrix.weight, architecture)).to(weight) if found is None else found.product
         shift = None if metric.mean is None else (weight - product) @ metric.mean
-        known = zip(seen.moments[matrix.fqn], references[matrix], strict=True)
-        return [output_error(weight, product, shift, moments, reference) for moments, reference in known]
-
-    def weighted(matrix: _Matrix, index: int, errors: Sequence[OutputError]) -> tuple[_Matrix, int, OutputError, OutputError]:
-        scale = seen.weights[matrix.fqn]
-        chosen_by, held_out = (OutputError(scale * each.squared, scale * each.reference) for each in errors)
-        return matrix, index, chosen_by, held_out
+        return weighted(matrix, output_error(weight, product, shift, seen.moments[matrix.fqn], references[matrix]).squared)
 
     for matrix, index, architecture in options:
         if architecture is None:
-            yield weighted(matrix, index, [OutputError(0.0, known) for known in references[matrix]])
+            yield matrix, index, weighted(matrix, 0.0)
     problems = [(matrix.fqn, matrix.weight, architecture) for matrix, _, architecture in fitted]
-    for number, errors in fit_products(problems, seen.metrics, finish):
-        yield weighted(*fitted[number][:2], errors)
+    for number, loss in fit_products(problems, seen.metrics, finish):
+        matrix, index, _ = fitted[number]
+        yield matrix, index, loss

@@ -109,9 +109,8 @@ class Permuted:
         whole[member.start : member.stop] = member.start + order
         self.linears[member.fqn] = _reordered(linear, whole, columns=member.columns)
         given = self.inputs.get(member.fqn)
-        if given is not None:
-            moved = replace(given, fit=given.fit.permuted(whole), held_out=given.held_out.permuted(whole)) if member.columns else given
-            self.inputs[member.fqn] = replace(moved, permuted=True)
+        if given is not None and member.columns:
+            self.inputs[member.fqn] = Inputs(given.fit.permuted(whole), given.held_out.permuted(whole))
 
     def _layer_errors(self, names: Sequence[Sequence[str]], found: Orders) -> tuple[PermutedLayer, ...]:
         """For each layer the root of the mean square of its products' relative errors; ``names`` are those of each kind's sides."""

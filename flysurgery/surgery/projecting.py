@@ -37,7 +37,7 @@ from flysurgery.surgery.change import changing
 from flysurgery.surgery.permuting import permute as permute_features
 from flysurgery.surgery.permuting import shared_features
 from flysurgery.surgery.plan import LayerPlan, Part, Plan
-from flysurgery.surgery.report import PartRow, Permutation, ReportCalibration, Row, RowCalibration
+from flysurgery.surgery.report import Permutation, ReportCalibration, Row, RowCalibration
 
 Progress = Callable[[int, int, str], None]
 """Called after each projection with the number done, the number of all, and the layer's name."""
@@ -51,7 +51,7 @@ T = TypeVar("T")
 class PartFit:
     """One part of a layer: its factors (None where it stays dense), and ``shift``, which is added to the bias.
 
-    Output errors: ``error`` on held-out samples, ``plain`` the same for the plain projection, ``fitted`` on the samples of the fit.
+    Output errors on held-out samples: ``error``, and ``plain`` for the plain projection.
     """
 
     projection: Projection | None = None
@@ -59,8 +59,6 @@ class PartFit:
     shift: Tensor | None = None
     error: OutputError = NO_ERROR
     plain: OutputError = NO_ERROR
-    fitted: OutputError = NO_ERROR
-    sweeps: int = 0
     note: str | None = None
 
 
@@ -91,7 +89,7 @@ def project_layers(
         if len(fits) < len(layer.parts):
             continue
         in_order = [fits[each.name] for each in layer.parts]
-        calibration = None if inputs is None else _calibration(in_order, metrics[layer.fqn], inputs[layer.fqn])
+        calibration = None if inputs is None else _calibration(in_order)
         modules[layer.fqn] = _module(layer, dense[layer.fqn], in_order)
         rows[layer.fqn] = _row(layer, dense[layer.fqn], in_order, calibration)
         if progress is not None:
@@ -211,26 +209,23 @@ def _fitted(
             numbers.append(number)
             matrices.append((layer.fqn, weight, part.architecture))
         else:
-            given = inputs[layer.fqn]
-            error, fitted = (_error(weight, weight, None, moments) for moments in (given.held_out, given.fit))
-            yield number, PartFit(error=error, plain=error, fitted=fitted)
+            error = _error(weight, weight, None, inputs[layer.fqn].held_out)
+            yield number, PartFit(error=error, plain=error)
 
     @torch.no_grad()
     def finish(position: int, fitted: Fitted | None) -> PartFit:
         fqn, weight, architecture = matrices[position]
-        started, given = perf_counter(), inputs[fqn]
+        started, held_out = perf_counter(), inputs[fqn].held_out
         found = calibrated_projection(weight, architecture, metrics[fqn], fitted)
         product = product_of(found.projection)
-        error = _error(weight, product, found.shift, given.held_out)
-        plain = error if found.reason else _error(weight, product_of(project(weight, architecture)), None, given.held_out, error.reference)
+        error = _error(weight, product, found.shift, held_out)
+        plain = error if found.reason else _error(weight, product_of(project(weight, architecture)), None, held_out, error.reference)
         return PartFit(
             projection=found.projection,
             seconds=perf_counter() - started + (fitted.seconds if fitted is not None else 0.0),
             shift=found.shift,
             error=error,
             plain=plain,
-            fitted=_error(weight, product, found.shift, given.fit),
-            sweeps=max(len(found.errors) - 1, 0),
             note=found.reason,
         )
 
@@ -262,33 +257,19 @@ def _module(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit]) -> nn.Modul
 
 
 def _row(layer: LayerPlan, dense: Dense, fits: Sequence[PartFit], calibration: RowCalibration | None) -> Row:
-    parts, lost = [], 0.0
+    lost = 0.0
     for part, fit in zip(layer.parts, fits, strict=True):
-        if fit.projection is None:
-            parts.append(PartRow(part.name, "dense", 0.0, 1.0))
-        else:
-            error = fit.projection.relative_error
-            parts.append(PartRow(part.name, str(part.architecture), error, fit.projection.energy_kept))
-            lost += (error * _norm(matrix_of(dense, part))) ** 2
+        if fit.projection is not None:
+            lost += (fit.projection.relative_error * _norm(matrix_of(dense, part))) ** 2
     norm = _norm(dense.weight.detach())
     error = sqrt(lost) / norm if norm else 0.0
-    seconds = sum(fit.seconds for fit in fits)
-    return Row.of(layer, relative_error=error, energy_kept=1 - error**2, seconds=seconds, parts=tuple(parts), calibration=calibration)
+    return Row.of(layer, relative_error=error, seconds=sum(fit.seconds for fit in fits), calibration=calibration)
 
 
-def _calibration(fits: Sequence[PartFit], metric: Metric, inputs: Inputs) -> RowCalibration:
-    output, plain, fitted = (sum((getattr(fit, name) for fit in fits), NO_ERROR).relative for name in ("error", "plain", "fitted"))
+def _calibration(fits: Sequence[PartFit]) -> RowCalibration:
+    error, plain = (sum((getattr(fit, name) for fit in fits), NO_ERROR).relative for name in ("error", "plain"))
     notes = dict.fromkeys(fit.note for fit in fits if fit.note is not None)
-    return RowCalibration(
-        output_error=output,
-        plain_output_error=plain,
-        fit_error=fitted,
-        sweeps=max(fit.sweeps for fit in fits),
-        shrinkage=metric.shrinkage,
-        rows=inputs.fit.rows,
-        permuted=inputs.permuted,
-        note="; ".join(notes) or None,
-    )
+    return RowCalibration(error, plain, "; ".join(notes) or None)
 
 
 def _norm(weight: Tensor) -> float:

@@ -42,20 +42,12 @@ PLANNED = (
 class RowCalibration:
     """What calibration did for one layer.
 
-    Errors are relative ones of the layer's output, ``sqrt(E|y' - y|² / E|W x|²)``. ``output_error`` and ``plain_output_error``, that of the
-    plain projection, are measured on held-out samples; ``fit_error`` on those that the factors were fitted to. ``rows`` counts
-    the rows of x that were fitted to, ``sweeps`` those of the part that took most, and ``shrinkage`` is the identity's share in their
-    covariance. ``permuted`` says whether features of the layer are in a new order. ``note`` says why the factors are those of
-    the plain projection, None where they are not.
+    Errors are relative ones of the layer's output, ``sqrt(E|y' - y|² / E|W x|²)``, on held-out samples; ``plain_output_error`` is that of
+    the plain projection. ``note`` says why the factors are those of the plain projection, None where they are not.
     """
 
     output_error: float
     plain_output_error: float
-    fit_error: float
-    sweeps: int
-    shrinkage: float
-    rows: int
-    permuted: bool = False
     note: str | None = None
 
 
@@ -107,21 +99,11 @@ class Permutation:
 
 
 @dataclass(frozen=True)
-class PartRow:
-    """One part of a replaced layer. ``relative_error`` is ``norm(W - W') / norm(W)``, ``energy_kept`` its square under 1."""
-
-    name: str | None
-    architecture: str
-    relative_error: float
-    energy_kept: float
-
-
-@dataclass(frozen=True)
 class Row:
     """One linear layer of the model. Parameters with the bias; flops of one forward of one sample, without the bias.
 
-    ``relative_error`` and ``energy_kept`` are those of the whole matrix, ``seconds`` what its projection took; all
-    three are None where the layer stays dense. ``reason`` says why it does. ``calibration`` is None where there was none.
+    ``relative_error`` is ``norm(W - W') / norm(W)``, and ``seconds`` is what the projection took; both are None where the layer stays
+    dense. ``reason`` says why it does. ``calibration`` is None where there was none.
     """
 
     fqn: str
@@ -136,9 +118,7 @@ class Row:
     flops_before: int
     flops_after: int
     relative_error: float | None = None
-    energy_kept: float | None = None
     seconds: float | None = None
-    parts: tuple[PartRow, ...] = ()
     calibration: RowCalibration | None = None
 
     @classmethod
@@ -226,7 +206,6 @@ class Report:
 
 RESULTS: Columns = {
     "worst error": lambda rows: f"{max(row.relative_error for row in rows):.3f}",
-    "least energy": lambda rows: f"{min(row.energy_kept for row in rows):.3f}",
 }
 
 OUTPUT_RESULTS: Columns = {

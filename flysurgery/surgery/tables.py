@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 Columns: TypeAlias = Mapping[str, Callable[[list[Any]], str | None]]
 """The cell of each column for layers that are alike, by title."""
 
-LEFT = ("role", "out x in", "family", "architecture", "why", "note", "replaced by", "obstacles")
+LEFT = ("role", "out x in", "family", "architecture", "why", "note", "obstacles")
 """The columns of texts; numbers are set to the right."""
 
 GAPS = (2, 1)

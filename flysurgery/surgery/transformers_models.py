@@ -32,13 +32,12 @@ def transformers_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"num_labels": len(labels)} if isinstance(labels, Mapping) else found
 
 
-def quantization_entry(plan: Plan, *, optimize: bool = False) -> dict[str, Any]:
+def quantization_entry(plan: Plan) -> dict[str, Any]:
     """The entry ``quantization_config`` of a configuration, by which transformers knows replaced layers.
 
     It holds the plan without its base, which the configuration itself is.
     """
-    entry = {"quant_method": QUANT_METHOD, "plan": replace(plan, base=None, base_args={}).to_json()}
-    return entry | {"optimize": True} if optimize else entry
+    return {"quant_method": QUANT_METHOD, "plan": replace(plan, base=None, base_args={}).to_json()}
 
 
 def classes_of(model: nn.Module) -> int | None:

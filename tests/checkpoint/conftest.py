@@ -21,7 +21,7 @@ from flysurgery.checkpoint.header import canonical
 from flysurgery.checkpoint.tensors import SAFETENSORS_DTYPES, sha256_of_each
 from flysurgery.errors import CheckpointError
 from flysurgery.inference import convert as convert_model
-from flysurgery.surgery import Report, install, plan
+from flysurgery.surgery import Report, install, plan, transformers_arguments
 
 Tensors = dict[str, Tensor]
 Metadata = dict[str, str]
@@ -39,12 +39,6 @@ TIMM_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def need_recorded_arguments() -> None:
-    """Skip what saves a model without saying how it was built, where timm does not know that."""
-    if not hasattr(timm.models, "get_model_args"):
-        pytest.skip(f"timm {timm.__version__} keeps no arguments of its models, as 1.0.31 does, so saving asks for base_args=")
-
-
 def small_model(**changes: Any) -> nn.Module:
     """A timm ViT of 30 thousand parameters."""
     torch.manual_seed(0)
@@ -53,8 +47,6 @@ def small_model(**changes: Any) -> nn.Module:
 
 def install_random(model: nn.Module, **options: Any) -> nn.Module:
     """Convert without projecting: factors and all other parameters are random, none of them zero."""
-    if "base_args" not in options:
-        need_recorded_arguments()
     install(plan(model, **options), model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -93,7 +85,6 @@ def refused(folder: Path, *facts: str, open_it: Callable[[Path], object] = load)
 @pytest.fixture(scope="session")
 def converted() -> Converted:
     """A model converted for real, with its report; not to be changed."""
-    need_recorded_arguments()
     model = small_model()
     return model, convert_model(model)
 
@@ -141,17 +132,19 @@ def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Let ``change`` edit the plan everywhere that it stands, and make all hashes match."""
+    """Let ``change`` edit the plan, and make the hash match."""
 
-    def edit(tensors: Tensors, metadata: Metadata) -> None:
-        plan = json.loads(metadata["plan"])
+    def edit(config: dict[str, Any]) -> None:
+        is_timm = "model_args" in config
+        entry = config["model_args" if is_timm else "quantization_config"]
+        plan = entry["plan"]
+        if not is_timm:
+            plan |= {"base": f"transformers:{config['architectures'][0]}", "base_args": transformers_arguments(config)}
         change(plan)
-        metadata.update(plan=canonical(plan), base=plan["base"], plan_sha256=sha256(canonical(plan)))
-        metadata["base_sha256"] = sha256(canonical({"base": plan["base"], "base_args": plan["base_args"]}))
-        arguments = {"base": plan["base"], "base_args": plan["base_args"], "plan": plan}
-        rewrite_config(folder, lambda config: config.update({"model_args": arguments} if "model_args" in config else plan["base_args"]))
+        rewrite(folder, lambda _, metadata: metadata.update(plan_sha256=sha256(canonical(plan))))
+        config.update({} if is_timm else plan["base_args"])
 
-    rewrite(folder, edit)
+    rewrite_config(folder, edit)
 
 
 def sha256(text: str) -> str:

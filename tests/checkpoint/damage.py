@@ -2,7 +2,6 @@
 
 Each case changes one to three things in a small valid folder: arguments, plan, configuration, header, tensors, bytes; hashes mostly
 match. What is loaded must be what the files say, or the folder is refused in one sentence, within ``MAX_SECONDS`` and ``MAX_GROWTH``.
-``python -m tests.checkpoint.fuzz`` runs as many as one likes.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Files:
     @property
     def plan(self) -> dict[str, Any]:
         """A copy of the plan; ``set_plan`` writes it."""
-        return json.loads(self.metadata["plan"])
+        return json.loads(json.dumps(self.config["model_args"]["plan"]))
 
     @property
     def tensors(self) -> list[str]:
@@ -112,24 +111,13 @@ class Files:
         return sorted(set(self.header) - {"__metadata__"})
 
     def set_plan(self, parts: Any) -> None:
-        """Put another plan into the header and into ``config.json``, with matching hashes."""
-        base, base_args = parts.get("base"), parts.get("base_args")
-        text, description = canonical(parts), canonical({"base": base, "base_args": base_args})
-        self.metadata.update(
-            plan=text,
-            plan_sha256=_sha256(text.encode()),
-            base=base if isinstance(base, str) else "",
-            base_sha256=_sha256(description.encode()),
-        )
-        self.config["model_args"] = {"base": base, "base_args": base_args, "plan": parts}
+        """Put another plan into ``config.json``, with a hash that matches."""
+        self.metadata["plan_sha256"] = _sha256(canonical(parts).encode())
+        self.config["model_args"] = {"base": parts.get("base"), "base_args": parts.get("base_args"), "plan": parts}
 
     def list_tensors(self, draw: random.Random) -> None:
-        """Let the header's list of tensors be true, or absent, or as it was."""
-        choice = draw.choice(("true", "true", "none", "as it was"))
-        if choice == "none":
-            self.metadata.pop("tensors", None)
-            self.metadata.pop("tensors_sha256", None)
-        elif choice == "true":
+        """Let the header's list of tensors be true, or as it was."""
+        if draw.random() < 0.7:
             entries = {name: self.header[name] for name in self.header if name != "__metadata__"}
             found = {name: [each["dtype"], _sha256(self.data[slice(*each["data_offsets"])])] for name, each in entries.items()}
             text = canonical(found)
@@ -243,7 +231,7 @@ def _difference(model: nn.Module, files: Files) -> str:
         if tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() != files.data[slice(*entry["data_offsets"])]:
             return f"{name} has other numbers"
     found = plan_of(model)
-    if found is None or canonical(found.to_json()) != files.metadata["plan"]:
+    if found is None or canonical(found.to_json()) != canonical(files.plan):
         return "the plan is another one"
     return ""
 

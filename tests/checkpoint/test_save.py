@@ -8,7 +8,6 @@ import importlib
 import os
 import shutil
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ def test_what_is_written(converted: Converted, saved: Path) -> None:
     modes = {stat.S_IMODE(path.stat().st_mode) for path in saved.iterdir()}
     assert len(modes) == 1, "safetensors alone would make its file private"
     tensors, metadata = read_weights(saved)
-    hashed = ("base", "plan", "tensors")
-    assert set(metadata) == {"format", "flysurgery.schema", "version", *hashed, *(f"{name}_sha256" for name in hashed)}
+    assert set(metadata) == {"format", "flysurgery.schema", "version", "plan_sha256", "tensors", "tensors_sha256"}
     assert metadata["format"] == "pt" and metadata["flysurgery.schema"] == "1"
     assert tensors.keys() == converted[0].state_dict().keys()
     assert tensors["blocks.0.attn.qkv.q.factors.0"].shape == (1, 8, 8, 4)
@@ -181,17 +179,13 @@ def test_of_two_that_write_one_folder_the_later_is_refused(folder: Path) -> None
     assert snapshot(other) == before and list(folder.parent.iterdir()) == [other]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locks on folders")
-def test_what_nobody_holds_goes_with_the_next_save_and_what_a_living_process_writes_stays(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
     target, left, neighbour = (tmp_path / name for name in ("model[1]", ".model[1].00000000.new", ".model[1]x.00000000.new"))
     left.mkdir()
     neighbour.mkdir()
-    with new_folder(target, force=False) as living:
-        with new_folder(target, force=False) as fresh:
-            (fresh / "file").write_text("whole")
-        assert not left.exists() and living.is_dir() and (target / "file").read_text() == "whole"
-        (target / "file").unlink()
-    assert sorted(tmp_path.iterdir()) == [neighbour, target]
+    with new_folder(target, force=False) as fresh:
+        (fresh / "file").write_text("whole")
+    assert sorted(tmp_path.iterdir()) == [neighbour, target] and (target / "file").read_text() == "whole"
 
 
 def save_refused(model: nn.Module, folder: Path, *facts: str, **options: object) -> None:

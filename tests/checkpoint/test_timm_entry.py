@@ -70,7 +70,7 @@ NEVER: list[tuple[dict[str, Any], str]] = [
     ({"img_size": 2.5}, "img_size=2.5 cannot be given"),
     ({"features_only": True, "out_indices": "abc"}, "cannot be"),
     ({"features_only": True, "output_fmt": "abc"}, "cannot be"),
-    ({"pretrained_cfg_overlay": {"mean": "red"}}, r"pretrained_cfg.mean must be a list of numbers"),
+    ({"pretrained_cfg_overlay": {"mean": "red"}}, "pretrained_cfg of config.json cannot be used"),
 ]
 """Arguments that nothing can take, with weights or without."""
 

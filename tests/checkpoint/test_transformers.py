@@ -83,7 +83,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("folders")
     model = converted("ViTForImageClassification")
     model.save_pretrained(where / "theirs")
-    flysurgery.save(model, where / "ours", optimize=True)
+    flysurgery.save(model, where / "ours")
     return where
 
 

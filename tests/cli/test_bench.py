@@ -45,11 +45,9 @@ def test_multiply_prints_a_table_and_writes_the_rows(run: Run, refused: Refused)
     refused(*MODEL, "--out", "rows.csv", words=("a table of other measurements",), code=2)
 
 
-def test_what_cannot_be_measured_or_written_is_one_line(refused: Refused, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_or_written_is_one_line(refused: Refused) -> None:
     refused("bench", "multiply", "--arch", "gonon", "--width", 7, "--rows", 8, "--device", "cpu", words=("no layer of width 7 has",))
     refused(*SMALL, "--rows", 10**13, "--out", "rows.csv", words=("this does not fit into this machine's memory; take fewer",))
-    refused(*MODEL, "--out", "rows.csv", "--table", "./rows.csv", words=("--out and --table name the same file",), code=2)
-    refused(*MODEL, "--table", tmp_path, words=("--table takes a file",), code=2)
     refused(*MODEL, "--mode", "fp32,bf16", words=("bench model takes one mode at a time",), code=2)
 
 
@@ -72,15 +70,3 @@ def test_model_measures_each_architecture_once(run: Run, document: Document) -> 
     assert found["answer"] == printed.out.splitlines()[-1] and {row["model"] for row in found["rows"]} == {rows[0]["model"]}
     slow = [row["layer"] for row in found["rows"] if row["candidate"] == "converted" and row["ratio_to_dense"] >= 1]
     assert found["stay_dense"] == [name for name in slow if name != "(model)"]
-
-
-def test_the_table_of_latencies_is_read_by_convert(run: Run) -> None:
-    assert run(*MODEL, "--quick", "--batch", 2, "--table", "latency.csv").code == 0
-    rows = rows_of("latency.csv")
-    assert {row["fqn"] for row in rows} == {"blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
-    assert all(float(row["ms"]) > 0 for row in rows)
-    assert [row["architecture"] for row in rows[:2]] == ["dense", "(1,12,12,4),(4,12,12,1)"]
-    text = "".join(f'{row["fqn"]},"{row["architecture"]}",{2 if row["architecture"] == "dense" else 1}\n' for row in rows)
-    Path("latency.csv").write_text("fqn,architecture,ms\n" + text)  # the times of a machine on which conversion pays
-    outcome = run("convert", *TINY_VIT, "--no-pretrained", "--budget", 0.6, "--latency", "latency.csv", "--dry-run")
-    assert outcome.code == 0 and "chosen" in outcome.out

@@ -37,7 +37,7 @@ def test_convert_measures_before_and_after(run: Run) -> None:
     for when, accuracy in (("before", before), ("after", after)):
         assert {key: stored[when][key] for key in KEYS} == {key: getattr(accuracy, key) for key in KEYS}
     top1 = f"top-1 {before.top1:.2%} before, {after.top1:.2%} after"
-    assert f"- Accuracy on digits, 599 samples: {top1}; top-5" in Path("a/README.md").read_text()
+    assert f"- Accuracy on digits: {top1}, of 599 samples" in Path("a/README.md").read_text()
     row = next(line for line in lines if line.startswith("top-1 accuracy, 599 samples"))
     change = 100 * (after.top1 - before.top1)
     assert row.split()[4:] == [f"{before.top1:.2%}", f"{after.top1:.2%}", f"{change:+.2f}", "points"]

@@ -30,7 +30,7 @@ def no_projection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DIGITS = ("--calibrate", "digits", "--samples", 30)
-MEASURE = ("--arch", "auto", "--device", "cpu", "--measure")
+MEASURE = ("--device", "cpu", "--measure")
 
 
 MODELS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
@@ -71,28 +71,18 @@ OPTIONS: list[tuple[tuple[object, ...], int, tuple[str, ...]]] = [
     (("--out", "model.safetensors"), 1, ("model.safetensors is the name of a file", "give a folder, such as", "/model")),
     (("--out", "."), 1, ("the folder that this runs in",)),
     (("--out", "", "--force"), 1, ("the folder that this runs in",)),
-    (("--budget", 0.4, "--max-error", 0.1), 2, ("give one of them",)),
-    (("--latency", "t.csv"), 2, ("needs a budget",)),
-    (("--plot", "p.png"), 2, ("--budget, --max-error or --fidelity",)),
-    (("--fidelity", 0.9), 2, ("fidelity needs data to calibrate with",)),
-    (("--fidelity", 1.5, *DIGITS), 2, ("above 0 and below 1",)),
-    (("--fidelity", 0.9, "--rank", 8, *DIGITS), 2, ("so rank cannot",)),
+    (("--plot", "p.png"), 2, ("--budget or --measure",)),
     (("--budget", 0.4, "--nblocks", 8), 2, ("so nblocks cannot",)),
     (("--budget", 0.4, "--arch", "gonon"), 2, ("so arch cannot",)),
     (("--budget", "nan"), 2, ("budget", "nan")),
     (("--budget", 0.001), 2, ("smallest reachable share",)),
-    (("--max-error", 0), 2, ("above 0",)),
     (("--budget", 0.4, "--dry-run", "--plot", "p.png"), 2, ("--dry-run",)),
     (("--minutes", 1), 2, ("--minutes is the budget of --reconstruct",)),
     (("--reconstruct", "--minutes", 0, *DIGITS), 2, ("minutes must be a positive number",)),
+    (("--batch", 2), 2, ("--batch", "--measure")),
+    (("--optimize",), 2, ("--optimize", "--measure")),
     (("--measure", "--arch", "gonon"), 2, ("measure", "so arch cannot")),
-    (("--arch", "auto"), 2, ("arch 'auto' needs", "measure, a budget, max-error, latency or fidelity")),
-    (("--arch", "auto", "--ms", 2), 2, ("ms are those", "measure")),
-    (("--arch", "auto", "--batch", 2), 2, ("--batch", "--measure")),
-    ((*MEASURE, "--ms", 0), 2, ("positive number",)),
-    ((*MEASURE, "--ms", 2, "--budget", 0.5), 2, ("budget and ms", "give one of them")),
     ((*MEASURE, "--nblocks", 8), 2, ("so nblocks cannot", "measure")),
-    ((*MEASURE, "--latency", "t.csv"), 2, ("latency", "measuring")),
 ]
 
 

@@ -61,14 +61,13 @@ def test_inspect_gives_layers_that_are_alike_one_row(run: Run, document: Documen
     assert (qkv["params"], qkv["flops"]) == (64 * 192 + 192, 2 * 64 * 192 * qkv["rows"] // 2)
     share = f"{2 * qkv['params'] / found['params']:.1%}"
     of_flops = f"{2 * qkv['flops'] / found['linear_flops']:.1%}"
-    assert table["blocks.*.attn.qkv"] == ["2", "qkv", "192x64", "1", share, of_flops, "q,k,v", "(1,16,16,4),(4,16,16,1)"]
-    assert table["blocks.*.mlp.fc2"][:3] == ["2", "ffn_out", "64x256"] and table["blocks.*.mlp.fc2"][6:] == ["(1,16,16,4),(4,16,64,1)"]
+    assert table["blocks.*.attn.qkv"] == ["2", "qkv", "192x64", "1", share, of_flops]
+    assert table["blocks.*.mlp.fc2"][:3] == ["2", "ffn_out", "64x256"]
     assert found["linear_flops"] == sum(row["flops"] for row in rows.values())
     assert sum(row["params"] for row in rows.values()) < found["params"]
     assert found["blocks"] == ["blocks.0", "blocks.1"] and "blocks 0 to 1: blocks.0 to blocks.1" in outcome.out
     assert "head (advice): it is a classifier head" in outcome.out
     assert [(obstacle["code"], obstacle["blocking"]) for obstacle in head["obstacles"]] == [("head", False)]
-    assert head["replaced_by"] is None
 
 
 def test_doctor_tells_versions_and_every_backend(run: Run, document: Document) -> None:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 import flysurgery
 from flysurgery.errors import InferenceError, OptionError, PlanError
 from flysurgery.inference import Setting, choose_measured, clock, measure_groups
-from flysurgery.inference.measuring import random_variant
 from flysurgery.layers import ButterflyLinear
 from flysurgery.ops import FeedForward
 from flysurgery.ops.parts import FusedFactors
 from flysurgery.patterns import Architecture, monarch
-from flysurgery.surgery import FidelityGoal, Plan
+from flysurgery.surgery import Plan
 from tests.inference.models import images, small
 from tests.support.tolerance import assert_equal
 
@@ -113,13 +112,10 @@ def test_of_what_is_faster_the_most_accurate_is_chosen_and_the_model_stays(
     assert "blocks.*.mlp.fc2" in str(measurement) and "whole model: dense 1 ms, converted 1 ms" in str(measurement)
 
 
-def test_a_budget_and_an_error_bound_the_measured_times(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_bounds_the_measured_times(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = Clock(monkeypatch, by_architecture(dict.fromkeys(MONARCH_2, 0.9) | dict.fromkeys(MONARCH_4, 0.2)))
     _, tradeoff, _ = choose_measured(plan, dense, Setting(), budget=0.5)
     assert tradeoff.chosen.cost <= 0.5 * 6
-    made, tradeoff, _ = choose_measured(plan, dense, Setting(), max_error=0.99)
-    assert tradeoff.chosen.cost == pytest.approx(6 * 0.2)
-    assert {layer.parts[0].architecture for layer in made.replaced} == MONARCH_4
     with pytest.raises(OptionError, match="smallest reachable share"):
         choose_measured(plan, dense, Setting(), budget=0.1)
     timer.price = by_architecture({monarch(48, 192, 8): 1.25})
@@ -140,8 +136,8 @@ def test_what_makes_the_whole_model_slower_goes_back_the_least_gain_first(
     timer = Clock(monkeypatch, price)
     made, tradeoff, measurement = choose_measured(plan, dense, Setting())
     assert {layer.role for layer in made.replaced} == {"ffn_out"} and tradeoff.families == (("monarch", 2), ("dense", 4))
-    assert tradeoff.chosen.cost == pytest.approx(4 * 1.0 + 2 * 0.2) and tradeoff.alone == ()
-    assert "less what made the whole model slower: monarch for 2 layers, dense for 4" in tradeoff.sentence
+    assert tradeoff.chosen.cost == pytest.approx(4 * 1.0 + 2 * 0.2)
+    assert "group by group: monarch for 2 layers, dense for 4 layers" in tradeoff.sentence
     assert measurement.returned == tuple(f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "mlp.fc1"))
     assert {layer.reason.code for layer in made.layers if layer.fqn in measurement.returned and layer.reason} == {"slower-model"}
     assert (measurement.dense_ms, measurement.converted_ms) == (10.0, 10.0)
@@ -152,54 +148,6 @@ def test_what_makes_the_whole_model_slower_goes_back_the_least_gain_first(
         PlanError, match=r"nothing would be replaced: with it the whole model takes 11 ms here, dense 10 ms \(\+10.0%\), at 1 samples"
     ):
         choose_measured(plan, dense, Setting())
-
-
-def by_size(owner: nn.Module, fused: bool, found: set[Architecture]) -> float:
-    """Layers take as long as they have weights, and models 2 ms more."""
-    weights = sum(each.numel() for name, each in owner.named_parameters() if "bias" not in name and "norm" not in name)
-    return weights / 1e4 + 2 * hasattr(owner, "blocks")
-
-
-def test_milliseconds_bound_the_whole_model(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = Clock(monkeypatch, by_size)
-    dense_ms = by_size(dense, False, set())
-    bound = 0.6 * dense_ms
-    made, tradeoff, measurement = choose_measured(plan, dense, Setting(), ms=bound)
-    assert 0.57 * dense_ms < measurement.converted_ms <= bound and measurement.dense_ms == dense_ms
-    assert measurement.converted_ms == pytest.approx(by_size(random_variant(made, dense), False, set()))
-    assert tradeoff.search is not None and tradeoff.search.target == bound
-    values = [value for _, value in tradeoff.search.trials]
-    assert measurement.converted_ms == max(value for value in values if value <= bound) and len(values) <= 7
-    assert tradeoff.chosen.share == {value: share for share, value in tradeoff.search.trials}[measurement.converted_ms]
-    assert f"within {bound:g} ms for the whole model" in tradeoff.sentence
-    fastest = min(values)
-    with pytest.raises(
-        OptionError, match=rf"at most 0\.1 ms for the whole model here: the fastest tried takes {fastest:.4g} ms; ask for at"
-    ):
-        choose_measured(plan, dense, Setting(), ms=0.1)
-    exactly, _, _ = choose_measured(plan, dense, Setting(), ms=fastest)
-    assert by_size(random_variant(exactly, dense), False, set()) == pytest.approx(fastest)
-    with pytest.raises(PlanError, match=rf"nothing would be replaced: dense takes {dense_ms:.3g} ms, which is within 99 ms"):
-        choose_measured(plan, dense, Setting(), ms=99.0)
-    timer.price = lambda owner, fused, found: 10.0 + len(found) if hasattr(owner, "blocks") else by_size(owner, fused, found)
-    with pytest.raises(OptionError, match=r"the fastest tried takes 1\d ms"):  # a model slower than dense
-        choose_measured(plan, dense, Setting(), ms=9.9)
-    asked = len(timer.asked)
-    for ms, budget in ((0.0, None), (float("nan"), None), (1.0, 0.5)):
-        with pytest.raises(OptionError):
-            choose_measured(plan, dense, Setting(), ms=ms, budget=budget)
-    assert len(timer.asked) == asked
-
-
-def test_a_fidelity_is_reached_in_the_least_measured_time(dense: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch, by_size)
-    x = images(dense, 40)
-    made, tradeoff, measurement = choose_measured(plan, dense, Setting(), fidelity=FidelityGoal(0.97), calibrate=x)
-    report = flysurgery.apply(made, copy.deepcopy(dense), calibrate=x)
-    assert report.fidelity is not None and report.fidelity.lowest_cosine >= 0.97
-    assert tradeoff.unit == "ms" and tradeoff.search is not None
-    cheaper = [value for share, value in tradeoff.search.trials if share < tradeoff.chosen.share]
-    assert cheaper and max(cheaper) < 0.97 and measurement.converted_ms < measurement.dense_ms
 
 
 @pytest.mark.parametrize("block", [4, None], ids=["one choice", "all choices"])
