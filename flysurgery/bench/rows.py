@@ -98,16 +98,6 @@ def check_file(path: Path, option: str) -> None:
         raise OptionError(f"{option} cannot write {path}: {error.strerror or error}; choose another file") from error
 
 
-def check_apart(files: Mapping[str, Path | None]) -> None:
-    """Check that no two options, by name, name the same file, which the last one written would overwrite."""
-    seen: dict[Path, str] = {}
-    for option, path in files.items():
-        if path is not None:
-            first = seen.setdefault(path.expanduser().resolve(), option)
-            if first != option:
-                raise OptionError(f"{first} and {option} name the same file, {path}; give each its own")
-
-
 class Sheet:
     """Rows with the given columns and a stamp, as texts, and in a CSV file where one is named, which is complete after each addition.
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import typer
 
-from flysurgery.bench import Protocol, Record, Sheet, check_plot
-from flysurgery.bench.rows import Job, check_apart, typed
+from flysurgery.bench import Protocol, Record, Sheet
+from flysurgery.bench.rows import Job, typed
 from flysurgery.cli import options
 from flysurgery.cli.tables import print_json, print_table, progress
 
@@ -51,15 +51,10 @@ class BenchRun(Sheet):
     """Rows with the given columns, of this run and of the interrupted one before it; progress on stderr where it is a terminal.
 
     Raises:
-        OptionError: ``--plot`` cannot be drawn, or ``--out`` cannot be written or names a file that holds something else, or both name
-            one file.
+        OptionError: ``--out`` cannot be written or names a file that holds something else.
     """
 
-    def __init__(
-        self, device: torch.device, columns: Iterable[str], out: Path | None, *, fresh: bool = False, plot: Path | None = None
-    ) -> None:
-        check_apart({"--out": out, "--plot": plot})
-        check_plot(plot)
+    def __init__(self, device: torch.device, columns: Iterable[str], out: Path | None, *, fresh: bool = False) -> None:
         super().__init__(out, device, columns, fresh=fresh)
         if self.dropped:
             typer.echo(f"{out}: {self.dropped} rows of another device or version are measured anew", err=True)

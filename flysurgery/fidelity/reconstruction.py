@@ -17,7 +17,7 @@ from flysurgery.errors import DataError, SurgeryError
 from flysurgery.fidelity.copies import Copied, learning
 from flysurgery.fidelity.measure import Fidelity, measure_fidelity
 from flysurgery.fidelity.processes import Processes
-from flysurgery.fidelity.settings import Settings, moments, rate_for
+from flysurgery.fidelity.settings import TAUGHT, Settings, moments, rate_for
 from flysurgery.fidelity.step import Step
 from flysurgery.walker import Cut
 
@@ -127,7 +127,8 @@ def reconstruct(
                 for done in range(1, updates + 1):
                     # a machine that becomes slower still ends in time
                     spent = processes.agreed((perf_counter() - started) / (60 * settings.minutes))
-                    step.update(_share(max(done / (updates + 1), spent - SLACK)))
+                    share = min(1.0, max(done / (updates + 1), spent - SLACK))
+                    step.update(_share(share), TAUGHT * (1 - share))
                     ends = spent - SLACK >= 1
                     if done in looks or ends:
                         step.settle()
@@ -161,7 +162,6 @@ def _affordable(step: Step, settings: Settings, spent: float, device: torch.devi
 
 def _share(done: float) -> float:
     """Give the share of the highest rate when this share of the run is done: up in a line, then down in a cosine."""
-    done = min(done, 1.0)
     return done / WARM_UP if done < WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))
 
 

@@ -48,6 +48,7 @@ class Step(contextlib.AbstractContextManager["Step"]):
         used = [cut for cut in cuts if cut.kind != "other"]
         self._theirs = Stream(self._teacher, used)
         self._mine = Pull(self._student, self._theirs.values, used, REACH)
+        self._mine.taught = self._taught = torch.zeros((), device=self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __enter__(self) -> Step:
@@ -64,9 +65,10 @@ class Step(contextlib.AbstractContextManager["Step"]):
         """Set how much the views of a picture differ, by how often this process will see it in so many updates."""
         self._varied.fill_(variety(updates * self._batch / len(self._pictures)))
 
-    def update(self, share: float) -> None:
-        """Make one update at this share of the highest rate."""
+    def update(self, share: float, taught: float = 0.0) -> None:
+        """Make one update at this share of the highest rate, with this share of the entries between blocks taken from the teacher."""
         self._rate.fill_(share * self._highest)
+        self._taught.fill_(taught)
         self._source.advance()
         if self._graph is not None:
             self._graph.replay()

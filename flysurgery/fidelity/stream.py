@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from flysurgery.errors import SurgeryError
 from flysurgery.walker import Cut
 
-Seen = Callable[[int, Tensor], None]
-"""Called with the number of a cut and its tensor."""
+Seen = Callable[[int, Tensor], Tensor | None]
+"""Called with the number of a cut and its tensor; gives what a module gives in its place, or None to leave it."""
 
 
 class Stream(AbstractContextManager["Stream"]):
     """Keeps the tensors at ``cuts`` of a model's last forward in ``values``, as long as the ``with`` block lasts.
 
-    ``seen`` is called with each of them. Hooks on the modules do it; the model and its numbers stay as they are.
+    ``seen`` is called with each of them. Hooks on the modules do it; the model stays as it is, and so do its numbers where ``seen`` gives
+    None.
     """
 
     def __init__(self, model: nn.Module, cuts: Sequence[Cut], seen: Seen | None = None) -> None:
@@ -32,10 +33,10 @@ class Stream(AbstractContextManager["Stream"]):
         for number, cut in enumerate(self._cuts):
             module = self._model.get_submodule(cut.fqn)
             if cut.side == "output":
-                self._handles.append(module.register_forward_hook(lambda _, __, output, n=number: self._keep(n, output)))
+                self._handles.append(module.register_forward_hook(lambda _, __, output, n=number: self._after(n, output)))
             else:
-                hook = lambda _, args, kwargs, n=number: self._keep(n, (*args, *kwargs.values()))  # noqa: E731
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                before = lambda _, args, kwargs, n=number: self._before(n, (*args, *kwargs.values()))  # noqa: E731
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -44,16 +45,23 @@ class Stream(AbstractContextManager["Stream"]):
         self._handles.clear()
         self.values.clear()
 
-    def _keep(self, number: int, given: object) -> None:
+    def _after(self, number: int, output: Any) -> Any:
+        tensor, other = self._keep(number, output if isinstance(output, tuple | list) else (output,))
+        if other is None:
+            return None
+        return other if tensor is output else type(output)(other if each is tensor else each for each in output)
+
+    def _before(self, number: int, given: Sequence[object]) -> None:
+        self._keep(number, given)  # others may read it too, so nothing takes its place
+
+    def _keep(self, number: int, candidates: Sequence[object]) -> tuple[Tensor, Tensor | None]:
+        """Keep the tensor at a cut; gives it, and what goes on in its place."""
         wanted = self._cuts[number].shape
-        candidates = given if isinstance(given, tuple | list) else (given,)
         for tensor in candidates:
             # the batch may differ from the example's, and with it a first side that windows are folded into
             if isinstance(tensor, Tensor) and tensor.ndim == len(wanted) and tensor.shape[1:] == wanted[1:]:
                 self.values[number] = tensor.detach()  # which keeps no graph and no activations alive
-                if self._seen is not None:
-                    self._seen(number, tensor)
-                return
+                return tensor, None if self._seen is None else self._seen(number, tensor)
         cut = self._cuts[number]
         raise SurgeryError(f"{cut.fqn} was traced with an {cut.side} of shape (batch, {', '.join(map(str, wanted[1:]))}) and has none now")
 
@@ -64,14 +72,19 @@ class Pull(Stream):
     This lasts as long as the ``with`` block. A block's error is ``sum|x' - x|² / sum|x - mean x|²`` of the stream after it. Its gradient
     enters at the cut, in the backward pass of whatever loss the forward ends in, and of the gradient from later blocks a share of ``reach``
     passes on: 0 fits each block to its own target alone, 1 is plain distillation of all blocks. The cut of kind "tokens" lets everything
-    pass, that of kind "start" nothing: what comes before it is exact, and stays. The blocks' gradients are multiplied by ``weight``, which
-    may be set at any time.
+    pass, that of kind "start" nothing: what comes before it is exact, and stays. The blocks' gradients are multiplied by ``weight``.
+
+    Where a module gives the stream after a block, a share of ``taught`` of its entries, drawn at random, are the teacher's, so that no
+    block learns to undo what the blocks before it make of few pictures. ``weight`` and ``taught`` may be set at any time, also as tensors of
+    one number.
+    Source for such a share: X. Wei et al., QDrop, arXiv:2203.05740, for quantization.
     """
 
     def __init__(self, student: nn.Module, wanted: Mapping[int, Tensor], cuts: Sequence[Cut], reach: float) -> None:
         super().__init__(student, cuts, self._pull)
         self._wanted, self._reach = wanted, reach
         self.weight: float | Tensor = 1.0
+        self.taught: float | Tensor = 0.0
         self._errors: dict[int, Tensor] = {}
 
     def error(self) -> Tensor:  # shape: ()
@@ -80,16 +93,20 @@ class Pull(Stream):
         self._errors.clear()
         return found
 
-    def _pull(self, number: int, mine: Tensor) -> None:
+    def _pull(self, number: int, mine: Tensor) -> Tensor | None:
         if not (torch.is_grad_enabled() and mine.requires_grad):
-            return
+            return None
         kind = self._cuts[number].kind
         if kind == "start":
             mine.register_hook(torch.zeros_like)
-            return
+            return None
         self._errors[number], difference, scale = relative_error(mine.detach(), self._wanted[number])
         reach = 1.0 if kind == "tokens" else self._reach
         mine.register_hook(lambda later: (difference * (self.weight * scale)).to(later.dtype) + reach * later)
+        if kind == "tokens" or self._cuts[number].side == "input" or (isinstance(self.taught, float) and self.taught == 0):
+            return None
+        is_taught = torch.rand(mine.shape, device=mine.device) < self.taught
+        return torch.where(is_taught, self._wanted[number].to(mine.dtype), mine)
 
 
 def relative_error(given: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:

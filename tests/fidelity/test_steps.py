@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -89,7 +90,41 @@ class Chain(nn.Module):
         return self.head(x)
 
 
+class Tuple(nn.Module):
+    """Gives what another module gives, and something else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> tuple[int, Tensor]:
+        return 3, self.module(x)
+
+
+class First(nn.Module):
+    """Gives the tensor of a pair."""
+
+    def forward(self, pair: tuple[int, Tensor]) -> Tensor:
+        return pair[1]
+
+
 CUTS = (Cut("stem", "output", (2, 4), "start"), Cut("two", "input", (2, 4), "block"), Cut("head", "input", (2, 4), "block"))
+
+
+@pytest.mark.parametrize("of_module", [lambda module: module, lambda module: Tuple(module)])
+def test_a_share_of_what_a_block_gives_is_the_teachers(of_module: Callable[[nn.Module], nn.Module]) -> None:
+    blocks = [of_module(nn.Linear(4, 4)) for _ in range(2)]
+    model, x = nn.Sequential(blocks[0], *([First()] if isinstance(blocks[0], Tuple) else []), nn.Identity()), torch.randn(500, 4)
+    cuts = (Cut("0", "output", (2, 4), "block"),)
+    wanted = {0: torch.full((500, 4), 9.0)}
+    with Pull(model, wanted, cuts, 0.5) as pull:
+        plain = model(x)
+        pull.taught = torch.tensor(0.3)
+        mixed = model(x)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain), "without gradients nothing changes"
+    is_taught = mixed == 9.0
+    assert 0.25 < float(is_taught.float().mean()) < 0.35 and torch.equal(mixed[~is_taught], plain[~is_taught])
 
 
 @pytest.mark.parametrize("reach", [0.0, 1.0])
