@@ -25,8 +25,10 @@ def convert(
     nblocks: options.Nblocks = 4,
     rank: options.Rank = None,
     patterns: options.Patterns = None,
+    per_layer: options.PerLayer = None,
     init: options.Init = "projection",
     budget: options.Budget = None,
+    fidelity: options.Fidelity = None,
     measure: options.Measure = False,
     batch: options.MeasuredBatch = None,
     plot: options.Plot = None,
@@ -67,7 +69,9 @@ def convert(
     from flysurgery.cli.tables import accuracy_rows, print_json, progress, tell_skipped
     from flysurgery.fidelity import Settings
 
-    surgery.check_calibration(calibrate, samples=samples, sequential=sequential, permute=permute, reconstruct=reconstruct)
+    fits = {"sequential": sequential, "permute": permute, "reconstruct": reconstruct}
+    surgery.check_calibration(calibrate, samples=samples, fidelity=fidelity, **fits)
+    choices = options.choices_of(per_layer)
     if minutes is not None and not reconstruct:
         raise OptionError("--minutes is the budget of --reconstruct; give both, or neither")
     if minutes is not None:
@@ -75,10 +79,11 @@ def convert(
     if (batch is not None or optimize) and not measure:
         raise OptionError("--batch and --optimize are of the model that --measure times; give --measure with them")
     check_shared(shared=reconstruct and not (measure or dry_run))
-    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "arch": arch}
-    allocated = surgery.check_budget(budget, measured=measure, named=[name for name, value in given.items() if value])
+    given = {"nblocks": nblocks != 4, "rank": rank, "patterns": patterns, "per_layer": choices, "arch": arch}
+    named = [name for name, value in given.items() if value]
+    allocated = surgery.check_budget(budget, measured=measure, named=named, fidelity=fidelity)
     if plot is not None and not allocated:
-        raise OptionError("--plot draws the trade-off of --budget or --measure; give one of them")
+        raise OptionError("--plot draws the trade-off of --budget, --fidelity or --measure; give one of them")
     if plot is not None and dry_run:
         raise OptionError("--dry-run writes nothing, so it takes no --plot; leave one out")
     check_plot(plot)
@@ -102,6 +107,7 @@ def convert(
         nblocks=nblocks,
         rank=rank,
         patterns=patterns,
+        per_layer=choices,
         base=skeleton.base,
         base_args=skeleton.base_args,
     )
@@ -113,8 +119,13 @@ def convert(
     if calibrate is not None:
         inputs = tell_skipped(evaluation.load_calibration(calibrate, skeleton.model, samples=samples, pictures=reconstruct))
     network = source.build(pretrained=pretrained, seed=seed, device=target)
+    fitting = {**fits, "init": init, "seed": seed, "reconstruct": reconstruct if minutes is None else minutes}
     tradeoff = measurement = None
-    if allocated:
+    if fidelity is not None:
+        assert inputs is not None  # check_calibration says so
+        with progress("choosing") as step:
+            plan, tradeoff = surgery.plan_for_fidelity(plan, network, fidelity, calibrate=inputs, samples=samples, progress=step, **fitting)
+    elif allocated:
         setting = inference.Setting(batch, None if dtype is None else getattr(torch, dtype), optimize) if measure else None
         with progress("measuring" if measure else "choosing") as step:
             found = inference.choose(plan, network, setting, budget, calibrate=inputs, samples=samples, progress=step)
@@ -125,18 +136,7 @@ def convert(
     storage.check_space(folder, _bytes(skeleton.model, plan, dtype))
     before = None if data is None else evaluation.evaluate(network, data, batch_size=batch_size, device=target)
     with progress("converting") as step:
-        report = surgery.apply(
-            plan,
-            network,
-            init=init,
-            calibrate=inputs,
-            samples=samples,
-            sequential=sequential,
-            permute=permute,
-            reconstruct=reconstruct if minutes is None else minutes,
-            seed=seed,
-            progress=step,
-        )
+        report = surgery.apply(plan, network, calibrate=inputs, samples=samples, progress=step, **fitting)
     if not is_first():
         return
     report = replace(report, tradeoff=tradeoff, measurement=measurement)

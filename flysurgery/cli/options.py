@@ -84,12 +84,16 @@ Nblocks = Annotated[int, option(ARCHITECTURES, "--nblocks", "Blocks of a factor,
 Rank = Annotated[int | None, option(ARCHITECTURES, "--rank", "Rank of low-rank architectures.", "N", 1)]
 PATTERNS_HELP = "An architecture, '(1,192,48,2),(2,48,192,1)'; one a layer size."
 Patterns = Annotated[list[str] | None, option(ARCHITECTURES, "--patterns", PATTERNS_HELP, "TEXT")]
+PER_LAYER_HELP = "Other choices by name: dense, or a family as in monarch:8, also for parts of qkv: 'qkv.v$=dense'; repeatable."
+PerLayer = Annotated[list[str] | None, option(ARCHITECTURES, "--per-layer", PER_LAYER_HELP, "REGEX=CHOICE")]
 INIT_HELP = "What the factors start from: the projection of the weights, or random numbers of --seed, to train from."
 Init = Annotated[Literal["projection", "random"], option(ARCHITECTURES, "--init", INIT_HELP, "projection|random")]
 
 # A choice for each layer.
 BUDGET_HELP = "Share of the selected layers' weights to keep (with --measure: of their time); each layer gets what suits all of them best."
 Budget = Annotated[float | None, option(CHOICE, "--budget", BUDGET_HELP, "SHARE")]
+FIDELITY_HELP = "Keep as few weights as reach this cosine with the dense model, by five conversions; needs --calibrate."
+Fidelity = Annotated[float | None, option(CHOICE, "--fidelity", FIDELITY_HELP, "COSINE")]
 MEASURE_HELP = "Time the layers here, in --dtype; each gets the most accurate of what is faster than dense."
 Measure = Annotated[bool, option(CHOICE, "--measure", MEASURE_HELP)]
 MEASURED_BATCH_HELP = "With --measure: images a forward; by default 64 on CUDA, else 1."
@@ -161,6 +165,17 @@ def names(text: str, option: str) -> tuple[str, ...]:
 def roles_of(text: str | None) -> tuple[str, ...] | None:
     """Read ``--roles``; None, its default, leaves the choice to the plan."""
     return None if text is None else names(text, "--roles")
+
+
+def choices_of(texts: list[str] | None) -> dict[str, str]:
+    """Read ``--per-layer``: expressions and what the layers that they find get."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        expression, equals, choice = text.rpartition("=")
+        if not (equals and expression):
+            raise OptionError(f"--per-layer takes REGEX=CHOICE, as in 'qkv.v$=dense', got {text!r}")
+        found[expression] = choice
+    return found
 
 
 def device_of(text: str | None) -> torch.device:

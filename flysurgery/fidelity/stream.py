@@ -75,8 +75,8 @@ class Pull(Stream):
     pass, that of kind "start" nothing: what comes before it is exact, and stays. The blocks' gradients are multiplied by ``weight``.
 
     Where a module gives the stream after a block, a share of ``taught`` of its entries, drawn at random, are the teacher's, so that no
-    block learns to undo what the blocks before it make of few pictures. ``weight`` and ``taught`` may be set at any time, also as tensors of
-    one number.
+    block learns to undo what the blocks before it make of few pictures. ``weight`` and ``taught`` may be set at any time, also as tensors
+    of one number.
     Source for such a share: X. Wei et al., QDrop, arXiv:2203.05740, for quantization.
     """
 

@@ -10,7 +10,19 @@ from torch import nn
 from flysurgery.calibration import Data, samples_of
 from flysurgery.inference.choosing import Setting, choose_measured
 from flysurgery.inference.measuring import Progress
-from flysurgery.surgery import PLACEHOLDER, Measurement, Plan, Report, Tradeoff, allocate, apply, check_budget, sample_shape
+from flysurgery.surgery import (
+    PLACEHOLDER,
+    Measurement,
+    Plan,
+    Report,
+    Tradeoff,
+    allocate,
+    apply,
+    check_budget,
+    check_calibration,
+    plan_for_fidelity,
+    sample_shape,
+)
 from flysurgery.surgery import plan as make_plan
 
 
@@ -28,38 +40,35 @@ def convert(
     progress: Progress | None = None,
     verify: bool = True,
     budget: float | None = None,
+    fidelity: float | None = None,
     measure: Setting | bool = False,
     **options: Any,
 ) -> Report:
     """Plan and apply in one call. ``options`` are those of ``plan``, the named arguments those of ``apply``. Raises what they raise.
 
     ``arch`` is "monarch" by default. With a ``budget``, ``allocate`` chooses the architecture of each layer, and ``arch`` and its options
-    must not be given. ``measure`` times all choices where the model is: True, or a ``Setting`` with batch and dtype. Then each layer gets
-    the most accurate of what is faster than dense, or the ``budget`` bounds milliseconds; see ``choose_measured``.
+    must not be given. With a ``fidelity``, ``plan_for_fidelity`` finds the budget. ``measure`` times all choices where the model is: True,
+    or a ``Setting`` with batch and dtype. Then each layer gets the most accurate of what is faster than dense, or the ``budget`` bounds
+    milliseconds; see ``choose_measured``.
     """
     setting = Setting() if measure is True else measure or None
     tradeoff = measurement = None
-    named = [name for name in ("nblocks", "rank", "patterns") if options.get(name) is not None]
-    if not check_budget(budget, measured=setting is not None, named=named if arch is None else [*named, "arch"]):
+    named = [name for name in ("nblocks", "rank", "patterns", "per_layer") if options.get(name) is not None]
+    check_calibration(calibrate, fidelity=fidelity)
+    fitting = {"init": init, "sequential": sequential, "permute": permute, "reconstruct": reconstruct, "seed": seed}
+    named = named if arch is None else [*named, "arch"]
+    if not check_budget(budget, measured=setting is not None, named=named, fidelity=fidelity):
         plan = make_plan(model, arch or "monarch", **options)
     else:
         plan = make_plan(model, PLACEHOLDER, **options)
         if calibrate is not None:  # the same samples for the choice and for the fit
             calibrate = samples_of(calibrate, count=samples, shape=sample_shape(plan))
-        plan, tradeoff, measurement = choose(plan, model, setting, budget, calibrate=calibrate, samples=samples, progress=progress)
-    report = apply(
-        plan,
-        model,
-        init=init,
-        calibrate=calibrate,
-        samples=samples,
-        sequential=sequential,
-        permute=permute,
-        reconstruct=reconstruct,
-        seed=seed,
-        progress=progress,
-        verify=verify,
-    )
+        given = {"calibrate": calibrate, "samples": samples, "progress": progress}
+        if fidelity is not None:
+            plan, tradeoff = plan_for_fidelity(plan, model, fidelity, **given, **fitting)
+        else:
+            plan, tradeoff, measurement = choose(plan, model, setting, budget, **given)
+    report = apply(plan, model, calibrate=calibrate, samples=samples, progress=progress, verify=verify, **fitting)
     return replace(report, tradeoff=tradeoff, measurement=measurement)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flysurgery.gpu.factor_gradients import factor_gradients
 from flysurgery.gpu.multiply_out import multiplied_out
+from flysurgery.gpu.weight_cache import derived
 from flysurgery.ops.launches import alike
-from flysurgery.ops.parts import Dense, FusedFactors, Linear
+from flysurgery.ops.parts import Dense, FusedFactors, Linear, present
 
 Group = Sequence[Linear]
 
@@ -35,6 +36,18 @@ def as_dense(group: Group, scale: Tensor | None, dtype: torch.dtype) -> AsDense:
     weight = matrix if scale is None else matrix * scale[:, None]
     bias = bias if bias is None or scale is None else bias * scale
     return AsDense(weight.to(dtype), None if bias is None else bias.to(dtype), matrix)
+
+
+def side_by_side(group: Group, dtype: torch.dtype) -> Dense:
+    """The linears as one dense layer in ``dtype``, kept until a weight changes; for operators without gradients."""
+
+    def make() -> tuple[Tensor, ...]:
+        weight, bias, _ = as_dense(group, None, dtype)
+        return present(weight, bias)
+
+    tensors = tuple(tensor for member in group for tensor in member.tensors)
+    found = derived(("side by side", dtype, *[member.form for member in group]), tensors, make, inference=True)
+    return Dense(*found) if len(found) > 1 else Dense(found[0], None)
 
 
 def of_linears(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flysurgery.ops.as_dense import side_by_side
 from flysurgery.ops.group import ks_linear_group
 from flysurgery.ops.launches import (
     alike,
@@ -58,8 +59,8 @@ class NormLinears(NamedTuple):
 
     Few rows, and linears that the fused kernel takes with their norm, need one launch. Wide layers, where that is faster, need one for
     each factor and one for the norm's moments. Otherwise the norm has a launch, and linears of one architecture have one together, by the
-    backend that ``ks_linear`` chooses. PyTorch multiplies a dense linear, except in float32, where a kernel does so on tensor cores, by
-    pairs of fp16.
+    backend that ``ks_linear`` chooses. Linears that differ, some of them dense, are multiplied out once and have one dense product
+    together. PyTorch makes dense products, except in float32, where a kernel does so on tensor cores, by pairs of fp16.
     """
 
     norm: Norm
@@ -85,14 +86,14 @@ class NormLinears(NamedTuple):
             return (Stage(("norm and linear",), lambda y, x, given: few_rows_linear(y, given.norm, given.group)),)
         few = takes_few_rows(x, group)
         factors = [member for member in group if isinstance(member, FusedFactors)]
-        if not few and len(group) > 1 and len(factors) < len(group):
-            return "several linears that share x are multiplied together where all of them are factors"
         obstacle = norm_reason(x, norm, group[0].sizes[0])
         if obstacle is not None:
             return obstacle
         before = Stage(("norm",), lambda y, x, given: normed(y, given.norm))
         if few:
             return before, Stage(("linear",), lambda y, x, given: few_rows_linear(y, None, given.group))
+        if len(group) > 1 and len(factors) < len(group):
+            return before, Stage(("linear",), lambda y, x, given: _multiplied(y, [side_by_side(given.group, y.dtype)]))
         together = in_one_launch(x, factors)
         if alike(factors) and takes_group(x, factors, together):
             return (Stage(wide_group_launches(), lambda y, x, given: wide_group(y, given.norm, given.group)),)

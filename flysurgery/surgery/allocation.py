@@ -31,18 +31,22 @@ Picks: TypeAlias = tuple[Option, ...]
 """The option of each unit."""
 
 
-def check_budget(budget: float | None, *, measured: bool, named: Sequence[str]) -> bool:
-    """Whether an allocation chooses the architectures: by ``budget``, or by times that are ``measured``.
+def check_budget(budget: float | None, *, measured: bool, named: Sequence[str], fidelity: float | None = None) -> bool:
+    """Whether an allocation chooses the architectures: by ``budget``, by ``fidelity``, or by times that are ``measured``.
 
     Raises:
-        OptionError: a budget out of its range, or options that name architectures, ``named``, beside a choice.
+        OptionError: a budget or a fidelity out of its range, both, or options that name architectures, ``named``, beside a choice.
     """
     if budget is not None and not 0 < budget <= 1:
         raise OptionError(f"budget is the share of the dense layers' costs to keep, above 0 and at most 1; got {budget!r}")
-    if budget is None and not measured:
+    if fidelity is not None and not 0 < fidelity < 1:
+        raise OptionError(f"fidelity is the least cosine with the dense model to reach, above 0 and below 1; got {fidelity!r}")
+    if fidelity is not None and (budget is not None or measured):
+        raise OptionError("fidelity looks for the smallest budget of weights itself; leave budget and measure out")
+    if budget is None and fidelity is None and not measured:
         return False
     if named:
-        raise OptionError(f"budget and measure choose the architectures, so {' and '.join(named)} cannot be given with them")
+        raise OptionError(f"budget, fidelity and measure choose the architectures, so {' and '.join(named)} cannot be given with them")
     return True
 
 
@@ -125,6 +129,11 @@ class Allocation:
     def whole(self) -> float:
         """What all layers cost dense."""
         return cost_of(options[0] for options in self.options)
+
+    @cached_property
+    def least(self) -> float:
+        """The smallest share of the dense costs that can be reached."""
+        return cost_of(min(options, key=lambda option: option.cost) for options in self.options) / self.whole
 
     def pick(self, budget: float | None) -> Picks:
         """The options of least error within ``budget``; without one, for each unit the one of least error other than dense."""

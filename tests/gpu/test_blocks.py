@@ -62,6 +62,18 @@ def test_norm_and_projections(architecture: Architecture, drawn: tuple[int, floa
     check(x, NormLinears(affine(features, dtype), [layer(architecture, dtype) for _ in range(3)]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_beside_dense_layers_are_one_dense_product(dtype: torch.dtype) -> None:
+    x, norm = normal(1009, 384, dtype=dtype), affine(384, dtype)
+    group: list[Linear] = [layer(monarch(384, 384, 8), dtype), layer(monarch(384, 384, 8), dtype), dense(384, 384, dtype)]
+    check(x, NormLinears(norm, group))
+    before = run(x, NormLinears(norm, group))
+    with torch.no_grad():
+        group[2].tensors[0].zero_()
+    after = run(x, NormLinears(norm, group))
+    assert torch.equal(after[:, :768], before[:, :768]) and not torch.equal(after[:, 768:], before[:, 768:])
+
+
 def test_norm_and_projections_with_tf32() -> None:
     x, group = normal(1009, 384, dtype=torch.float32, mean=100.0), [layer(gonon(384, 384), torch.float32) for _ in range(3)]
     with rounding_as("tf32"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import layer_norm, silu
+from torch.nn.functional import layer_norm, linear, silu
 
 from flysurgery.ops import Dense, FeedForward, FusedFactors, Gated, LinearResidual, Norm
+from flysurgery.ops.as_dense import side_by_side
+from flysurgery.ops.launches import multiplied
 from tests.support.tolerance import assert_equal
 
 
@@ -34,3 +36,13 @@ def test_gate_and_value_are_two_layers_or_the_halves_of_one() -> None:
             assert up.sizes == (8, 6)
             found = FeedForward(None, up, down, "silu", integers(8), inner=Norm(None, None, 0.1)).plainly(x)
             torch.testing.assert_close(found, expected)
+
+
+def test_linears_side_by_side_are_one_dense_layer_until_a_weight_changes() -> None:
+    x, bias = integers(5, 6), integers(6)
+    group = FusedFactors((integers(1, 3, 3, 2), integers(2, 3, 3, 1)), bias), Dense(integers(4, 6))
+    for _ in range(2):
+        one = side_by_side(group, x.dtype)
+        assert_equal(linear(x, one.weight, one.bias), torch.cat([multiplied(x, each) for each in group], dim=-1))
+        assert side_by_side(group, x.dtype).weight is one.weight
+        group[0].factors[1].mul_(2)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import sqrt
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,32 @@ def test_choices_keep_to_their_bound_and_lie_between_the_hull_and_the_best_of_al
         if len(alike) == len(units):  # it is never worse than one name for all at equal cost
             picks = least_error(units, sum(choice.cost for choice in alike))
             assert picks is not None and error_of(picks) <= sum(choice.error for choice in alike)
+
+
+def test_a_fidelity_gets_as_few_weights_as_reach_it(vit: nn.Module) -> None:
+    images, sizes = torch.randn(40, *vit.patch_embed.proj.weight.shape[1:2], *vit.patch_embed.img_size), []
+    for goal in (0.9, 0.99):
+        model = copy.deepcopy(vit)
+        report = convert(model, fidelity=goal, calibrate=images, sequential=True)
+        assert report.fidelity is not None and report.fidelity.lowest_cosine >= goal
+        assert report.tradeoff is not None and report.tradeoff.chosen.share < 0.95
+        sizes.append(report.tradeoff.chosen.share)
+    assert sizes[0] < sizes[1]
+    with unchanged(vit), pytest.raises(PlanError, match=r"reaches a cosine of 1; the closest has 0\.\d{4}; give --reconstruct"):
+        convert(vit, fidelity=1 - 1e-9, calibrate=images)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fidelity": 1.5}, "above 0 and below 1; got 1.5"),
+        ({"fidelity": 0.9, "budget": 0.5}, "leave budget and measure out"),
+        ({"fidelity": 0.9, "nblocks": 8}, "so nblocks cannot be given"),
+        ({"fidelity": 0.9, "per_layer": {"mlp": "dense"}}, "so per_layer cannot be given"),
+        ({"fidelity": 0.9, "calibrate": None}, "fidelity needs data to calibrate with"),
+    ],
+)
+def test_a_fidelity_that_cannot_be_looked_for_is_one_sentence(vit: nn.Module, options: dict[str, Any], message: str) -> None:
+    given = {"calibrate": torch.randn(4, 3, 32, 32)} | options
+    with unchanged(vit), pytest.raises(OptionError, match=message):
+        convert(vit, **given)
