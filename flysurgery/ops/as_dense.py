@@ -46,8 +46,8 @@ def side_by_side(group: Group, dtype: torch.dtype) -> Dense:
         return present(weight, bias)
 
     tensors = tuple(tensor for member in group for tensor in member.tensors)
-    found = derived(("side by side", dtype, *[member.form for member in group]), tensors, make, inference=True)
-    return Dense(*found) if len(found) > 1 else Dense(found[0], None)
+    weight, *bias = derived(("side by side", dtype, *[member.form for member in group]), tensors, make, inference=True)
+    return Dense(weight, *bias)
 
 
 def of_linears(

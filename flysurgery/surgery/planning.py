@@ -232,10 +232,13 @@ def _parts(target: Target, rules: Rules) -> tuple[Part, ...] | Reason:
             Part(each.name, each.start, each.stop, choice if isinstance(choice, Architecture) else None)
             for each, choice in zip(slices, choices, strict=True)
         )
+    reasons = [choice for choice in choices if isinstance(choice, Reason)]
     whole = rules.of(target).choose(target.out_features, target.in_features)
-    if isinstance(whole, Architecture) and all(rule is rules.usual for rule in applied):
+    if isinstance(whole, Reason):
+        return reasons[0] if reasons else whole
+    if all(rule is rules.usual for rule in applied):
         return (Part(None, 0, target.out_features, whole),)
-    return next((choice for choice in choices if isinstance(choice, Reason)), whole)
+    return reasons[0]  # what is said of parts goes before the whole
 
 
 def _check_patterns_fit(layers: Sequence[LayerPlan]) -> None:
