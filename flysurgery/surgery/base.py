@@ -37,7 +37,7 @@ def find_base(model: nn.Module, base: str | None, base_args: Mapping[str, Any] |
     architecture, tag = config.get("architecture"), config.get("tag")
     if not architecture:
         return None, given
-    found = _as_json(dict(timm.models.get_model_args(model)))
+    found = _as_json(_timm_arguments(model, config))
     if found is None:
         return None, given
     return f"{architecture}.{tag}" if tag else architecture, found | given
@@ -47,6 +47,20 @@ def is_of_timm(model: nn.Module) -> bool:
     """Whether the model says of itself what timm's say."""
     config = getattr(model, "pretrained_cfg", None)
     return isinstance(config, dict) and bool(config.get("architecture"))
+
+
+def _timm_arguments(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    reader = getattr(timm.models, "get_model_args", None)
+    if reader is not None:
+        return dict(reader(model))
+    # Before timm 1.0.31 models did not keep their arguments, so only what differs from the published ones is known.
+    channels, *size = config.get("input_size", (None, None, None))
+    current = {
+        "num_classes": (getattr(model, "num_classes", None), config.get("num_classes")),
+        "in_chans": (getattr(model, "in_chans", None), channels),
+        "img_size": (getattr(getattr(model, "patch_embed", None), "img_size", None), tuple(size)),
+    }
+    return {name: value for name, (value, published) in current.items() if value is not None and value != published}
 
 
 def _as_json(arguments: dict[str, Any]) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from flysurgery.checkpoint import save
 from flysurgery.checkpoint.meter import LimitError, Limits, metered
 from flysurgery.checkpoint.shell import build_shell
 from flysurgery.surgery import plan
-from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, forge, install_random
+from tests.checkpoint.conftest import ARGUMENTS, BASE, TIMM_MODELS, VIT_PYTORCH, forge, install_random, need_recorded_arguments
 
 LIMITS = Limits(parameters=4, modules=4, operations=300, nbytes=1 << 20)
 
@@ -100,6 +100,7 @@ def test_arguments(arguments: dict[str, object], fact: str) -> None:
 
 def test_a_base_that_cannot_wait_on_meta_is_bounded_too() -> None:
     """Swin reads its parameters, so all of it is built for real, dense layers as well, which a small folder does not store."""
+    need_recorded_arguments()
     swin = "swin_tiny_patch4_window7_224"
     dense = timm.create_model(swin, **TIMM_MODELS[swin])
     made, nbytes = plan(dense), sum(parameter.nbytes for parameter in dense.parameters())
@@ -195,6 +196,7 @@ def save_valid(base: str, arguments: dict[str, Any], folder: Path) -> Path:
 
 
 def test_bombs_are_refused_in_a_process_whose_memory_is_limited(tmp_path: Path) -> None:
+    need_recorded_arguments()
     if not Path("/proc/self/statm").exists():
         pytest.skip("only Linux says how much memory a process has reserved")
     valid = {base: save_valid(base, arguments, tmp_path / f"valid{number}") for number, (base, arguments) in enumerate(VALID.items())}

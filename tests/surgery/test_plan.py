@@ -345,7 +345,7 @@ def test_a_timm_model_says_how_it_is_built_again(name: str, arguments: dict[str,
     }
 
 
-def test_what_is_given_goes_before_what_the_model_says() -> None:
+def test_what_is_given_goes_before_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", in_chans=1, num_classes=7, **TINY)
         other = timm.create_model("vit_tiny_patch16_224", act_layer=nn.ReLU, **TINY)
@@ -358,3 +358,5 @@ def test_what_is_given_goes_before_what_the_model_says() -> None:
         assert find_base(unknown, None, None) == (None, {})
     with pytest.raises(OptionError, match="base_args must be values that JSON has"):
         find_base(model, "vit_tiny_patch16_224", {"act_layer": nn.ReLU})
+    monkeypatch.delattr(timm.models, "get_model_args", raising=False)  # as in earlier versions of timm
+    assert find_base(model, None, None)[1] == {"img_size": [32, 32], "in_chans": 1, "num_classes": 3}
