@@ -289,7 +289,7 @@ def make(
     printed and gets no rows.
     """
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    with BenchRun(device, columns, options.out, fresh=options.fresh, plot=getattr(options, "plot", None)) as run:
+    with BenchRun(device, columns, options.out, fresh=options.fresh) as run:
         todo = [job for job in jobs if not run.has(job[0])]
         for done, (head, rows_of) in enumerate(todo):
             if time.monotonic() > end:
